@@ -5,16 +5,17 @@ The registry has no socket, and time is an argument (seconds of a steady clock).
 in any of these cases:
 
 - Its connection is gone, so that sending to it fails. To notice this, a client that has been silent
-for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
-its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
-heartbeat).
+  for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
+  its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
+  heartbeat).
 - It is connected, but has sent nothing for `lease_s`.
 - It has more than MAX_UNREAD_BYTES unread.
 - All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and this one has the most. A
-client that has read nothing for STALLED_S is dropped before any client that reads.
+  client that has read nothing for STALLED_S is dropped before any client that reads.
 
-After the last two cases, the client's messages are ignored for IGNORED_S. The mailbox closes the
-connection of a dropped client, if it is still open, which frees the bytes queued for the client.
+A client dropped for its unread bytes is also ignored for IGNORED_S: its messages are discarded. The
+mailbox closes the connection of a dropped client, if it is still open, which frees the bytes queued
+for the client.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ class Clients:
         """Return a client that must be dropped before another message is sent to `client`, or None.
 
         Return `client` itself if its unread bytes exceed MAX_UNREAD_BYTES. Otherwise, if all
-        clients together exceed MAX_TOTAL_UNREAD_BYTES, return the one with the most unread bytes;
-        clients that have stopped reading come first.
+        clients together exceed MAX_TOTAL_UNREAD_BYTES, return the one with the most unread bytes,
+        among the stalled clients if there are any.
         """
         record = self._clients.get(client)
         if record is not None and record.unread_bytes > MAX_UNREAD_BYTES:

@@ -196,8 +196,8 @@ class Engine:
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Queue a request or refuse it.
 
-        Return None if its grammar must be compiled first. `drain_compile_jobs` then returns the
-        grammar, and `on_grammar_compiled` returns the reply.
+        Return None if its grammar must be compiled first. `on_grammar_compiled` then returns the
+        reply.
         """
         return self.admission.add(client, message)
 
@@ -286,7 +286,7 @@ class Engine:
 
         They must if the next step may preempt a request, or if its drafts depend on a result in
         flight. The next step also waits for a long prefill step, and for any prefill step if
-        accounts share the engine: a request that arrives meanwhile can then be part of it.
+        accounts share the engine, so that it can include a request that arrives meanwhile.
         """
         scheduler = self.scheduler
         prompt_tokens = self._inflight.num_prompt_tokens
@@ -583,7 +583,8 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Check every invariant of slots, blocks and the prefix cache by brute force; for tests."""
+        """Check every invariant of slots, blocks and the prefix cache by brute force; for tests and
+        replays."""
         check_invariants(
             self.scheduler, self.kv_transfers.leases, self.open_requests, self._ended_in_flight
         )

@@ -3,8 +3,8 @@
 The expected time of a step follows from the measured throughput, so a large step is not a sign of
 trouble. The worker is unhealthy in two cases:
 
-- It was stopped by a signal. After `patience_s` it counts as lost, so that its clients receive the
-  end of their requests.
+- It was stopped by a signal. After `patience_s` it counts as lost. The engine then stops, and its
+  clients receive an EngineStopped instead of waiting.
 - Its step takes many times the expected time. The step may still finish; the config's
   `step_timeout_s` bounds it.
 """

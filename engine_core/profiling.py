@@ -57,8 +57,8 @@ class Profiling:
         return None
 
     def cancel(self, client: bytes, requests: Collection[int] | None = None) -> None:
-        """Cancel the profile if `client` requested it under one of these numbers. If `requests` is
-        None, the number does not matter."""
+        """Cancel the profile if `client` requested it, with one of the numbers `requests`. If
+        `requests` is None, the number does not matter."""
         if client != self._owner or (
             requests is not None and self._message.request not in requests
         ):
@@ -69,7 +69,7 @@ class Profiling:
             self._phase = ProfilingPhase.CANCELLED
 
     def pop_command(self) -> Trace | None:
-        """Return the command to send to the worker now, or None. Each is returned once."""
+        """Return the command to send to the worker now, or None. Each command is returned once."""
         match self._phase:
             case ProfilingPhase.REQUESTED:
                 self._phase = ProfilingPhase.TRACING

@@ -18,25 +18,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Other processes run tests beside this one, and their threads would wait for one another. Set,
-    # not only by default: the process that started this one has exported its own number.
+    # Other processes run tests beside this one, and their threads would wait for one another. A
+    # default would have no effect, because the process that started this one has exported its own
+    # number.
     os.environ["OMP_NUM_THREADS"] = "1"
 else:
     os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
-# As the worker sets it (worker/startup/environment.py). Threads that spin while they wait for one
+# The worker sets it too (worker/startup/environment.py). Threads that spin while they wait for one
 # another take the cores away from the threads that they wait for, on a machine that does other
 # work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Time on a shared machine says nothing about an example. In CI the examples are always the same, so
-# that a failure is the change's own; elsewhere they are new each time.
+# that only a change can cause a failure; elsewhere they are new each time.
 settings.register_profile("tidegate", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("tidegate")
 
 
 ELSEWHERE: list[tuple[Any, ...]] = []
-"""Rows of the table below from the processes that ran tests for this one (`--numprocesses`)."""
+"""Rows for the table of `pytest_terminal_summary`, from the worker processes of pytest-xdist."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the test once with each number of threads of torch."""
+    """Run the test with 1, 2 and 3 threads of torch."""
     import torch  # few tests need it
 
     before = torch.get_num_threads()
@@ -74,7 +75,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how many answers of each format were parsed, and in how many cuts."""
+    """Print how many answers of each format were parsed, and in how many ways they were cut."""
     rows = sorted(_rows() + ELSEWHERE)
     if rows:
         from tests.support import formats

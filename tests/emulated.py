@@ -51,7 +51,8 @@ def build(folder: Path) -> None:
 
 
 class EmulatedProcessor:
-    """A pytest plugin: the libraries in `folder`, and a processor that can run them."""
+    """A pytest plugin. The tests load the libraries in `folder`, and find a processor that can run
+    all instruction sets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

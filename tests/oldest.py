@@ -3,8 +3,7 @@
 Streams are written directly to the client's socket, which rests on private details of both
 libraries (`gateway/http/client_socket.py`). All other tests run with the newest versions that
 setup.py allows. The oldest ones are installed, once, into a virtual environment inside the main
-one, which supplies everything else. `make test-oldest` runs TESTS, or those that its arguments
-name:
+one, which supplies everything else. `make test-oldest` runs TESTS. Arguments can name other tests:
 
     python -m tests.oldest tests/unit/test_sse.py
 """
@@ -42,7 +41,7 @@ def oldest_versions(setup: str) -> dict[str, str]:
 
 def environment_with(versions: Mapping[str, str]) -> Path:
     """Return the Python of an environment with these versions. Create the environment if it is
-    missing or has others."""
+    missing or has other versions."""
     python = FOLDER / "bin" / "python"
     stamp = FOLDER / "versions.json"
     wanted = json.dumps([sys.version, versions])
@@ -62,7 +61,7 @@ def environment_with(versions: Mapping[str, str]) -> Path:
 
 
 def versions_in(python: Path) -> dict[str, str]:
-    """Return the versions that this Python imports."""
+    """Return the version of each library that this Python imports."""
     shown = ", ".join(f"{name}.__version__" for name in LIBRARIES)
     code = f"import {', '.join(LIBRARIES)}; print({shown})"
     ran = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True)

@@ -31,11 +31,13 @@ OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
 NICENESS = 10
-"""Niceness of background stages. A process of another stage then has nine times their share."""
+"""Niceness of background stages. If both need a core, a process of another stage gets nine times as
+much CPU time as one of a background stage."""
 BACKGROUND = ("--timeout", "900")
-"""Options of background stages, whose tests may wait for a core."""
+"""Options of background stages, whose tests may wait long for a core."""
 ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
-"""Options that run adjacent tests in one process, which then makes the fixtures of a file once."""
+"""Options that run as many processes as there are cores, with adjacent tests in each, so that the
+fixtures of most files are made only once."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,13 @@ class Stage:
 
 
 def files_at_a_time(count: int) -> list[str]:
-    """Return the options that run a file's tests in one process, and files in their order."""
+    """Return the options that run `count` files at a time, in their order, each in one process."""
     return ["--numprocesses", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def files_with(words: str) -> list[str]:
-    """Return the integration tests that contain `words`. pytest would first import all of them."""
+    """Return the files of integration tests that contain `words`. To select tests, pytest alone
+    would import all files."""
     return [
         str(file) for file in sorted(INTEGRATION.rglob("test_*.py")) if words in file.read_text()
     ]
@@ -103,7 +106,7 @@ STAGES = (
 class StageResult:
     """The result of one stage. `counts` is empty if pytest wrote no report.
 
-    may_be_empty   whether arguments choose tests, of which a stage may have none
+    may_be_empty   whether the stage may have no tests, because arguments choose some tests
     """
 
     stage: Stage
@@ -144,9 +147,9 @@ def read_report(file: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the tests, in which Python keeps the byte code of its imports.
+    """Return the environment of the tests, in which Python writes byte code files.
 
-    Without it, each of the hundreds of processes would compile every source file again.
+    Without these files, each of the hundreds of processes would compile every source file again.
     """
     return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
 
@@ -195,7 +198,7 @@ class BackgroundStages:
         return results
 
     def close(self) -> None:
-        """Start no other stage."""
+        """Start no further stage, but do not wait for the one that runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -54,7 +54,7 @@ class Compiler:
         Compiling takes milliseconds, or seconds for huge schemas, mostly without the GIL.
         llguidance recurses deeply, so the calling thread needs a large stack (`large_stack.py`).
         If the grammar has thinking or calls beside its body, compiling takes about twice as long,
-        because these parts are also compiled separately.
+        because the body and the calls are also compiled separately.
         """
         inner = None
         if grammar.body is not None:
@@ -64,10 +64,10 @@ class Compiler:
         return MatcherTemplate(inner, (budget, self._spelling) if budget is not None else None)
 
     def _check_parts(self, grammar: Grammar, body: Body) -> None:
-        """Raise InvalidRequest if the body or the calls, compiled separately, are wrong.
+        """Raise InvalidRequest if the body or the calls, compiled separately, cannot be enforced.
 
-        Compiling the whole grammar is not enough. It finds an error after the thinking only when an
-        answer gets there, and an error in one of two alternatives not at all.
+        Compiling only the whole grammar would miss errors: llguidance finds an error after the
+        thinking only when an answer gets there, and an error in one of two alternatives not at all.
         """
         if grammar.thinking is not None or grammar.calls is not None:
             self._compile(Grammar(body=body))

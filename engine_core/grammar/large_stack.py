@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 STACK_BYTES = 512 << 20
-"""Stack size of each thread. Only the part of the address space that is touched uses memory."""
+"""Stack size of each thread. Only the pages that the thread touches use memory."""
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """A model's markers: added tokens of its tokenizer that are not text.
 
 llguidance treats an added token as a marker if the tokenizer marks it as special, or if it is
-spelled <like this>. A marker is possible only if the grammar names it; it is never part of a text.
-Some tokenizers add other markers, such as "[TOOL_CALLS]", without marking them as special. This
-file marks these as special too.
+spelled <like this>. Its masks allow a marker only where the grammar names it: no pattern for text
+matches a marker. Some tokenizers add other markers, such as "[TOOL_CALLS]", without marking them as
+special. This file marks these as special too.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def spelling(tokenizer: LLTokenizer, markers: Markers) -> MarkerSpelling:
 
 
 class ThinkingBudgetTracker:
-    """The state of one answer's thinking budget: the number of thinking tokens so far, and where
-    the answer is.
+    """The state of one answer's thinking budget: the number of thinking tokens so far, and whether
+    the answer is inside a thinking block.
 
     `forced` is the only token that may follow, or None if the budget allows any token.
     """

@@ -4,8 +4,8 @@ PATH is a journal file, or a directory of journals (the engine's option `--journ
 directory are replayed one by one. With `--weights`, a worker computes the steps again.
 
 The exit code is 0 if all replies (with `--weights`, also all tokens and logprobs) are the same. It
-is 1 if one differs, or if the engine raises an exception. It is 2 if a file is not a journal, if
-the directory has none, or if the worker cannot compute the steps.
+is 1 if one differs, or if the engine raises an exception. It is 2 if a file cannot be read or is
+not a journal, if the directory has none, or if the worker cannot compute the steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None) -> int:
-    """Replay one journal, print its summary or what differs, and return the exit code."""
+    """Replay one journal, print its summary or the first difference, and return the exit code."""
     with contextlib.ExitStack() as unless_whole:
         if worker is not None:
             unless_whole.callback(worker.close)  # it lacks steps, so it cannot continue

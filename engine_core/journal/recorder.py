@@ -2,8 +2,8 @@
 
 Each method calls the base class, so the decisions are those of a plain `Engine`. When the file is
 nearly full, recording continues in another file, which starts with a snapshot of the engine
-(snapshot.py). The snapshot is taken in `tick`, at the start of a turn of the loop. At that time the
-loop has fetched all commands, jobs and plans, so they need not be part of the snapshot.
+(snapshot.py). The snapshot is taken in `tick`, at the start of a turn of the loop. By then the loop
+has sent all replies and K/V commands of the previous turn, so the snapshot contains none.
 """
 
 from __future__ import annotations

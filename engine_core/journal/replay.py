@@ -1,8 +1,8 @@
 """Replays a journal, and checks that the engine gives the same replies.
 
 `replay` raises ReplayDiffers at the first record with a different reply. So a test can replay the
-journal of an incident. The engine gets the recorded results of the worker. A worker can compute the
-same steps beside it, so that its results can be compared (weights.py).
+journal of an incident. The engine receives the recorded results of the worker. A real worker can
+compute the same steps, so that its results can be compared with the recorded ones (weights.py).
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class StepComparer(Protocol):
         """Prepare for the steps of an engine that was created with these arguments."""
 
     def send(self, message: StepPlan | Masks) -> None:
-        """Compute a step, or pass on its masks."""
+        """Start to compute the step of a plan, or supply its masks."""
 
     def compare(self, recorded: StepResult, where: str) -> None:
-        """Compare the result of the oldest step with the recorded one. `where` names its record."""
+        """Compare the result of the oldest step with `recorded`. `where` names the record, for
+        messages."""
 
 
 def replay(

@@ -39,7 +39,7 @@ class StepComparison:
     #: Number of logprob entries, for sampled tokens and prompt tokens.
     num_logprobs: int = 0
     num_equal_logprobs: int = 0
-    #: The first step whose result differs; "" if there is none.
+    #: Describes the first step whose result differs; "" if there is none.
     first_difference: str = ""
 
     @property
@@ -86,7 +86,8 @@ class ReplayWorker:
     """The real worker process that computes the steps of journals. It is started for the first
     file of an engine, and continues with the files that follow it.
 
-    any_fingerprint   compare even if bits can differ, for example because of other kernels
+    any_fingerprint   compare even if the fingerprints of the recording and of this machine differ,
+                      so that bits can differ too, for example because of other kernels
     """
 
     def __init__(self, *, any_fingerprint: bool = False) -> None:
@@ -100,8 +101,8 @@ class ReplayWorker:
     def start(self, record: StartRecord) -> None:
         """Start the worker, or continue with the next file of the same engine.
 
-        Raises NotComparable if the steps cannot be computed again or the worker reports a failure,
-        and WorkerLost if the worker process ends.
+        Raises NotComparable if the steps cannot be computed again, if their results need not be
+        equal, or if the worker reports a failure. Raises WorkerLost if the worker process ends.
         """
         self.comparison = StepComparison()
         if self._start is not None and self._link is not None and _follows(self._start, record):

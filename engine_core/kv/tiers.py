@@ -45,8 +45,8 @@ class Tier:
         return len(self.contents)
 
     def apply(self, news: KVTierNews) -> None:
-        """Apply one report of the worker: the hashes stored and lost since the last one, the
-        present size, and what to add to the counters."""
+        """Apply one report of the worker: the hashes stored and lost since the last report, the
+        present size, and the increments of the counters."""
         self.contents.update(news.stored)
         self.contents.difference_update(news.lost)
         self.num_bytes = news.num_bytes

@@ -109,7 +109,7 @@ class KVTransfers:
 
     def on_kv_report(self, report: KVReport) -> list[Fetch]:
         """Apply a report, and return the fetches that are over. Raises RuntimeError if the report
-        names a fetch that is not open, KeyError if it names an unknown tier."""
+        names a fetch that is not open, and KeyError if it names an unknown tier."""
         for name in report.taken:
             self.leases.on_taken(name)
         self.tiers.on_kv_report(report)

@@ -14,7 +14,7 @@ from engine_core.request import Request, RequestPhase
 from protocol.errors import QueueTimeout, ServingError, TimedOut
 
 STALE_SLACK = 1024
-"""Stale heap entries are removed when the heap has this many entries more than four per request."""
+"""Stale entries are removed from a heap of more than four entries per request plus this number."""
 
 
 class Deadlines:

@@ -48,7 +48,7 @@ MAX_TOKEN_COST_RATIO = 2.0
 a full step.
 """
 LONGER_RATIO = 1.05
-"""A step is called longer than another if it takes at least this many times as long."""
+"""A step is called longer than another if it takes more than this many times as long."""
 
 
 def squash(priority: int) -> float:
@@ -174,8 +174,8 @@ def prefill_order(prefills: Sequence[Request]) -> Sequence[Request]:
 
 
 def goes_before(newcomer: Request, request: Request) -> bool:
-    """Return whether a waiting request, `newcomer`, goes before a running one: its account was
-    served less. Always false within one account."""
+    """Return whether the waiting request `newcomer` goes before the running `request`, because its
+    virtual time is smaller. Always false within one account."""
     if newcomer.account_usage is request.account_usage:
         return False
     return (newcomer.virtual_time, newcomer.rank) < (request.virtual_time, request.rank)

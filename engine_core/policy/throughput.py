@@ -36,7 +36,7 @@ class Throughput:
     busy_s: float = 0.0
     #: Tokens computed in all steps.
     computed: Rate = field(default_factory=Rate)
-    #: Tokens computed in the steps that have prompt tokens.
+    #: Tokens computed in the steps for which `InflightStep.has_prompts` is true.
     prompts: Rate = field(default_factory=Rate)
     #: Known tokens, cached or not, of requests that left the queue while others waited.
     admitted: Rate = field(default_factory=Rate)
@@ -58,7 +58,8 @@ class Throughput:
         return num_tokens > LONG_STEP_S * self.prompts.per_s > 0
 
     def observe(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:
-        """Record that a step computed `num_tokens` in `elapsed_s` seconds."""
+        """Record that a step computed `num_tokens` in `elapsed_s` seconds. `has_prompts` is that of
+        the InflightStep."""
         self.busy_s += elapsed_s
         self.computed.observe(num_tokens, elapsed_s)
         if has_prompts:

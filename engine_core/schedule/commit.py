@@ -44,8 +44,8 @@ NOTHING_COMMITTED = CommittedTokens()
 
 
 def commit_row(request: Request, count: int, row_result: RowResult) -> CommittedTokens:
-    """Append the tokens that a step sampled for `request`, up to the end of its answer. Return what
-    changed.
+    """Append the tokens that a step sampled for `request`, up to the end of its answer. Return the
+    changes.
 
     `count` is the number of positions that the step computed in the row.
     """

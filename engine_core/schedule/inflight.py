@@ -26,13 +26,13 @@ class InflightStep:
     requests: list[Request]
     #: Whether some rows are constrained by a grammar and their masks have not been sent.
     needs_masks: bool
-    #: Maximum number of drafts per row that the plan requests of the draft model.
+    #: Maximum number of drafts per row that the plan requests from the draft model.
     num_requested_drafts: int
 
     @property
     def is_decisive(self) -> bool:
         """Whether the next step's drafts depend on this step's result. They do if this step
-        verifies drafts, or requests drafts of the draft model."""
+        verifies drafts, or requests drafts from the draft model."""
         return self.num_requested_drafts > 0 or self.plan.row_drafts is not None
 
     @property

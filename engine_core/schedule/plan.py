@@ -79,7 +79,7 @@ class RowColumns(NamedTuple):
     """The rows of a step in the order of `Schedule.rows`, with one column per fact."""
 
     requests: list[Request]
-    #: Number of positions, including those of the drafts.
+    #: Number of positions of each row, including those of its drafts.
     counts: list[int]
 
     @classmethod

@@ -33,7 +33,7 @@ Blocks are allocated for drafts only if one more block per running request remai
 drafts are wrong, their blocks stay with the request, whose answer will fill them.
 
 The draft model computes a prompt in the same steps as the main model. It computes the tokens of the
-answer later: in steps that request drafts of it, and when it is `MAX_DRAFT_LAG` tokens behind. It
+answer later: in steps that request drafts from it, and when it is `MAX_DRAFT_LAG` tokens behind. It
 skips requests for which drafts are not worthwhile. If it computes a request, the request's blocks
 are published only when both models have computed them.
 
@@ -89,7 +89,7 @@ class DraftPolicy(Protocol):
         ...
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request of the draft model, at most `max_tokens` (>= 1)."""
+        """Return how many drafts to request from the draft model, at most `max_tokens` (>= 1)."""
         ...
 
 
@@ -313,15 +313,15 @@ class Scheduler:
     def _max_drafts(self, request: Request, step: Schedule) -> int:
         """Return how many drafts the budget, the answer's length and the blocks allow.
 
-        One free block is left for each running request.
-        With n drafts, the step samples up to n + 1 tokens.
+        One free block is left for each running request. With n drafts, the step samples up to
+        n + 1 tokens.
         """
         left = request.max_total_tokens - len(request.tokens) - 1
         most = self.tables.max_positions(request, reserved=len(self.running))
         return min(step.budget, left, most - len(request.tokens))
 
     def _plan_draft_model(self, step: Schedule) -> None:
-        """Plan the draft model's work: the tokens that it lacks, and the drafts requested of it."""
+        """Plan the draft model's work: the tokens that it lacks, and the drafts to request."""
         if not self._speculation.is_enabled:
             return
         rows = list(step.rows())

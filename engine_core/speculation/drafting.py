@@ -49,7 +49,7 @@ MODEL_IDLE_DECAY = 0.995
 RETRY_EVERY = 16
 """If the draft model did badly, one in this many new requests still uses it with the prior."""
 FORCED_PRIOR = 0.95
-"""The prior for tokens forced by a grammar: the usual tokens of the only text that it allows."""
+"""The prior for drafts forced by a grammar: the usual tokens of the only text that it allows."""
 MIN_PROBABILITY = 0.2
 """Drafts less likely to be right than this are not verified, because drafts prevent planning ahead.
 """
@@ -194,7 +194,7 @@ class Speculation:
         """Record the time of a step without prompts, to estimate the overhead of drafts.
 
         - rows, tokens: the size of the step; `tokens` includes drafts
-        - num_drafts: number of consecutive drafts that the step requested of the draft model
+        - num_drafts: number of consecutive drafts that the step requested from the draft model
         """
         cost = self._costs[tokens] + num_drafts * self._draft_cost * self._costs[rows]
         self.overhead.observe(rows, cost, elapsed_s, is_drafted=bool(num_drafts) or tokens > rows)
@@ -211,7 +211,7 @@ class Speculation:
         return min(self._model_tally.acceptance, MODEL_PRIOR)
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request of the draft model, in a step of `rows` rows. The
+        """Return how many drafts to request from the draft model, in a step of `rows` rows. The
         result is at most `max_tokens`, and 0 if the draft model does not compute the request."""
         if request.drafting is None or not request.uses_draft_model:
             return 0
@@ -240,7 +240,7 @@ class Speculation:
         self, request: Request, drafting: RequestDrafting, max_tokens: int, rows: int
     ) -> list[int]:
         """Return the next tokens, at most `max_tokens`, if the grammar allows only one text. They
-        are usually right, and can be proposed without looking at earlier tokens."""
+        are usually right, and follow from the grammar alone."""
         assert request.matcher is not None
         count = min(max_tokens, self.best_count(drafting.forced_tally.acceptance, rows))
         forced = request.matcher.forced_tokens(count) if count > 0 else []
@@ -250,7 +250,7 @@ class Speculation:
         """Return whether the next step should wait until the tokens in flight are known.
 
         If it is planned earlier, requests with a token in flight get no drafts. So it should wait
-        if some request is likely to get right ones.
+        if the drafts of some request are likely to be right.
         """
         return self.is_enabled and any(
             self._has_likely_drafts(request, rows) for request in running

@@ -7,8 +7,8 @@ Each request has an index over its own tokens, prompt and answer. The index stor
 - for each position, the previous position after the same n-gram.
 
 An n-gram is indexed when the token after it is known, so each position is indexed once. A lookup
-compares at most MAX_CANDIDATES earlier positions with the end of the sequence, each at most
-`longest` tokens back. The longest match wins; of equally long ones, the latest.
+compares the tokens before at most MAX_CANDIDATES earlier positions with the end of the sequence, at
+most `longest` tokens each. The longest match wins; of equally long ones, the latest.
 """
 
 from __future__ import annotations

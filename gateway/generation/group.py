@@ -75,7 +75,7 @@ class ChoiceGroup:
                     reasoning_counter=new_counter() if new_counter else None,
                 )
                 self.choices.append(choice)
-        #: The finish in the log: the reason of the choice that ended last, "error" or
+        #: The answer's finish reason: that of the choice that ended last, "error" or
         #: "disconnected"; None before the first choice has ended.
         self.finish: str | None = None
         #: Whether the client has disconnected.
@@ -98,8 +98,9 @@ class ChoiceGroup:
     # ---- called in the request's greenlet
 
     def open(self) -> None:
-        """Send all choices and wait until the engine has accepted them. Raises the engine's
-        refusal, or ClientGone if the client has disconnected."""
+        """Send all choices and wait until the engine has accepted them. Raises the engine's refusal
+        or another error that occurred before the first token. Raises ClientGone if the client has
+        disconnected."""
         self.timeline.note(TimelineMoment.SENT)
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
@@ -247,8 +248,9 @@ class ChoiceGroup:
                 self._accepted.set()
 
     def _hold(self, choice: Choice, output: Output) -> None:
-        """Keep `output` for a client that does not read. If too much output is pending, emit it
-        anyway. The outlet then buffers it, and disconnects the client when that buffer is full."""
+        """Keep `output` for a client that does not read. If too much output is pending, emit the
+        pending output anyway. The outlet then buffers it, and disconnects the client when the
+        outlet's buffer is full."""
         if self._pending.is_full and self._attached is not None:
             while self._pending.emit_next(self._attached):
                 pass

@@ -98,7 +98,7 @@ def apply_kv_params(
 
 
 def response_kv_params(group: ChoiceGroup) -> dict[str, Any] | None:
-    """Return the response's `kv_transfer_params`; None if the engine keeps no K/V for it."""
+    """Return the response's `kv_transfer_params`; None if the engine keeps no K/V of the prompt."""
     handle = group.choices[0].kv_handle
     return {"do_remote_prefill": True, "handle": handle} if handle else None
 

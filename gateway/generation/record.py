@@ -1,4 +1,4 @@
-"""The record of one finished request: the only source of metrics, logs and traces.
+"""The record of one finished request: the only source of its metrics, access log and traces.
 
 It is built from the timeline and the choices. It contains no part of a prompt or an answer. The
 request id is the only value that it takes from the headers.
@@ -48,10 +48,11 @@ class ChoiceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of an inference request. A prompt is counted once for all its choices."""
+    """The record of an inference request. A prompt's tokens are counted once for all choices."""
 
-    #: "refused" if the engine did not accept the request. Otherwise the finish of the choice that
-    #: ended last (stop, length, tool_calls, abort, cancelled), or error or disconnected.
+    #: "disconnected" if the client disconnected, "refused" if the engine did not accept the
+    #: request, "error" if the request failed later. Otherwise the finish reason of the choice that
+    #: ended last (stop, length, tool_calls, abort, cancelled).
     finish: str
     #: Whether the engine accepted all choices.
     is_accepted: bool
@@ -93,7 +94,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     #: Whether this is a health check or a scrape. These arrive every few seconds.
     is_probe: bool = False
-    #: A request without inference is "finished", too, if it got its response.
+    #: How the request ended. A request without inference is "finished", too, if its status is below
+    #: 400.
     end: End
     #: Wall-clock time of the start, in nanoseconds since 1970.
     started_ns: int
@@ -133,7 +135,8 @@ def record_of(
 
 
 def _end(status: int, answer: AnswerRecord | None) -> End:
-    """Return how a request ended: by the answer's finish, or else by the HTTP status."""
+    """Return how a request ended: by the answer's finish, or by the HTTP status if there is no
+    answer or the engine refused it."""
     if answer is not None and answer.finish != REFUSED:
         return _ENDS.get(answer.finish, "finished")
     if status == CLIENT_CLOSED_REQUEST:

@@ -27,10 +27,11 @@ class OutputParser(Protocol):
 
     @property
     def may_stop(self) -> bool:
-        """Whether any token may end the choice, because the request has stop strings."""
+        """Whether any token may end the choice: the request has stop strings, or it allows only one
+        tool call."""
 
     def push(self, output: Output) -> OutputDelta:
-        """Return the events of `output`; none for output after the choice's end."""
+        """Return the events and the tokens of `output`; none after the choice's end."""
 
 
 class OutputParserFactory(Protocol):
@@ -101,8 +102,8 @@ class Choice:
     finish: str = ""
     #: The usage that the engine reported last: with the first tokens, and again at the end.
     usage: Usage | None = None
-    #: Seconds from the start of the HTTP request to the report of `usage`; None if the report came
-    #: with the last output.
+    #: Seconds from the start of the HTTP request to the report of `usage`; None if there was no
+    #: report, or if it came with the last output.
     usage_s: float | None = None
     #: Seconds from the start of the HTTP request until the choice finished; None if it has not, or
     #: if it failed.
@@ -119,7 +120,7 @@ class Choice:
 
     def count(self, output: Output, num_after_end: int) -> None:
         """Add `output` to the counters, except its last `num_after_end` tokens. The engine
-        generated those tokens after the end of the answer, before it was aborted."""
+        generated those tokens after the end of the answer, before it received the abort."""
         if output.tokens:
             tokens = output.tokens[: len(output.tokens) - num_after_end]
             self.num_generated += len(tokens)
@@ -137,7 +138,8 @@ class Choice:
 
     def warn_if_unmet(self, check: ToolChoiceCheck, delta: OutputDelta) -> None:
         """Record the tool calls in `delta`. If `delta` ends the choice and `check` fails, insert a
-        warning before its last event. A choice that was cut off or aborted gets no warning."""
+        warning before the last event of `delta`. A choice that was cut off or aborted gets no
+        warning."""
         for event in delta.events:
             if isinstance(event, ToolCall):
                 self.last_call = event.name

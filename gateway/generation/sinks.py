@@ -1,9 +1,9 @@
-"""Sinks receive the events of an answer and buffer, discard or collect them.
+"""Sinks receive the events of an answer. Those in this module buffer, discard or collect them.
 
 `PendingOutput` buffers output for a client that is not reading. Most of it is kept as tokens. They
 are parsed together when they are emitted, which gives few events. Output is parsed on arrival only
-if it may end the answer: because it is the last output, or because the request has stop strings
-(`ChoiceGroup._hold`). Parsed output is kept as deltas. Both kinds are merged for each choice:
+if it may end the choice: because it is the last output, or because any token may end the choice
+(`OutputParser.may_stop`). Parsed output is kept as deltas. Both kinds are merged for each choice:
 outputs by `coalesce`, deltas here. A sink writes the same text for merged deltas, in fewer events.
 """
 
@@ -30,7 +30,7 @@ class Sink(Protocol):
     block.
 
     The sink gets the deltas of each choice in order. Then exactly one of `end` and `fail` is called
-    once, or none if the client has disconnected.
+    once, or neither if the client has disconnected.
     """
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None: ...
@@ -54,8 +54,8 @@ class BufferSink:
         self._events.append(lambda sink: sink.fail(error))
 
     def drain(self, current: Callable[[], Sink]) -> None:
-        """Emit the buffered events in order. `current` is called before each event and returns its
-        sink."""
+        """Emit the buffered events in order. `current` is called before each event and returns the
+        sink that receives it."""
         events, self._events = self._events, []
         for emit in events:
             emit(current())
@@ -96,8 +96,8 @@ def extend(whole: OutputDelta, delta: OutputDelta) -> None:
 
 
 class PendingOutput:
-    """Buffers output while the client does not read. `hold` adds unparsed output. As a sink, this
-    class adds parsed deltas."""
+    """Buffers output while the client does not read. `hold` adds unparsed output; `delta`, as in
+    any sink, adds parsed output."""
 
     def __init__(self) -> None:
         self._unparsed: dict[int, tuple[Choice, list[Output]]] = {}

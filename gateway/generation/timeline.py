@@ -23,7 +23,8 @@ class TimelineMoment(Enum):
 
 
 class Timeline:
-    """The times, since its creation, at which a request reached each `TimelineMoment`."""
+    """The times at which a request reached each `TimelineMoment`. STARTED is the creation of this
+    object."""
 
     __slots__ = ("_at", "started_ns", "tokenize_s")
 

@@ -94,7 +94,8 @@ def describe_writing(obstacle: str | None) -> str:
 
 
 def linger(sock: Any) -> None:
-    """Discard the data that the client still sends, until it closes or LINGER_S have passed.
+    """End our side of a connection, and discard the data that the client still sends, until it
+    closes or LINGER_S have passed.
 
     Closing a socket that has unread data resets the connection. The client could then lose the
     response.
@@ -187,8 +188,8 @@ class Outlet:
     `write` and `finish` may be called in the hub. `run`, which subclasses define, is called in the
     request's greenlet; it sends the buffer and returns at the end of the stream.
 
-    on_overflow     called when the client is cut because it does not read, or because sending
-                    buffered bytes failed before the end of the stream
+    on_overflow     called after `cut`, if the client does not read, or if sending buffered bytes
+                    failed before the end of the stream
     keep_alive      written after `keep_alive_s` seconds without another write
     send_timeout_s  longest time for which the client may read nothing while output waits for it
     """

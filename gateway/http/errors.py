@@ -1,7 +1,7 @@
 """The HTTP status and the public message of each error. Each API encodes them in its own JSON.
 
-If the client caused the error, the response has its message. If the error is internal, the response
-has only a code and an error id; the log has the details under that id. A response never contains a
+The response to an internal error has only a code and an error id; the log has the details under
+that id. The response to any other error has the error's message. A response never contains a
 traceback, a file path or an address.
 """
 

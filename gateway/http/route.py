@@ -53,14 +53,14 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     #: Structs of the request body. If there are several, the body's fields decide which one it is.
     #: Empty: the request has no body.
     takes: tuple[type, ...] = ()
-    #: Struct of a response with status 200, or a tuple of structs if the request decides. None: the
-    #: response is text.
+    #: Struct of a response with status 200, or a tuple of structs if it depends on the request.
+    #: None: the response is text.
     gives: Any = None
     #: The response if it is streamed; None if the route cannot stream.
     streams: Stream | None = None
-    #: Struct of every error response, or a tuple of structs if a header decides.
+    #: Struct of every error response, or a tuple of structs if it depends on a header.
     error: type | tuple[type, ...]
-    #: Statuses that the response may have besides 200.
+    #: Statuses of error responses. The document adds 400 and 403, and 401 if a key is required.
     statuses: tuple[int, ...] = ()
     #: Status besides 200 whose response is not an error -> struct of that response.
     otherwise: dict[int, type] = {}
@@ -106,7 +106,7 @@ class Routes:
     """The routes of one API, and the fields that their declarations have in common."""
 
     tag: str
-    #: Struct of every error response, or a tuple of structs if a header decides.
+    #: Struct of every error response, or a tuple of structs if it depends on a header.
     error: type | tuple[type, ...]
     scope: RequiredScope = "inference"
     _routes: list[Route] = field(default_factory=list)

@@ -58,8 +58,8 @@ def _run(steps: tuple[Step, ...], text: str) -> bytes:
 
 
 def codec_of(decoder: Mapping[str, Any] | None) -> ByteCodec | None:
-    """Return the codec for a decoder's JSON description. The result is None if the decoder does not
-    convert each token independently of the others."""
+    """Return the codec for a decoder's JSON description. The result is None if there is no decoder,
+    or if it does not convert each token independently of the others."""
     steps: list[Step] = []
     first_steps: list[Step] = []
     rest = _flattened(decoder) if decoder else None
@@ -92,8 +92,8 @@ def _with_strip(
 ) -> ByteCodec | None:
     """Return the codec, given the steps `rest` that are applied to the whole text.
 
-    Of these, only a strip at the start of the text can be done incrementally. If `rest` contains
-    another step, the result is None.
+    Only one of these steps can be applied incrementally: a single strip at the start of the text.
+    `Fuse` has no effect here. If `rest` contains any other step, the result is None.
     """
     strip, strip_max = "", 0
     for description in rest:

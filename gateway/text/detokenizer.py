@@ -57,17 +57,18 @@ class Detokenizer(Protocol):
         """Return the text of the characters that `ids` complete."""
 
     def finish(self) -> str:
-        """Return U+FFFD for the bytes of an unfinished character, because no more tokens follow."""
+        """Return the text that was held back, because no more tokens follow. The bytes of an
+        unfinished character become U+FFFD."""
 
     def state(self) -> DetokenizerState:
         """Return the state, from which another detokenizer can continue."""
 
 
 class TokenTable(dict[int, bytes]):
-    """A cache from token ids to bytes, computed on first use. All choices share it.
+    """A cache of each token id's bytes, which are computed on first use. All choices share it.
 
     spelling  returns a token's string in the vocabulary; None if the id has no token
-    dropped   ids of tokens that have no text
+    dropped   ids of the tokens whose text is left out
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TokenTable(dict[int, bytes]):
 
 
 class ByteDetokenizer:
-    """A `Detokenizer` that joins the bytes of tokens, which a table lists.
+    """A `Detokenizer` that looks up the bytes of each token in a table, and joins them.
 
     continues  the ids follow other text, so the rules for the start of a text do not apply: no
                leading blanks are stripped

@@ -20,7 +20,7 @@ IMPOSSIBLE = -9999.0
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token and its logprob. If a character is incomplete, only `bytes` is exact."""
+    """A token and its logprob. If the token is only part of a character, only `bytes` is exact."""
 
     token: str
     logprob: float
@@ -28,7 +28,8 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(TopLogprob, frozen=True):
-    """The chosen token, and the most likely tokens, best first."""
+    """The chosen token and its logprob. `top_logprobs` has the most likely tokens, best first, then
+    the requested ones."""
 
     top_logprobs: list[TopLogprob] = []
 

@@ -6,9 +6,9 @@ several markers start at the same place, the first one in the list wins. Text th
 marker is held back until that is decided. The held text is never longer than the longest marker.
 
 The search uses the Aho-Corasick automaton over characters, so its time is linear in the length of
-the text. A marker that was found has to wait while a marker that starts earlier may still complete.
-If the found marker wins in the end, the characters after it are read a second time. There are never
-more of these than the longest marker has.
+the text. A marker that was found has to wait while a better one may still complete: one that starts
+earlier, or a longer one at the same place. If the found marker wins in the end, the characters
+after it are read a second time. There are never more of these than the longest marker has.
 
 If no text is held, a regular expression finds the first complete marker of a long delta. The
 automaton then reads only the end of the delta, where a marker may be incomplete.

@@ -125,7 +125,7 @@ class Tokenizer:
         return encoded[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of all ids at once, decoded by the library `tokenizers`.
+        """Return the text of `ids`, decoded all at once by the library `tokenizers`.
 
         This is the slow reference for `detokenizer`. Unknown ids have no text.
         """
@@ -140,7 +140,8 @@ class Tokenizer:
     ) -> Detokenizer:
         """Return a detokenizer for one choice.
 
-        continues  the ids follow other text, so the blank before a first word is kept
+        continues  the ids follow other text, so the blank before a first word is kept; without a
+                   `codec`, this has no effect
         state      the state of another detokenizer, from which this one continues; None: a new one
         """
         if self._tables is not None:

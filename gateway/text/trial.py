@@ -105,7 +105,7 @@ def growth_of(part: Any) -> float:
 def _growth_of_all(parts: list[Any]) -> float:
     """Return a bound on the growth by several parts that are applied one after another.
 
-    It is capped at a number above MAX_GROWTH, so that the product never overflows.
+    The bound is capped at a number above MAX_GROWTH, so that the product never overflows.
     """
     growth = 1.0
     for part in parts:

@@ -6,8 +6,8 @@ Starts two servers with the default model, one without drafts and one with n-gra
 the same requests in short turns, so that the load of a shared machine affects both alike. Each pair
 of turns gives two ratios: one of elapsed time, and one of the CPU time of all processes of a side,
 which does not grow while other programs use the cores. Prints the median and the middle half of
-each. Then measures in one process the cost of a draft model that is hardly ever right (the model
-itself without most of its layers), and the engine's own time for drafts.
+each. Also measures, in one process, the cost of a draft model that is hardly ever right (the model
+itself without most of its layers), and the engine's own CPU time for drafts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DraftLoad:
 
 @dataclass(frozen=True)
 class DraftSide:
-    """One of the two servers that are compared."""
+    """One of the two sides that are compared: a server, or an engine and worker in this process."""
 
     ask: Ask
     stats: Callable[[], EngineStats]
@@ -65,7 +65,7 @@ class DraftSide:
 
 
 def loads(tokenizer: Tokenizer) -> list[DraftLoad]:
-    """Return the prompts: a text to copy, and random tokens, which repeat only by chance."""
+    """Return the two loads: texts to copy, and random tokens, which repeat only by chance."""
     copied = tokenizer.encode(COPY.format(TEXT * 2, TEXT[:30]), add_special_tokens=False).ids
     return [
         DraftLoad(
@@ -86,7 +86,7 @@ def loads(tokenizer: Tokenizer) -> list[DraftLoad]:
 def compare(
     name: str, load_: DraftLoad, streams: int, turns: int, plain: DraftSide, fast: DraftSide
 ) -> None:
-    """Measure both servers in turns, and print the ratios."""
+    """Measure both sides in turns, and print the ratios."""
     chance = random.Random(1)
     took: dict[DraftSide, list[tuple[float, float]]] = {plain: [], fast: []}
     before = plain.stats(), fast.stats()
@@ -142,7 +142,7 @@ def in_process(replica: Replica) -> DraftSide:
 
 
 def without_most_layers(loaded: LoadedModel) -> LoadedModel:
-    """Return a draft model with the same vocabulary and only a few layers. It is hardly ever
+    """Return the model with only its first DRAFT_LAYERS layers. As a draft model, it is hardly ever
     right."""
     assert isinstance(loaded.model, DecoderModel)
     weights = replace(loaded.model.weights, layers=loaded.model.weights.layers[:DRAFT_LAYERS])
@@ -184,7 +184,8 @@ def num_weights(loaded: LoadedModel) -> int:
 
 
 def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
-    """Print the engine's time in microseconds per row and step, for answers that never repeat."""
+    """Print the engine's CPU time per row and step, for answers that never repeat: without drafts,
+    with n-grams and with a draft model."""
     for speculation in ("none", "ngram", "model"):
         bench = Bench(
             speculation=speculation,

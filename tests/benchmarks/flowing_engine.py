@@ -3,10 +3,10 @@
     python -m tests.benchmarks.flowing_engine ADDRESS
 
 It reads orders from stdin, one JSON object a line (`Order`), which set the next answers and their
-speed. When all streams of an order are open, it waits for a line `go`. Then each step sends the
-next tokens of all streams in one frame, as a real engine does. After the last step it prints by how
-many seconds that step was late. If that is more than a few milliseconds, the engine was the
-bottleneck.
+speed. The line `go`, to be sent when all streams of an order are open, starts the steps. Each step
+sends the next tokens of all streams in one frame, as a real engine does. After the last step the
+program prints by how many seconds that step was late. If that is more than a few milliseconds, the
+engine was the bottleneck.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Order(msgspec.Struct):
 
 
 class FlowingEngine(ScriptedEngine):
-    """An engine whose steps are due every `step_s`. After a late step it catches up."""
+    """An engine whose steps are due every `order.step_s`. After a late step it catches up."""
 
     order = Order([], 1, 0.0)
     started_at: float | None = None

@@ -1,10 +1,11 @@
-"""Resident memory of a gateway process that serves the text of one model.
+"""Measures the memory of a gateway's processes that serve one model without an engine.
 
     python -m tests.benchmarks.footprint [MODEL]
 
 MODEL is a GGUF file, a directory or a name; the default is that of `tidegate serve`. The gateway
-runs without an engine (`--render-only`). It first tokenizes a text and renders a chat. The figure
-includes pages of libraries that other processes share.
+runs with `--render-only`, and tokenizes a text before its memory is read. Two figures are printed
+for each process: its resident memory, which includes pages that other processes share, and the part
+that it does not share.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def prose(chars: int) -> str:
 
 
 def thoughtful(chars: int) -> str:
-    """Return a text that is half reasoning. A token is about four characters."""
+    """Return reasoning and then content, of at least `chars` characters. The first `chars` / CHARS
+    tokens are half reasoning, because a token has about four characters."""
     return f"<think>\n{prose(chars // 3)}\n</think>\n\n{prose(chars)}"
 
 
@@ -87,7 +88,7 @@ class SpeedScene:
     """One kind of answer.
 
     says     returns an answer of at least the given number of characters
-    formats  the gateway's format options
+    formats  the gateway's tool_format and reasoning_format
     """
 
     name: str
@@ -170,7 +171,7 @@ class ClientCrowd:
 
 
 class GatewayBench:
-    """A gateway with its engine."""
+    """Measures a gateway in front of a `flowing_engine`."""
 
     def __init__(self, gateway: GatewayProcess, engine: Program, tokenizer: Tokenizer) -> None:
         self._gateway, self._engine, self._tokenizer = gateway, engine, tokenizer

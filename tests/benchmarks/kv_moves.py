@@ -1,10 +1,10 @@
-"""Speed of K/V transfers between two workers, and the step times of both meanwhile.
+"""Speed of K/V transfers between two workers, and the step times of the source meanwhile.
 
     python -m tests.benchmarks.kv_moves
 
-Starts a worker with the default model that computes one step after the other, and fetches from its
-cache into a worker in this process, with each mover in turn. Prints GB/s (median and best), and the
-step times with and without a transfer.
+Starts a worker with the default model that computes one step after the other, and fetches K/V from
+its cache into a worker in this process, with each mover in turn. Prints GB/s (median and best), and
+the first worker's step times with and without a transfer.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class MoveStepper:
         self._thread = threading.Thread(target=self._work)
 
     def export(self, blocks: range) -> None:
-        """Export blocks. Call it before the first step."""
+        """Export blocks of the worker's cache. Call it before `start`."""
         self._send(KVExport(lease=LEASE, blocks=Int32.of(blocks), readers=1 << 30))
 
     def start(self) -> None:
-        """Start to execute steps. Return after the first one, so earlier messages have been
-        received."""
+        """Start to execute steps. Return after the first one, when the worker has received all
+        earlier messages."""
         self._thread.start()
         while not self.times_ms:
             time.sleep(0.01)
@@ -161,8 +161,8 @@ def result(speeds: list[float], calm: list[float], busy: list[float]) -> str:
 
 @contextmanager
 def steps_of(stepper: MoveStepper, times_ms: list[float]) -> Iterator[None]:
-    """Append the times of the steps during the `with` block, in milliseconds, up to the end of the
-    last one."""
+    """Append the times of the steps during the `with` block to `times_ms`, including that of the
+    step that is running when the block ends."""
     first = len(stepper.times_ms)
     yield
     last = len(stepper.times_ms)

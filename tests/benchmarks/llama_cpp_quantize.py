@@ -1,7 +1,8 @@
 """Quantises a GGUF file with llama.cpp. Its environment needs only llama-cpp-python.
 
 stdin: {"model": path, "output": path, "file_type": number of llama_ftype} as JSON. Every matrix
-whose rows fit gets the type, without a mix. The exit code is 1 if llama.cpp refuses.
+whose rows fit the blocks of this type gets it: llama.cpp's usual mix of types is switched off. The
+exit code is 1 if llama.cpp refuses the file.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ leave. The memory of each process is read a hundred times:
 For each process, the first and last value and the slope are printed. The slope is in KiB per 1,000
 requests with its standard error, over the later half of the requests (`trend_of`). The first half
 is ignored, because pools and caches fill up. The exit code is 1 if a process grows by more than
-FLAT.
+FLAT, or if a request did not end as expected.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from tests.support.tiny_checkpoint import write_roomy_llama
 
 FLAT = 16.0
 """Largest slope in KiB per 1,000 requests, which is 16 bytes a request. Any object that is kept for
-each request is larger: malloc's smallest piece has 32 bytes, an integer 28. Even an object kept for
-every second request is noticed."""
+each request is larger: malloc's smallest allocation takes 32 bytes, and a Python integer 28."""
 SAMPLES = 100
 LOOK_EVERY_S = 0.05
 KV_BLOCKS = 512
@@ -77,7 +76,7 @@ def line_of(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def trend_of(points: Sequence[tuple[int, float]]) -> Trend:
-    """Divide the points into three thirds, and return the median of their slopes.
+    """Divide the points into three thirds, and return the trend of the third with the median slope.
 
     A heap that reaches a new maximum makes a step in one third only. Memory that grows with the
     requests grows in all of them.

@@ -46,8 +46,8 @@ class OfferedResult:
     """The result of one request.
 
     sent_at   time just before the connection is opened
-    tokens    tokens of prompt and answer; only if the answer is complete
-    error     error of the connection
+    tokens    tokens of prompt and answer; 0 unless the answer is complete
+    error     error of the connection; "" if there was none
     """
 
     sent_at: float
@@ -61,7 +61,8 @@ class OfferedResult:
 
 
 def request_of(draw: random.Random, name: str, prompt: int, answer: int) -> bytes:
-    """Return a request to the token endpoint. No two prompts start with the same tokens."""
+    """Return a request to /inference/v1/generate. Its prompt is random, so the prefix cache has no
+    effect."""
     ids = [10 + draw.randrange(40_000) for _ in range(prompt)]
     sampling = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
     body = json.dumps({"token_ids": ids, "sampling_params": sampling})
@@ -113,8 +114,8 @@ class OfferedClient:
 async def closed_loop(
     ask: Callable[[], Awaitable[OfferedResult]], streams: int, until: float
 ) -> list[OfferedResult]:
-    """Keep `streams` requests open until the time `until`. After a refusal, wait 0.25 s before the
-    next request."""
+    """Keep `streams` requests open until the time `until`. After any status but 200, wait 0.25 s
+    before the next request."""
     result: list[OfferedResult] = []
 
     async def one() -> None:
@@ -128,8 +129,8 @@ async def closed_loop(
 
 
 class OfferedCrowd:
-    """Many connections with one request each, for as little CPU time as possible: the load
-    generator shares the machine with the server that is measured."""
+    """Sends many requests, each over a connection of its own. It uses as little CPU time as
+    possible, because it shares the machine with the server that is measured."""
 
     def __init__(self, port: int) -> None:
         self.results: list[OfferedResult] = []
@@ -141,7 +142,7 @@ class OfferedCrowd:
         return len(self._selector.get_map())
 
     def send(self, request: bytes, tokens: int) -> None:
-        """Send a request over a new connection. `tokens` is the size of its prompt and answer."""
+        """Send a request over a new connection. `tokens` is the length of its prompt and answer."""
         result = OfferedResult(time.monotonic(), tokens=tokens)
         self.results.append(result)
         try:
@@ -202,7 +203,7 @@ def _read_answer(answer: bytes, result: OfferedResult) -> None:
 class Offered:
     """The results of an offered load.
 
-    late    by how many seconds each request was sent late
+    late    seconds by which each request was sent late
     cpu_s   CPU time that the load generator used
     """
 

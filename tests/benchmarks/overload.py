@@ -57,7 +57,7 @@ the server's work."""
 STREAMS = 48
 CLOSED = f"a closed loop of {STREAMS}"
 START_S = 4.0
-"""Time for the load generators to start."""
+"""Time for the load generator to start."""
 FLOOD_PROMPT, FLOOD_ANSWER, FLOOD_STREAMS = 1500, 32, 48
 LENGTHS = (8, 16, 32, 64, 256, 1024)
 MIB = 1 << 20
@@ -67,8 +67,8 @@ MOST_REFUSAL_S = 0.05
 LEAST_GOODPUT = 0.9
 MOST_TIMES = 2.0
 FLAT, FLAT_BYTES = 0.03, 8 * MIB
-"""Memory may grow by the larger of this share and these bytes, between the second quarter of the
-overload and the last."""
+"""Memory may grow by the larger of this share and these bytes, between the second and the last
+quarter of the overload."""
 
 
 @dataclass
@@ -157,7 +157,8 @@ async def overload(server: Server, load: OfferedLoad, seconds: float, promises: 
 
 
 async def capacity(server: Server, load: OfferedLoad, seconds: float) -> tuple[float, float]:
-    """Return the capacity, (tokens, requests) per second, measured while all clients are busy."""
+    """Return the capacity, (tokens, requests) per second, measured in a closed loop. Exit the
+    program if no request finishes."""
     client, names = OfferedClient(server.port), itertools.cycle(NAMES)
 
     def ask() -> Awaitable[OfferedResult]:
@@ -173,7 +174,8 @@ async def capacity(server: Server, load: OfferedLoad, seconds: float) -> tuple[f
 
 @dataclass
 class OverloadWatch:
-    """Samples the server's resident memory and CPU time a few times a second."""
+    """The resident memory of one process, sampled a few times a second, and the number of cores
+    that it used on average."""
 
     sizes: list[int] = field(default_factory=list)
     cores: float = 0.0

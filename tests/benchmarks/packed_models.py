@@ -1,4 +1,4 @@
-"""Measures memory and decode steps of quantised models of 0.5 and 3 thousand million weights.
+"""Measures memory and decode steps of quantised models of 0.5 and 3 billion weights.
 
     python -m tests.benchmarks.packed_models [--shapes NAME,...] [--types NAME,...] [--folder DIR]
         [--no-steps]
@@ -8,7 +8,7 @@ of which one piece is quantised and repeated. It prints two tables:
 
 - The resident memory and the seconds of a process that loads each file with packed weights.
 - The time of a decode step, from token ids to logits, of each type and of Q4_1. Both models are in
-  one process, and their steps alternate. A ratio is the median of those of all pairs.
+  one process, and their steps alternate. A ratio is the median of the ratios of all pairs of steps.
 
 Files of the default shapes and types take 9 GB of disk, and the two models of a pair up to 6 GB of
 memory. Without `--folder` the files are removed at the end.
@@ -85,9 +85,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Configs of published models."""
 COMMON = {"hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 0}
 BASE = "Q4_1"
-"""The type that steps are compared with."""
+"""The type with whose steps those of all other types are compared."""
 ALLOWED_SHARE, ALLOWED_BYTES = 1.1, 300 << 20
-"""The goal: memory after loading of at most this share of the file, and these bytes."""
+"""The goal: resident memory after loading is at most this share of the file's size, plus these
+bytes."""
 
 
 # ---- Writing
@@ -110,8 +111,8 @@ class RandomContents:
 
 
 def write_source(folder: Path, config: dict[str, Any]) -> ModelHeader:
-    """Write a directory with a tokenizer and a sparse file of weights, which takes no disk
-    space."""
+    """Write a model directory with a tokenizer and a sparse file of weights, which takes no disk
+    space. Return the model's header."""
     config = config | COMMON
     family = find_family(config)
     spec = family.spec(config)
@@ -133,7 +134,7 @@ def write_source(folder: Path, config: dict[str, Any]) -> ModelHeader:
 
 
 def write_models(folder: Path, shape: str, types: Sequence[str]) -> dict[str, Path]:
-    """Write the model of a shape in each type, unless its file exists. Return the files by type."""
+    """Write the model of a shape in each type, unless all files exist. Return the files by type."""
     paths = {each: folder / f"{shape}.{each}.gguf" for each in types}
     if all(path.exists() for path in paths.values()):
         return paths

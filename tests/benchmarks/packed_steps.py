@@ -1,4 +1,4 @@
-"""Measures one model, or the steps of two, in a process of its own (packed_models.py starts it).
+"""Measures the loading of one model, or the steps of two. packed_models.py starts this program.
 
     python -m tests.benchmarks.packed_steps load FILE
     python -m tests.benchmarks.packed_steps steps FILE FILE SECONDS
@@ -47,7 +47,8 @@ def resident_bytes() -> int:
 
 
 def measure_loading(path: Path) -> dict[str, Any]:
-    """Return the resident bytes before and after loading, and the seconds."""
+    """Return the resident bytes before and after loading, the bytes of the weights, the seconds,
+    and the names of the kernels and of the dtype."""
     before, start = resident_bytes(), time.perf_counter()
     loaded = load(path)
     seconds = time.perf_counter() - start
@@ -92,7 +93,7 @@ class DecodeStep:
 
 def measure_steps(base: Path, other: Path, seconds: float) -> list[dict[str, Any]]:
     """Time the decode steps of two models alternately. For each number of rows, return the median
-    seconds of both and the median ratio of a pair.
+    seconds of both models, and the number and the median ratio of the pairs of steps.
 
     seconds   measuring time per number of rows; at least MIN_PAIRS pairs are measured
     """

@@ -10,7 +10,7 @@ piece of PIECE tokens of a text as the prompt of a request with `prompt_logprobs
 names the Python of an environment that has llama-cpp-python: llama.cpp then computes the same token
 ids with the same file (llama_cpp_logprobs.py).
 
-With `--types`, the numbers of the model are quantised to each type, and the packed weights of that
+With `--types`, the weights of the model are quantised to each type, and the packed weights of that
 file are compared with the same weights dequantised to float32. Types of `tidegate quantize` are
 written by its code. Others (THEIR_TYPES) are written by llama.cpp, so they need `--llama-cpp`.
 """
@@ -58,13 +58,14 @@ THEIR_TYPES = {
     "IQ4_XS": LlamaFileType.MOSTLY_IQ4_XS,
     "MXFP4": LlamaFileType.MOSTLY_MXFP4_MOE,
 }
-"""Type -> llama.cpp's type of a file. All matrices get it whose rows fit, the head too."""
+"""Type -> llama.cpp's file type. All matrices whose rows fit its blocks get it, the head too."""
 THEIR_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Form:
-    """A dtype, kernels and a form of weights."""
+    """One way to compute a model: a dtype, kernels, a form of weights, and the types to which the
+    inputs of matrices and the K/V are rounded."""
 
     dtype: torch.dtype
     kernels: KernelSet
@@ -92,7 +93,7 @@ class Form:
 
 EXACT = Form(torch.float32, "torch", "dense")
 PACKED = Form(torch.float32, "auto", "packed")
-"""Has the numbers of EXACT, up to the order of sums, and is several times as fast."""
+"""Computes the same as EXACT, except for the order of sums, and is several times as fast."""
 PACKED_FORMS = [
     EXACT,
     Form(torch.float32, "auto", "packed"),
@@ -139,8 +140,8 @@ def of_logprobs(logprobs: Sequence[float]) -> float:
 
 
 def standard_error(logprobs: Sequence[float], exact: Sequence[float]) -> float:
-    """Return the standard error of the mean difference of logprobs, which is about that of the
-    relative change in perplexity."""
+    """Return the standard error of the mean difference of logprobs. It is about the standard error
+    of the relative change in perplexity."""
     differences = [one - other for one, other in zip(logprobs, exact, strict=True)]
     return stdev(differences) / math.sqrt(len(differences))
 
@@ -178,9 +179,9 @@ def _run(command: list[str], asked: dict[str, Any]) -> str:
 
 
 def quantised(model: Path, kind: str, folder: Path, llama_cpp: str = "") -> Path:
-    """Write the numbers of a GGUF file in another type, and return the file.
+    """Quantise the weights of a GGUF file to the type `kind`, and return the new file.
 
-    llama_cpp   the Python that writes THEIR_TYPES
+    llama_cpp   the Python of llama.cpp's environment, for THEIR_TYPES
     """
     header = read_header(model)
     assert isinstance(header, ModelHeader)
@@ -195,7 +196,8 @@ def quantised(model: Path, kind: str, folder: Path, llama_cpp: str = "") -> Path
 
 
 def kinds_in(path: Path) -> str:
-    """Return the block types in a file and the number of matrices of each: "Q5_0 180, Q6_K 31"."""
+    """Return the types of the tensors in a file, except F32, and the number of tensors of each:
+    "Q5_0 180, Q6_K 31"."""
     kinds = Counter(info.kind.name for info in GGUFFile(path).tensors.values())
     return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()) if kind != "F32")
 

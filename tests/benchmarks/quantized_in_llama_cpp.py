@@ -1,4 +1,4 @@
-"""Loads files that `tidegate quantize` writes in llama.cpp, and compares its logits with ours.
+"""Loads files of `tidegate quantize` with llama.cpp, and compares its logits with ours.
 
     python -m tests.benchmarks.quantized_in_llama_cpp PYTHON [--default-model]
 
@@ -9,8 +9,8 @@ activations to 8 bits, which random weights amplify; rows in a wrong order give 
 The exit code is 1 if llama.cpp refuses a file, or if the median error of the tokens exceeds
 MAX_ERROR.
 
-With `--default-model` the default model is written in each type too, and both continue a text with
-the likeliest token.
+With `--default-model` the default model is written in each type too, and both programs also
+continue a text by greedy decoding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that `tidegate quantize` wrote, and tokens to compute with it."""
+    """A quantised file, tokens to compute with it, and the number of tokens to generate after
+    them."""
 
     name: str
     path: Path
@@ -125,7 +126,8 @@ def computed_there(python: str, files: list[WrittenFile]) -> list[dict[str, Any]
 
 
 def compare(file: WrittenFile, theirs: dict[str, Any]) -> bool:
-    """Print the line of a file. Return whether both programs agree."""
+    """Print the line of a file. Return whether both programs agree: the median error of the tokens
+    is at most MAX_ERROR."""
     if "error" in theirs:
         print(f"{file.name:24} REFUSED: {theirs['error']}", flush=True)
         return False

@@ -1,7 +1,7 @@
 """Sends many small requests of all APIs over kept-alive connections: streams, whole answers, bodies
 that are refused, and streams that the client leaves.
 
-The status of each request is checked, and each answer is read to its end.
+The status of each request is checked, and each answer is read to its end unless the client leaves.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from tests.support.tiny_checkpoint import VOCAB
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, TOKENS, TOKENIZE = "/v1/responses", "/inference/v1/generate", "/tokenize"
 NAME = "tiny"
-"""The model's name; start the server with it."""
+"""The model's name. The server must serve the model under it."""
 FINISHED, REFUSED, LEFT = "finished", "refused", "left"
-"""How a request ended for its client."""
+"""The ends of a request, as its client sees them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallRequest:
-    """A request. If `leaves`, its client hangs up before the answer is complete."""
+    """A request. If `is_bad`, it must be refused. If `leaves`, its client hangs up before the
+    answer is complete."""
 
     path: str
     body: Mapping[str, Any]
@@ -90,7 +91,7 @@ class SmallClient:
         self._socket = None
 
     def ask(self, request: SmallRequest) -> str:
-        """Send one request, and return how it ended. Raises AssertionError if that was not
+        """Send one request, and return how it ended. Raises AssertionError if its status was not
         expected."""
         if self._socket is None:
             self._socket = connect(self._port)
@@ -113,8 +114,8 @@ class SmallClient:
 
 
 class SmallLoad:
-    """A number of requests from several clients. `wrong` lists requests that did not end as
-    expected."""
+    """Sends a number of requests from several clients. `wrong` lists the errors of requests that
+    did not end as expected."""
 
     def __init__(self, port: int, num_requests: int, num_clients: int) -> None:
         self.ends: Counter[str] = Counter()

@@ -1,9 +1,10 @@
-"""Measures the phases of a start: `tidegate serve` with the default model, files in the page cache.
+"""Measures the phases of a start of `tidegate serve` with the default model.
 
     python -m tests.benchmarks.start_speed [--starts N]
 
-For each start it prints the seconds until ready, as the server reports them, the phases of the
-worker, and the CPU time of each process until then, which other programs do not change.
+For each start it prints the seconds until the server was ready, as the server reports them, the
+phases of the worker, and the CPU time of each process until then, on which other programs have
+little effect. The model's files must already be in the page cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Measures how long the worker waits between steps, with one and two steps in flight, and 1 and 8
-streams.
+"""Measures how long the worker waits between steps: with 1 and 8 streams, each with one and two
+steps in flight.
 
 This is a measurement, not a test. `python -m tests.benchmarks.step_gaps` starts `tidegate serve`
 with the default model for each case, and prints the figures that its worker logs when it stops.
@@ -22,7 +22,7 @@ PROMPT = list(range(100, 116))
 
 
 def measure(streams: int, steps_in_flight: int) -> str:
-    """Serve `streams` streams, and return the line that the worker logs."""
+    """Serve `streams` streams, and return the figures that the worker logs when it stops."""
     options = ("--steps-in-flight", str(steps_in_flight), "--max-len", "1024", "--max-slots", "16")
     with Server(*options, "--poison-slots", "off") as server:
         with Client(server.address) as engine, ThreadPoolExecutor(streams) as pool:

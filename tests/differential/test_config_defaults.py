@@ -43,8 +43,8 @@ BASE: dict[str, Any] = {
 }
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 TRIED = [family for family in FAMILIES if family.architecture in (LLAMA, MISTRAL)]
-"""Every key of these is tried; of the other families the defaults are compared here, and the
-options in test_families.py."""
+"""Families of which every key is tried. Of the others, this file compares the defaults, and
+test_families.py tests the options."""
 MODEL_TYPES = {family.architecture: family.model_type for family in TRIED}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 LLAMA3: dict[str, Any] = {
@@ -192,7 +192,8 @@ def test_every_key_that_is_read_is_tried() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None:
-    """Class attributes, because an instance replaces some defaults by what follows from them."""
+    """Attributes of the config class are compared, because an instance replaces some defaults by
+    values that it derives from other keys."""
     theirs = AutoConfig.for_model(family.model_type)
     names = {key: other for other, key in family.aliases.items()}
     for key, ours in family.defaults.items():
@@ -202,7 +203,7 @@ def test_the_defaults_are_those_of_the_config_class(family: ModelFamily) -> None
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)
 def test_an_empty_config_means_what_transformers_writes_for_it(family: ModelFamily) -> None:
-    """So the defaults that follow from other keys are right too."""
+    """This covers the defaults that transformers derives from other keys."""
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     names |= family.needed
     written = AutoConfig.for_model(family.model_type, **family.needed).to_dict()
@@ -311,7 +312,7 @@ def test_a_warning_is_logged_if_rope_scaling_drops_the_theta(
 
 
 def test_a_window_changes_the_answer(tmp_path: Path) -> None:
-    """So the tests above would notice if it were ignored."""
+    """So the tests above would notice a window that is ignored."""
     path, theirs = checkpoint(tmp_path, DefaultCase(MISTRAL, {"sliding_window": 16}))
     plain = json.loads((path / "config.json").read_text()) | {"sliding_window": None}
     (path / "config.json").write_text(json.dumps(plain))

@@ -1,5 +1,5 @@
-"""Every model family against transformers: tiny random checkpoints, with its config's options
-toggled, give the same logits however the work is cut."""
+"""Every model family against transformers: tiny random checkpoints, with the options of the
+family's config toggled, give the same logits however the work is cut."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "stablelm": [{"use_qkv_bias": True}, {"use_parallel_residual": True}],
     "cohere2": [WINDOW | BIASED],
 }
-"""Options of the configs that are tested on the compiled kernels; by default none is set."""
+"""Model type -> changes of its config that are tested on the compiled kernels. Other model types
+are tested without changes."""
 COMPILED_CASES = [
     (model_type, changes) for model_type in MODEL_TYPES for changes in OPTIONS.get(model_type, [{}])
 ]
@@ -97,8 +98,8 @@ COMPILED_CASES = [
 def test_the_compiled_kernels_give_the_same_logits(
     tmp_path: Path, model_type: str, changes: dict[str, Any]
 ) -> None:
-    """The weights are smaller than in the tests above, as the model is wider. With weights as large
-    as there, float32 in transformers itself is up to 4e-4 from float64."""
+    """The weights are smaller than in the tests above, because the model is wider. With weights as
+    large as there, float32 logits of transformers itself are up to 4e-4 from those in float64."""
     sizes = {"hidden_size": 192, "initializer_range": 0.1} | changes
     if "head_dim" in OWN_SIZES.get(model_type, {}):
         sizes["head_dim"] = 32
@@ -114,7 +115,8 @@ def test_the_compiled_kernels_give_the_same_logits(
 
 
 def test_a_score_far_above_its_cap_is_as_large_as_the_cap(tmp_path: Path) -> None:
-    """e to the power of two scores over the cap would be infinite."""
+    """The kernels compute tanh(score / cap) from e^(2 score / cap), whose exact value would be
+    infinite here."""
     changes = {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 2.5, "initializer_range": 0.5}
     theirs, tokens = random_model("gemma2", hidden_size=192, **changes), some_tokens(100)
     path, kernels = write_directory(tmp_path, theirs), native_kernels()
@@ -133,7 +135,7 @@ def test_the_reference_attention_gives_the_same_logits(tmp_path: Path, model_typ
 
 
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:
-    """The files of the first GPT-2 are such."""
+    """The files of the first GPT-2 have such tensors."""
     theirs, tokens = random_model("gpt2"), some_tokens(20)
     write_directory(tmp_path, theirs.transformer)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -22,8 +22,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 def test_greedy_answers_and_logprobs_are_those_of_transformers(
     tmp_path: Path, model_type: str
 ) -> None:
-    """A model has windows if its family does. An answer may contain another token than transformers
-    chooses if their logits are a tie."""
+    """The models of families with windows have windows. A token may differ from the one that
+    transformers chooses if the logits of both are almost equal."""
     variants = VARIANTS[model_type]
     changes = variants.get("windows", variants.get("window", {}))
     theirs, start = random_model(model_type, **changes), some_tokens(20)

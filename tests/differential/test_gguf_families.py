@@ -1,6 +1,6 @@
 """Every model family as a GGUF file, against transformers: the logits are the same.
 
-The files are those of llama.cpp's converter (`tests.support.gguf_files`).
+The files are written as llama.cpp's converter writes them (`tests.support.gguf_files`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Logits and greedy answers of the default model in float32 equal those of transformers.
 
-The answers are equal token for token, in every mode. All prompts have their whole answers sixteen
-at a time. The other modes have fewer prompts, among them a long one, and half of each answer. The
-compiled kernels compute them, as in a server, and torch those of one mode.
+The answers are equal token for token in every test, for example in chunks or with preemption. One
+test computes the whole answers to all prompts, sixteen at a time. The other tests of answers
+compute half of each answer to fewer prompts, among them a long one. They use the compiled kernels,
+as a server does, except for one test with torch.
 
-tests/support/reference.py has written the reference answers to tests/data. One test checks that
-transformers still generates them. An answer may differ from the reference only from a tie on, which
-is a token whose two best logits in the reference differ by at most TIE. Ties are counted and
-printed.
+tests/support/reference.py wrote the reference answers to tests/data. One test compares some of them
+with transformers. An answer may differ from the reference only from a tie on, which is a token
+whose two best logits in the reference differ by at most TIE. Ties are counted and printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HALF = replace(GREEDY, max_tokens=NUM_TOKENS // 2)
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """Return the model with packed weights: the integers of the file, so its numbers are exact."""
+    """Return the model with packed weights, which are the integers of the file, not rounded."""
     return load(smollm2_gguf(), kernels=native_kernels(), weights="packed")
 
 
@@ -108,7 +108,7 @@ def test_the_reference_is_what_transformers_generates(
 def test_greedy_answers_one_at_a_time_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Only every eighth prompt, because each answer takes as many steps as it has tokens."""
+    """Only every eighth prompt is used, because each answer takes one step per token."""
     some = reference[7::8]
     replica = Replica(loaded, max_slots=1)
     check([replica.answers([prompt], HALF)[0] for prompt in prompts_of(some)], some)
@@ -117,7 +117,7 @@ def test_greedy_answers_one_at_a_time_equal_transformers(
 def test_sixteen_greedy_answers_at_a_time_equal_transformers_again_from_the_prefix_cache(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """The second time, only prompts with a full block: all their full blocks are in the cache."""
+    """The second time, only prompts with a full block are used. The cache has all these blocks."""
     replica = Replica(loaded, max_slots=16)
     check(replica.answers(prompts_of(reference), GREEDY), reference, GREEDY)
     assert max(len(plan.row_slots) for plan in (step.plan for step in replica.steps)) == 16
@@ -131,7 +131,7 @@ def test_sixteen_greedy_answers_at_a_time_equal_transformers_again_from_the_pref
 def test_greedy_answers_in_chunks_of_32_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Only every second prompt, among them the longest, of five chunks and more."""
+    """Only every second prompt is used. The longest one has at least five chunks."""
     some = reference[1::2]
     replica = Replica(loaded, max_slots=16, token_budget=32)
     check(replica.answers(prompts_of(some), HALF), some)
@@ -145,7 +145,7 @@ def test_greedy_answers_in_chunks_of_32_equal_transformers(
 def test_greedy_answers_without_the_prefix_cache_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Only every second prompt."""
+    """Only every second prompt is used."""
     some = reference[1::2]
     replica = Replica(loaded, prefix_cache=False)
     check(replica.answers(prompts_of(some), HALF), some)
@@ -155,7 +155,7 @@ def test_greedy_answers_without_the_prefix_cache_equal_transformers(
 def test_greedy_answers_of_preempted_requests_equal_transformers(
     loaded: LoadedModel, reference: list[dict[str, Any]], prefix_cache: bool
 ) -> None:
-    """Only every fourth prompt, with a long one. They need twice as many blocks as there are."""
+    """Only every fourth prompt is used. The requests need twice as many blocks as there are."""
     some = reference[2::4]
     replica = Replica(loaded, num_blocks=17, prefix_cache=prefix_cache)
     check(replica.answers(prompts_of(some), HALF), some)
@@ -165,7 +165,7 @@ def test_greedy_answers_of_preempted_requests_equal_transformers(
 def test_greedy_answers_that_torch_computes_equal_transformers(
     eager: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Only every second prompt, among them the longest."""
+    """Only every second prompt is used, among them the longest one."""
     some = reference[1::2]
     replica = Replica(eager, max_slots=16, token_budget=64)
     check(replica.answers(prompts_of(some), HALF), some)

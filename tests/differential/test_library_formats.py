@@ -1,5 +1,5 @@
-"""Quantised matrices that the libraries of the formats made (tests/data/quantized): we read the
-same numbers as the libraries. `tests/support/library_formats.py` wrote the files."""
+"""Quantised matrices made by the libraries of their formats: we read the same numbers as the
+libraries do. `tests/support/library_formats.py` wrote the files, tests/data/quantized."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def written(path: Path) -> tuple[Any, Path]:
-    """Write a gpt-oss with random experts in MXFP4. Return transformers' model of the decoded
-    numbers, and the directory."""
+    """Write a gpt-oss model with random experts in MXFP4. Return a model of transformers with the
+    decoded numbers, and the directory."""
     theirs = random_model("gpt_oss", hidden_size=192)
     generator = torch.Generator().manual_seed(7)
     packed: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def expert_weights(theirs: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return gate_up [2 I, hidden], gate first, and down [hidden, I] of each expert of a layer."""
+    """Return gate_up [2 I, hidden], gate first, and down [hidden, I] of each expert of layer 1."""
     experts = theirs.model.layers[1].mlp.experts
     return [
         (torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1).T, down.T)

@@ -33,7 +33,7 @@ SIZES = {
 
 def q4_k_m(name: str) -> Kind:
     """Return the type of a matrix in a file of type Q4_K_M: Q6_K for the head and, in half of the
-    layers, for values and down."""
+    layers, for the value and down projections; otherwise Q4_K."""
     is_large = name.startswith("output") or "attn_v" in name or "ffn_down" in name
     return Kind.Q6_K if is_large and not name.startswith(("blk.1.", "blk.2.")) else Kind.Q4_K
 

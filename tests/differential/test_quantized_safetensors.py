@@ -1,5 +1,5 @@
 """Safetensors quantised with GPTQ, AWQ, compressed-tensors and FP8: the logits are those of
-transformers with the numbers that the formats stand for."""
+transformers with the numbers that the formats encode."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SHORTEST = {
     "host tier": 3,
     "disk tier": 2,
 }
-"""Ways that cost most -> number of prompts that are computed so."""
+"""Slow ways -> number of prompts, the shortest ones, that are computed in this way."""
 SMALL_WAYS = ("chunks of 7", "in a batch", "model drafts")
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 GREEDY_PROMPTS, GREEDY_SLOTS = prompts()[-12:], 8
-"""Fewer slots than prompts: an answer that ends in fewer steps makes room for the next."""
+"""There are fewer slots than prompts: an answer that ends in fewer steps frees its slot early."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,8 @@ SAMPLED = {
 
 @pytest.fixture(scope="module")
 def sampled(loaded: LoadedModel) -> dict[str, dict[str, list[list[int]]]]:
-    """Return answers by kind of drafts and by parameters, which are in one batch."""
+    """Return answers by kind of drafts and by name of parameters. All requests with one kind of
+    drafts are in one batch."""
     answers: dict[str, dict[str, list[list[int]]]] = {}
     for kind in ("none", "ngram", "model"):
         replica = replica_of(loaded, kind)

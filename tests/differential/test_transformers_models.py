@@ -1,5 +1,5 @@
 """Every architecture that transformers computes with our attention: tiny random checkpoints give
-the logits of transformers alone, however the work is cut."""
+the same logits as with transformers' own attention, however the work is cut."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-"""Sizes of every model. No two dimensions are equal: a misplaced tensor has the wrong shape."""
+"""Sizes of every model. No two dimensions are equal, so a misplaced tensor has the wrong shape."""
 OPTIONAL: dict[str, Any] = {
     "intermediate_size": 160,
     "num_key_value_heads": 2,
@@ -99,7 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
 }
-"""Values that an architecture needs, or that switch on more of it."""
+"""Model type -> values that it needs, or that switch on more of its features."""
 
 
 def random_model(model_type: str, **changes: Any) -> Any:
@@ -141,7 +141,7 @@ def test_logits_are_those_of_transformers_alone(tmp_path: Path, model_type: str)
 
 
 NATIVE = {"gpt_bigcode": {"hidden_size": 192}}
-"""Values that give a head dim which the compiled kernels support."""
+"""Model type -> values that give a head dim which the compiled kernels support."""
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_outputs_that_the_config_asks_for_are_not_computed(olmo: Path, tmp_path:
 
 
 def refusal(path: Path, **config: Any) -> str:
-    """Return the error of the model with `config` changed."""
+    """Change fields of the model's config.json, and return the error of loading the model."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(UnusableModel) as refused:

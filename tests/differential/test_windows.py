@@ -1,7 +1,8 @@
 """Models with windows against transformers, in a cache smaller than their texts.
 
-The cache holds only a few windows, and one text of the layers without a window. So the answers are
-right only if the blocks before each window are freed, and no block is freed too early.
+For layers with a window, the cache holds only a few windows. For layers without one, it holds one
+text. So the answers are right only if the blocks before each window are freed, and no block is
+freed too early.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Lo
 
 
 def small(loaded: LoadedModel, num_windows: int, **options: Any) -> Replica:
-    """Return a replica whose cache holds this many windows, each with a chunk, and one text of the
-    layers without a window."""
+    """Return a replica whose cache has room for this many windows, each with a chunk, and for one
+    whole text in the layers without a window."""
     groups = kv_groups(WorkerConfig(model="", max_len=MAX_LEN), [loaded.spec])
     live = max_held_blocks(MAX_LEN, BUDGET, block_tokens=BLOCK_TOKENS, window=WINDOW)
     columns = -(-MAX_LEN // BLOCK_TOKENS)
@@ -74,7 +75,8 @@ def small(loaded: LoadedModel, num_windows: int, **options: Any) -> Replica:
 
 
 def check(replica: Replica, theirs: Any, number: int, prompt: list[int], most: int) -> None:
-    """Check the answer's tokens and their logprobs, and those of the prompt if requested."""
+    """Check that the answer has `most` tokens, each of rank 1, and that the logprobs are those of
+    transformers. This includes the logprobs of the prompt, if they were requested."""
     outputs = replica.outputs[number]
     tokens = replica.tokens(number)
     assert len(tokens) == most

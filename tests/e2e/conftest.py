@@ -1,4 +1,4 @@
-"""A server and a model that files share."""
+"""A server and a model that several test files share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.tiny_checkpoint import write_babbling_llama
 def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a float32 server of the default model, whose answers do not depend on the batch.
 
-    Its start takes longer than most tests. Tests leave it as they found it: nothing is open, and
-    none of its processes was killed.
+    The tests share it, because its start takes longer than most tests. A test must leave it as it
+    was: with no open request, and with all its processes alive.
     """
     store = str(tmp_path_factory.mktemp("store") / "responses.db")
     options = ("--served-name", SERVED_NAME, "--drain-s", "2", "--dtype", "float32")

@@ -14,7 +14,7 @@ from tests.support.server import SERVED_NAME, Server
 ASKED: dict[str, Any] = {
     "model": SERVED_NAME,
     "max_tokens": 200,
-    "extra_body": {"temperature": 0},  # which the client no longer knows by name
+    "extra_body": {"temperature": 0},  # no longer a parameter of the client
     "system": "You are a helpful assistant.",
 }
 PARIS: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -44,7 +44,7 @@ def streamed(client: anthropic.Anthropic, **asked: Any) -> anthropic.types.Messa
 
 
 def said(message: anthropic.types.Message) -> list[Any]:
-    """Return the content without its ids, which are random."""
+    """Return the content blocks without their random ids, and without the SDK's `parsed_output`."""
     return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
 
 

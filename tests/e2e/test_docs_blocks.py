@@ -21,13 +21,14 @@ from tests.support.server import Server
 pytestmark = pytest.mark.long
 
 RUN_S = 300.0
-"""A bound against hanging."""
+"""Time limit of a block of commands, and of the Python blocks of a page together."""
 SHIMS = {
     "tidegate": 'exec {python} -P -m tools "$@"',
     "python": 'exec {python} "$@"',
     "curl": 'exec {curl} --fail-with-body --dump-header headers "$@"',
 }
-"""Replacements of the commands on the pages. That of curl fails if the answer is an error."""
+"""Shell scripts that replace the commands on the pages. The one for curl fails if the answer is an
+error."""
 PROGRAM = """\
 import sys
 names = {"__name__": "__main__"}
@@ -62,7 +63,7 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addressed(text: str, server: Server) -> str:
-    """Return the text with our server instead of the one on port 8000."""
+    """Return the text with our server instead of the default one, and without .venv/bin/."""
     text = re.sub(r"\b(?:127\.0\.0\.1|localhost):8000\b", f"127.0.0.1:{server.port}", text)
     return text.replace("Client()", f"Client({server.address!r})").replace(".venv/bin/", "")
 
@@ -81,7 +82,8 @@ def run(command: Sequence[str], folder: Path, shims: Path) -> subprocess.Complet
 
 
 def check_shell(block: Block, server: Server, folder: Path, shims: Path) -> None:
-    """Run a block of commands. Raise AssertionError, with what it printed, if it fails."""
+    """Run a block of commands. Raise AssertionError, with its output, if the block fails or prints
+    an error event, or if its last curl sent a field without effect."""
     (folder / "headers").unlink(missing_ok=True)
     command = ["bash", "-euo", "pipefail", "-c", addressed(block.script, server)]
     done = run(command, folder, shims)
@@ -94,7 +96,8 @@ def check_shell(block: Block, server: Server, folder: Path, shims: Path) -> None
 
 
 def check_python(blocks: Sequence[Block], server: Server, folder: Path, shims: Path) -> None:
-    """Run a page's Python blocks as one program."""
+    """Run a page's Python blocks as one program. Raise AssertionError, with its output, if it
+    fails."""
     arguments = []
     for number, block in enumerate(blocks):
         text = folder / f"{number}.txt"

@@ -1,5 +1,5 @@
-"""Sends requests generated from our OpenAPI document to a whole server. No answer may be a 500, and
-every answer must match the document."""
+"""Sends requests that are generated from our OpenAPI document to a complete server. Every answer
+must match the document, and none may be a 500."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 pytestmark = pytest.mark.long
 
 EXAMPLES, EXAMPLES_LIKE_A_CHAT = examples(8, 32), examples(4, 16)
-"""Number of requests per operation. Operations with the body of a chat have fewer, because the body
-takes long to generate, and POST /v1/chat/completions has it as well."""
+"""Number of requests per operation. Operations with the body of a chat get fewer, because the body
+takes long to generate, and POST /v1/chat/completions tests it with the full number."""
 LIKE_A_CHAT = tuple(f"/v1/chat/completions/{name}" for name in ("batch", "input_tokens", "render"))
 CLOCKS = {"timeout_s", "queue_timeout_s"}
 PAIRED = ("/v1/chat/completions/derender", "/v1/completions/derender")
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def required_by(operation: Any, document: dict[str, Any]) -> set[str]:
-    """Return the fields that a body must have in each of its forms."""
+    """Return the fields that at least one form of the operation's body requires."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     names: set[str] = set()
     for kind in content.values():
@@ -61,14 +61,15 @@ def required_by(operation: Any, document: dict[str, Any]) -> set[str]:
 
 
 def slimmed(body: dict[str, Any], num_optional: int, required: set[str]) -> dict[str, Any]:
-    """Return the body with only a few optional fields: with many, some always contradict each
-    other."""
+    """Return the body with at most `num_optional` optional fields. With many, some would always
+    contradict each other."""
     optional = [name for name in body if name not in required]
     return {name: body[name] for name in body if name not in optional[num_optional:]}
 
 
 def exercise(operation: Any, required: set[str]) -> Counter[int]:
-    """Return the statuses of all answers, after checking each against the document."""
+    """Send generated requests, and check each answer against the document. Return how many answers
+    had each status."""
     statuses: Counter[int] = Counter()
     is_like_a_chat = operation.path in LIKE_A_CHAT
 
@@ -85,7 +86,7 @@ def exercise(operation: Any, required: set[str]) -> Counter[int]:
         if isinstance(case.body, dict):
             case.body = slimmed(case.body, num_optional, required)
             for name in CLOCKS & case.body.keys():
-                case.body[name] = 600  # an answer that runs out of time is a 504 by right
+                case.body[name] = 600  # an answer that runs out of time is rightly a 504
         response = case.call(timeout=30)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)

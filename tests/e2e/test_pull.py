@@ -1,5 +1,5 @@
-"""`tidegate pull`, `serve`, `models`, `doctor` and `rm` with a model on a hub, which the variables
-of huggingface_hub point to."""
+"""`tidegate pull`, `serve`, `models`, `doctor` and `rm` with a model on a fake hub. The environment
+variables of huggingface_hub point to the hub."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A server of a tiny Qwen3 with random weights, and with the published tokenizer and chat template.
 
-The whole way of a family besides the default model's: prompts, greedy answers, formats that are
-found in the template, and calls that a grammar forces.
+These tests cover a family other than the default model's from end to end: prompts, greedy answers,
+formats that are found in the template, and calls that a grammar forces.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TURNS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def theirs() -> Qwen3ForCausalLM:
-    """Return a model of the published vocabulary whose other dimensions are tiny."""
+    """Return a model of transformers with the published vocabulary and tiny other dimensions."""
     torch.manual_seed(5)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -168,7 +168,7 @@ CALLED: dict[str, Any] = {
 
 @pytest.mark.parametrize("thinks", [False, True])
 def test_forced_calls_are_parsed_and_equal_those_of_a_stream(client: OpenAI, thinks: bool) -> None:
-    """A bias towards <think> opens the thoughts, which their budget ends."""
+    """If `thinks`, a logit bias opens the thinking, and the thinking budget ends it."""
     kwargs: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks}}
     if thinks:
         kwargs |= {"thinking_token_budget": 8, "logit_bias": {THINK: 50}}
@@ -187,14 +187,14 @@ def test_forced_calls_are_parsed_and_equal_those_of_a_stream(client: OpenAI, thi
 
 
 def folded(choice: Any) -> tuple[str, str, str, str]:
-    """Return reasoning, content, the call's arguments, and the finish reason."""
+    """Return the choice's reasoning, content, call arguments and finish reason."""
     message = choice.message
     thought, arguments = getattr(message, "reasoning", None), message.tool_calls[0].function
     return thought or "", message.content or "", arguments.arguments, choice.finish_reason
 
 
 def streamed(client: OpenAI, kwargs: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the same of each choice of a stream."""
+    """Send CALLED as a stream. Return for each choice what `folded` returns."""
     parts = [["", "", "", ""] for _ in range(CALLED["n"])]
     for chunk in client.chat.completions.create(**CALLED, stream=True, extra_body=kwargs):
         for choice in chunk.choices:

@@ -139,7 +139,8 @@ def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: Engi
 def test_required_calls_are_made_at_temperature_1(
     client: OpenAI, choice: Any, names: set[str]
 ) -> None:
-    """tests/integration/test_required_calls.py has a hundred, of random weights."""
+    """tests/integration/test_required_calls.py has a hundred such calls, of a model with random
+    weights."""
     tools: Any = [
         {
             "type": "function",

@@ -1,4 +1,5 @@
-"""Fifty answers, each rendered, generated and derendered, must equal those of a chat."""
+"""Fifty chats are rendered, generated and derendered. The answers must equal those of the chat
+endpoint."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ ASKS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server(babbling_model: str) -> Iterator[Server]:
-    """Yield a float32 server, whose answers do not depend on the batch. Answers of random weights
-    differ more than those of the default model, and take a fraction of the time."""
+    """Yield a float32 server, whose answers do not depend on the batch. The model has random
+    weights: its answers differ more than those of the default model, and take a fraction of the
+    time."""
     options = ("--drain-s", "2", "--dtype", "float32")
     with Server(*options, model=babbling_model) as running:
         yield running
@@ -69,7 +71,7 @@ def without_ids(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def logprobs_of(choices: dict[int, dict[str, Any]]) -> tuple[list[str], list[float]]:
-    """Remove the logprobs, and return them as (tokens, logprobs)."""
+    """Remove the logprobs of choice 0, and return them as (tokens, logprobs)."""
     content = (choices[0].pop("logprobs") or {"content": []})["content"]
     return [token["token"] for token in content], [token["logprob"] for token in content]
 

@@ -1,4 +1,4 @@
-"""The journal of an engine with the default model is replayed with its weights."""
+"""The journal of an engine with the default model is replayed with the weights of the model."""
 
 from __future__ import annotations
 

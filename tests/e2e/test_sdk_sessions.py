@@ -29,7 +29,7 @@ PARAMETERS: dict[str, Any] = {
 }
 NAME, ABOUT = "weather", "The weather in a city."
 WORDS = 24
-"""Tokens of an answer in text."""
+"""Number of tokens of an answer in text."""
 
 
 class Weather(BaseModel):
@@ -114,7 +114,7 @@ RESPONSES_TOOL: Any = {
 
 
 def said(response: Any) -> list[Any]:
-    """Return the content without ids."""
+    """Return the output items without their ids."""
     return [
         (item.name, item.arguments) if item.type == "function_call" else response.output_text
         for item in response.output

@@ -28,15 +28,15 @@ pytestmark = pytest.mark.long
 GENERATE = "/inference/v1/generate"
 NUM_REQUESTS, MOST_TOKENS, SHORT_PROMPT = 100, 5, 20
 TIE = 1e-3
-"""Difference of the two best logits below which the order of sums in a batch may decide."""
+"""If the two best logits differ by less, the order of sums in a batch may decide between them."""
 EXACT = ("--dtype", "float32", "--max-len", "1024")
 LONG_PROMPT, LONG_ANSWER = 700, 300
 
 
 @pytest.fixture(scope="module")
 def split() -> Iterator[Server]:
-    """Yield a server with few slots, with drafts, and without cache hits, so all computed tokens
-    count."""
+    """Yield a server with few slots, with drafts, and without a prefix cache. So the engines
+    compute all tokens, and the test can count them."""
     slots = ("--max-slots", "2", "--speculation", "ngram", "--no-prefix-cache")
     with Server("--split", "--split-min-tokens", "2", *slots, *EXACT) as running:
         yield running
@@ -166,7 +166,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(cluster: Clust
 
 
 def test_a_killed_engine_is_reported_and_the_split_continues_without_p(cluster: Cluster) -> None:
-    """P is killed while it computes and comes back; then D is killed."""
+    """P is killed while it computes, and is started again. Then D is killed."""
     rows = [row for row in json.loads(GOLDEN.read_text()) if len(row["prompt"]) > 30][:4]
     waits = [5 + number % 900 for number in range(LONG_PROMPT)]
     with ThreadPoolExecutor(6) as pool, viewed(cluster.p.view()) as (p,):

@@ -1,4 +1,4 @@
-"""Kills and stops processes of a server: some cells of the table, and a kill storm.
+"""Kills and stops processes of a server: some cells of tests/torture/signals.py, and a kill storm.
 
 `make torture` runs all cells and a storm of ten thousand requests. The cells that a server survives
 share one server.
@@ -42,7 +42,7 @@ from tests.torture.templates import TemplateTarget
 pytestmark = pytest.mark.long
 
 SLACK = 5.0
-"""Factor for all time limits, because the test machine may be busy. The command has none."""
+"""Factor for all time limits, because the test machine may be busy. `make torture` uses 1."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Some of the attacks by one client over the network, a few at a time.
+"""Some of the attacks of tests/torture/attacks.py, two at a time.
 
-`make torture` runs all of them, sixteen at a time, and checks the time of /livez as well.
+`make torture` runs all of them, sixteen at a time, and also checks how fast /livez answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A scripted engine and a gateway, one of each per test module.
 
-A module's ENGINE and GATEWAY are their options. Each test gets the engine in its first state, and
-must leave no request open.
+A module can set the options of both in its dicts ENGINE and GATEWAY. The engine is reset before
+each test, and a test must leave no request open.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ def gateway(engine: ScriptedEngine, keys: Path) -> Iterator[GatewayProcess]:
 
 
 Told = tuple[int, dict[str, str], Any]
-"""Status, headers, and the parsed body."""
+"""Status, headers and body. The body is parsed if it is JSON, otherwise it is bytes."""
 
 
 def sent(gateway: GatewayProcess, *lines: str, body: bytes = b"") -> Told:
-    """Send these lines as they are, and return the answer."""
+    """Send a request with these header lines, unchanged, and `body`. Return the answer."""
     with connect(gateway.port) as client, client.makefile("rb") as file:
         client.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         status, headers = read_head(file)
@@ -85,7 +85,7 @@ ROUTES = [
 
 
 def odd_spellings(path: str) -> list[str]:
-    """Return spellings of `path` that some proxy or framework accepts."""
+    """Return other spellings of `path` that some proxy or framework accepts as `path`."""
     first, _, rest = path[1:].partition("/")
     segments = f"/{first}/{rest}" if rest else f"/{first}"
     spellings = [
@@ -114,7 +114,7 @@ REFUSED = {400, 401, 403, 404, 405}
 
 
 def is_refusal(status: int, result: Any) -> bool:
-    """Return whether an answer is an error in the shape of an API, or gunicorn's own."""
+    """Return whether an answer is an error, either in the shape of an API or gunicorn's own."""
     return status in REFUSED and (not isinstance(result, dict) or "error" in result)
 
 

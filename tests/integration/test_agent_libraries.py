@@ -1,7 +1,8 @@
-"""Sessions of real agent libraries against a gateway. Its model follows a script, within every
-grammar that a request sets.
+"""Sessions of real agent libraries with a gateway. The answers are scripted, but obey the grammar
+of each request.
 
-The libraries send tools with a form for the last answer, handoffs, and items as they received them.
+The libraries send tools together with a response format for the last answer, hand a conversation
+over to another agent, and send back items as they received them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def gateway(
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:
-    """Let the engine reply the text of the last turn, (a part of the prompt, text), that fits the
-    prompt."""
+    """Make the engine reply with the text of the last turn whose sign occurs in the prompt.
+
+    turns   (sign, text) of each turn
+    """
 
     def script(generate: Any) -> Reply:
         prompt = text_of(generate.prompt.tolist())

@@ -475,7 +475,7 @@ IMAGE = {
 
 
 def agent_turns() -> list[list[dict[str, Any]]]:
-    """Yield the messages of an agent, turn by turn: a task, then results of the model's calls."""
+    """Return the content that an agent sends in each turn: a task, then results of the calls."""
     reminder = {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"}
     task = {"type": "text", "text": "Look at it.", "cache_control": {"type": "ephemeral"}}
     return [
@@ -489,8 +489,8 @@ def agent_turns() -> list[list[dict[str, Any]]]:
 def test_64_an_agents_session_is_answered_turn_by_turn(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """It has thinking in its history, cache_control, counts, results with images and errors, many
-    tools."""
+    """The session has thinking in its history, cache_control, token counts, tool results with
+    images and errors, and many tools."""
     body: dict[str, Any] = {
         "model": "scripted",
         "max_tokens": 32_000,

@@ -1,4 +1,5 @@
-"""Absurd requests are refused at once and leave nothing behind: numbers, sizes, depths, headers."""
+"""Requests with absurd numbers, sizes, depths or headers are refused at once and leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer
 MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
 HI = [{"role": "user", "content": "hi"}]
 TRIES = 5
-"""Number of measurements. The best one counts, because other programs use the machine, too."""
+"""Maximum number of measurements. The best one counts, as other programs use the machine too."""
 MOST_TIMES = 10
-"""Most time that an absurd body may take, relative to a harmless one of the same length."""
+"""The refusal of an absurd body must take less than this many times as long as the refusal of a
+harmless body of the same length."""
 FLAT_KIB = 48 << 10
-"""Most memory that a process may gain by all attacks: it is new, and its pools keep some pages."""
+"""Most memory, in KiB, that the gateway process may gain by the attacks of a test. It gains some,
+because the process is new and its memory pools keep pages."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,12 @@ def text(**fields: Any) -> tuple[str, Any]:
 
 
 def nested(levels: int, field: str, around: str = "{}") -> tuple[str, bytes]:
-    """Return a chat whose `field` is nested deeper than json.dumps could write."""
+    """Return the path and the body of a chat request whose `field` is nested 2 * `levels` deep.
+
+    The body is put together as text, because json.dumps cannot write very deep nesting.
+
+    around   the JSON of the field, in which the nested object replaces "{}"
+    """
     deep = '{"properties":{"x":' * levels + "{}" + "}}" * levels
     messages = '{"messages":[{"role":"user","content":"hi"}],'
     return CHAT, f'{messages}"{field}":{around.replace("{}", deep)}}}'.encode()
@@ -173,7 +181,7 @@ def test_absurd_requests_leave_no_memory_behind(gateway: GatewayProcess):
     ids=["line", "header", "headers", "name"],
 )
 def test_heads_without_end_are_cut_off(gateway: GatewayProcess, head: bytes, statuses: set[int]):
-    """The gateway reads only a little of them."""
+    """The gateway reads only the beginning of each head."""
     before = rss_kib(gateway)
     with connect(gateway.port) as client, client.makefile("rb") as file:
         try:

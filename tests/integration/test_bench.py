@@ -20,11 +20,11 @@ from tools.__main__ import main
 
 TOKENS = 12
 VOCABULARY = "256"
-"""Vocabulary size of the scripted model, whose ids are bytes."""
+"""The value of `--vocabulary`: token ids below it are bytes in the scripted model."""
 
 
 def script(generate: Generate) -> TokenReply:
-    """Reply with twelve tokens in twelve steps if EOS is ignored, else with five."""
+    """Reply with twelve tokens in twelve steps if EOS is ignored, else with five and EOS."""
     return text_reply("abcdefghijkl" if generate.params.ignore_eos else "short")
 
 
@@ -33,7 +33,7 @@ GATEWAY = {"log_requests": False}
 
 
 def bench(url: str, file: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    """Run `tidegate bench`. Return its exit code and its JSON."""
+    """Run `tidegate bench`. Return its exit code and the JSON that it writes."""
     fixed = ["--output-tokens", str(TOKENS), "--vocabulary", VOCABULARY, "--json", str(file)]
     code = main(["bench", url, *fixed, *options])
     return code, json.loads(file.read_text())
@@ -119,7 +119,8 @@ def test_an_unreachable_url_is_reported_in_one_line(capsys: pytest.CaptureFixtur
 
 
 class Moody(BaseHTTPRequestHandler):
-    """A handler whose answers follow the server's `moods`: a status, or a way to break off."""
+    """Answers each POST according to `MoodyServer.mood`: with an error status, with an answer that
+    breaks off, or with a complete stream."""
 
     protocol_version = "HTTP/1.1"
     server: MoodyServer

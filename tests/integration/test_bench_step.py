@@ -1,4 +1,4 @@
-"""`tidegate bench step` runs the worker's benchmark in its own process and prints a table."""
+"""`tidegate bench step` runs the worker's benchmark in a child process and prints a table."""
 
 from __future__ import annotations
 

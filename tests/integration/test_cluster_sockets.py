@@ -30,7 +30,7 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @contextmanager
 def stranger(address: str, **options: int | bytes) -> Iterator[Socket]:
-    """Yield a DEALER that was made by plain pyzmq, not by `protocol.sockets`."""
+    """Yield a DEALER that is connected with plain pyzmq instead of `protocol.sockets`."""
     context: zmq.Context[Socket] = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
@@ -43,7 +43,7 @@ def stranger(address: str, **options: int | bytes) -> Iterator[Socket]:
 
 
 def converse(server: Socket, client: Socket) -> None:
-    """Check that each receives a message of the other, and close the client."""
+    """Check that each socket receives a message of the other one, and close the client."""
     with client:
         client.send(b"hello")
         assert server.poll(SOON_MS)

@@ -1,9 +1,9 @@
 """Scenario 61: a schema takes seconds to compile while other clients stream, fifty with a tiny
 model and eight with the real one.
 
-If a compilation blocked the engine, every stream would stall as long as it takes. So the longest
-gap is compared with the time of the compilation. Other work of the machine stalls streams now and
-then, so one good try of a few is enough.
+If a compilation blocked the engine, every stream would stall until the compilation is refused. So
+the longest gap is compared with the time until then. Other work of the machine stalls streams now
+and then, so one good try of a few is enough.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 BUDGET_S = 2.0
 WATCHED_S = 6.0
 MOST_SHARE = 0.5
-"""Longest allowed gap of any stream, as a share of the compilation's time."""
+"""Longest allowed gap of any stream, as a share of the time until the compilation is refused."""
 TRIES = 4
 PATH = "/v1/completions"
 
@@ -85,7 +85,8 @@ class Listener:
         self._thread.join()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Return the times between events of one stream, of all streams, longest last."""
+        """Return the times between successive events of the same stream, for all streams, longest
+        last. Only events from `start` to `end` count."""
         found = []
         for times in self.arrivals:
             inside = [at for at in times if start <= at <= end]
@@ -103,15 +104,16 @@ class Listener:
 
 
 def slow_schema(attempt: int) -> dict[str, object]:
-    """Return a schema that takes seconds to compile. Each is new, because results are cached."""
+    """Return a schema that takes seconds to compile. Each attempt needs a new one, because results
+    are cached."""
     properties = {f"name_{attempt}_{n}": {"type": "string"} for n in range(11_000)}
     return {"type": "object", "properties": properties}
 
 
 def longest_gap(url: str, listener: Listener, attempt: int) -> float:
-    """Return the longest gap of any stream as a share of the compilation's time.
+    """Return the longest gap of any stream as a share of the time until the compilation is refused.
 
-    Streams are watched until the compilation was given up and has come to its end.
+    Streams are watched for WATCHED_S, because the compilation goes on after the refusal.
     """
     asked = time.monotonic()
     wanted = {"name": "n", "schema": slow_schema(attempt)}

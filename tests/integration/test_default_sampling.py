@@ -39,7 +39,7 @@ def gateway(
 def sampled(
     engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
 ) -> SamplingParams:
-    """Return the parameters that reach the engine."""
+    """Send a request, and return the sampling parameters that reach the engine."""
     response = gateway.post(path, body)
     assert response.status_code == 200, response.text
     return engine.generates[-1].params

@@ -1,8 +1,8 @@
-"""One worker per GPU, and an error names the holder. The tests use real processes, which are
-killed, too.
+"""A GPU belongs to one worker, unless all workers on it share it, and errors name the holders. The
+tests use real processes, and kill some of them.
 
-No GPU is needed, because a name is locked. Another function chooses the name
-(`worker.startup.device.identity_of`).
+No GPU is needed, because the locks depend only on the GPU's name. A worker gets the name from
+`worker.startup.device.identity_of`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class DeviceMachine:
-    """Starts programs that claim the same device once `gate` exists."""
+    """Starts programs that claim the same device once the file `gate` exists."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.base = folder / f"tidegate-{os.getuid()}" / "devices"

@@ -1,4 +1,4 @@
-"""`tidegate doctor` on this machine reports about a model what a worker would find."""
+"""`tidegate doctor` reports whether this machine can serve a model, and if not, why."""
 
 from __future__ import annotations
 

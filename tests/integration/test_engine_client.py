@@ -1,4 +1,4 @@
-"""The gateway's engine client without a gateway, in the hub of this test."""
+"""The gateway's engine client without a gateway, in the gevent hub of the test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine_core process with a real worker and a tiny model: its messages and its ends."""
+"""The engine_core process with a real worker and a tiny model: its messages, and the ways in which
+it ends."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
-    """Return the exit code and the one line that a process of its own prints, without a download's
-    progress."""
+    """Run `tidegate serve` in a new process. Return its exit code and the one line that it prints,
+    apart from the progress of a download."""
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "tools", "serve", model, f"--port={free_port()}", *options],
         stdin=subprocess.DEVNULL,
@@ -41,7 +41,7 @@ def serve(model: str, *options: str, **environment: str) -> tuple[int, str]:
 
 
 def serve_here(capfd: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[int, str]:
-    """Return the exit code and the one line that the command prints if this process runs it."""
+    """Run `tidegate serve` in this process. Return its exit code and the one line it prints."""
     ran = run_command(capfd, "serve", model, f"--port={free_port()}", *options)
     assert ran.out == "", "something was started"
     (result,) = ran.err.splitlines()

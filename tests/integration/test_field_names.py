@@ -1,4 +1,5 @@
-"""A refusal names the field at fault as the client spelled it: every field of every route.
+"""A refusal names the field at fault as the client spelled it. The tests cover every field of every
+route.
 
 The fields are those of the structs that the routes declare for their documentation, so a new route
 or a new field is tested as soon as it exists.
@@ -41,7 +42,7 @@ VALID: dict[str, Any] = {
     "chat_request": {"messages": HI},
     "completion_request": {"prompt": "hi"},
 }
-"""Required fields whose form the struct does not fully describe."""
+"""Values of required fields for which the struct alone does not determine a valid value."""
 FREE: dict[str, Any] = {
     "audio": {"voice": "alloy"},
     "best_of": 7,
@@ -74,7 +75,7 @@ FREE: dict[str, Any] = {
     "trace_decode_token_ids": [1],
     "watermarking": True,
 }
-"""Fields that a struct leaves free, and that refuse another value than `WRONG`."""
+"""Values that are refused in fields of type Any. Other such fields refuse `WRONG`."""
 WRONG = 5
 WITHOUT_EFFECT = {
     *("cache_control", "metadata", "service_tier"),  # for a service that bills
@@ -82,11 +83,11 @@ WITHOUT_EFFECT = {
     *("mm_placeholders", "metrics", "prompt_token_id_logprobs"),  # what a peer's answer may hold
     *("routed_experts", "sampling_mask", "weight_versions"),
 }
-"""Fields that accept any value."""
+"""Fields of type Any that accept any value."""
 MAX_ITEMS = 1 << 16
-"""Lists with a bound above this are not filled."""
+"""A list that may have this many items or more is not tested with too many items."""
 OTHERS = {"text": "x", "number": 5, "list": [], "object": {}}
-"""A value of each kind of JSON."""
+"""A JSON value of each kind in `KINDS`."""
 KINDS: dict[type, str] = {
     inspect.StrType: "text",
     inspect.LiteralType: "text",
@@ -104,7 +105,8 @@ Outer = tuple[type, ...]
 
 
 def members_of(kind: inspect.Type) -> list[inspect.Type]:
-    """Return the members of a union without null, which is the same as an absent field."""
+    """Return the members of a union, or a type that is no union as the only member. Null is left
+    out of a union, because it means the same as an absent field."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if not isinstance(kind, inspect.UnionType):
@@ -134,7 +136,7 @@ def valid(kind: inspect.Type) -> Any:
 
 
 def required(struct: inspect.StructType) -> dict[str, Any]:
-    """Return a value of the struct with only its required fields."""
+    """Return a value of the struct with only its required fields and those in `BESIDE`."""
     value = {struct.tag_field: struct.tag} if struct.tag_field else {}
     for field in struct.fields:
         if field.required:
@@ -144,7 +146,11 @@ def required(struct: inspect.StructType) -> dict[str, Any]:
 
 
 def faults(kind: inspect.Type, at: str, put: Put, outer: Outer = ()) -> Iterator[Fault]:
-    """Yield every way in which a value of this kind, at the path `at`, can be wrong."""
+    """Yield a Fault for every way in which a value of this kind can be wrong.
+
+    at    path of the value
+    put   returns the body with a given value at that path
+    """
     members = members_of(kind)
     accepted = {KINDS.get(type(member), "") for member in members}
     if not any(isinstance(member, inspect.AnyType) for member in members):
@@ -252,7 +258,7 @@ LENGTHS_IDS = [f"{path} {field}" for path, _, field in LENGTHS]
 
 
 def with_field(body: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
-    """Return a body with another value of one field. `at` may be inside an object of the body."""
+    """Return `body` with another value of the field `at`. "a.b" is the field b of the object a."""
     outer, _, inner = at.rpartition(".")
     return {**body, outer: {**body.get(outer, {}), inner: value}} if outer else {**body, at: value}
 

@@ -1,4 +1,5 @@
-"""Processes that are started while the model is still checked wait, or end without a trace."""
+"""Processes that are started while the model is still checked wait for the result. If the check
+fails, they end without output."""
 
 from __future__ import annotations
 

@@ -442,8 +442,8 @@ def test_a_client_that_never_reads_is_cut_off_and_costs_bounded_memory(
 
 
 def test_a_slow_reader_gets_every_byte(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
-    """The answer exceeds the kernel's buffers, but not the gateway's, so the rest waits for the
-    reader."""
+    """The answer exceeds the kernel's buffers, but not the gateway's, so the gateway keeps the rest
+    until the client reads."""
     piece = ids_of("0123456789abcdef") * 2048
     engine.script = lambda generate: TokenReply([piece] * 20)
     with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:

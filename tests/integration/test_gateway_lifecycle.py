@@ -1,4 +1,5 @@
-"""The life of a gateway: before its engine is ready, with others on one port, during a drain."""
+"""The life of a gateway: before its engine is ready, with other gateways on its port, during a
+drain, and after a failure."""
 
 from __future__ import annotations
 
@@ -274,7 +275,8 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(address: str)
 def test_a_stream_whose_server_fails_ends_with_an_error_and_done_long_before_the_drain_would(
     address: str, number: signal.Signals
 ) -> None:
-    """The supervisor sends SIGQUIT. After SIGKILL, the workers notice that the master is gone."""
+    """The supervisor sends SIGQUIT after a failure. After SIGKILL, gunicorn's workers notice that
+    their master is gone."""
     with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=600) as gateway:
         gateway.await_ready()
         engine.script = lambda generate: text_reply("z" * 100_000)

@@ -140,8 +140,8 @@ def test_the_whole_answer_is_the_stream_folded(
 def test_a_stream_has_the_same_bytes_written_by_us_or_by_the_server(
     case: str, engine: ScriptedEngine, gateway: GatewayProcess, pywsgi: GatewayProcess
 ) -> None:
-    """Under gunicorn, HTTP/1.0 sockets cannot be taken over, and pywsgi does not expose its
-    sockets."""
+    """The gateway writes only the first stream to the socket itself. It does not take over the
+    sockets of HTTP/1.0 clients, and pywsgi does not expose its sockets."""
     path, body = CASES[case]
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     engine.step_s = 0.01  # all requests of one body arrive between two steps

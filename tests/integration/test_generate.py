@@ -1,4 +1,5 @@
-"""The token endpoint over HTTP, and aborts of requests of any API by their ids, in any gateway."""
+"""The token endpoint over HTTP, aborts of any API's requests by their ids through any gateway, and
+the token count of a chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads models from a server that speaks the Hub's API, with the real huggingface_hub: whole,
+"""Models are downloaded with the real huggingface_hub from a server with the Hub's API: whole,
 resumed and verified, or refused in one line that names the remedy."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PULLED = {"config.json", "generation_config.json", "tokenizer.json", "model.safe
 
 
 class Desk:
-    """Downloads from a fake hub into directories of its own, and keeps the lines printed."""
+    """Downloads from a fake hub into directories of its own, and collects the printed lines."""
 
     def __init__(self, hub: FakeHub, folder: Path) -> None:
         self.hub, self.folder = hub, folder

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Return the answer of an engine without tiers."""
+    """Return the answer of an engine without tiers to PROMPT."""
     with served(checkpoint, tmp_path_factory.mktemp("plain")) as (_, engine):
         tokens, usage = generate(engine)
         assert (usage.cached_tokens, engine.stats.tier_blocks) == (0, {})
@@ -42,7 +42,7 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[in
 
 @pytest.fixture(scope="module")
 def first_life(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of an engine that answered PROMPT once and was killed."""
+    """Return the disk tier's directory of an engine that answered PROMPT once and was killed."""
     directory = tmp_path_factory.mktemp("first")
     with served(checkpoint, directory, kv_disk=str(directory / "kv")) as (program, engine):
         assert generate(engine)[1].cached_tokens == 0
@@ -54,13 +54,13 @@ def first_life(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def disk(first_life: Path, tmp_path: Path) -> Path:
-    """Return a copy of `first_life`'s directory."""
+    """Return a copy of the directory `first_life`."""
     return Path(shutil.copytree(first_life, tmp_path / "kv"))
 
 
 @contextmanager
 def served(checkpoint: Path, directory: Path, **worker: object) -> Iterator[tuple[Program, Client]]:
-    """Run an engine whose cache has space for little more than PROMPT."""
+    """Yield an engine, whose cache has space for little more than PROMPT, and a client of it."""
     (directory / "run").mkdir(mode=0o700)
     directory.chmod(0o700)
     address = f"ipc://{directory}/run/engine.sock"

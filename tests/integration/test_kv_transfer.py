@@ -1,6 +1,7 @@
-"""K/V from one worker's cache to another's: two processes, real sockets, every mover.
+"""K/V transfers from one worker's cache to another's, through real sockets, with every mover.
 
-The reader is in this process. The exporter is in another one, which can be killed or stopped.
+The reader is in the test's process. The exporter is in another process, which can be killed or
+stopped.
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ def fetch_all(worker: Worker, source: PeerSource, timeout_s: float = 10) -> None
 
 @pytest.fixture
 def under_way(context, big, lease) -> Iterator[tuple[Peer, Worker, Proxy]]:
-    """Yield a transfer by zmq that does not end, because the proxy holds its third chunk back."""
+    """Yield (exporter, reader, proxy). A transfer of all blocks through the proxy does not end,
+    because the proxy holds the third chunk back."""
     with (
         Proxy(context, f"{big.address}p", big.address) as proxy,
         reader(context, empty(BIG), "zmq") as worker,
@@ -369,7 +371,7 @@ def test_a_worker_that_stops_gives_up_its_transfers(under_way, lease):
 
 
 def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(context, address):
-    """The reader requests every chunk, again and again, and receives none."""
+    """The idle reader requests every chunk twice, and receives no reply from its socket."""
     big = empty(BIG, num_blocks=1200, seed=3)  # 300 MB
     with (
         Peer(big, address, "zmq") as peer,

@@ -65,7 +65,8 @@ def generate(
 
 
 def refusals(responses: list[requests.Response], limit: str) -> int:
-    """Return how many requests were refused, after checking the limit's name and Retry-After."""
+    """Return how many requests were refused. Checks that each refusal names the limit and has a
+    Retry-After."""
     refused = [response for response in responses if response.status_code != 200]
     for response in refused:
         assert response.status_code == 429, response.text

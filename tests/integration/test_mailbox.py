@@ -56,7 +56,8 @@ class MailboxScene:
         return client
 
     def receive(self, num_frames: int) -> list[tuple[bytes, ToEngine]]:
-        """Return what the mailbox decodes of `num_frames` messages. Wait for each of them."""
+        """Wait until the mailbox has received `num_frames` messages. Return (client, message) for
+        each that is not malformed."""
         found: list[tuple[bytes, ToEngine]] = []
         before = self.mail.num_wire_errors
         while len(found) + self.mail.num_wire_errors - before < num_frames:
@@ -79,7 +80,7 @@ class MailboxScene:
 
     @contextmanager
     def disconnection(self) -> Iterator[None]:
-        """Check that the mailbox ends a connection, and wait until it has."""
+        """Wait at the end of the `with` block until the mailbox has ended a connection."""
         watcher = self.mail.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         yield
         assert watcher.poll(WAIT_MS), "no connection was ended"

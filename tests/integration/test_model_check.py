@@ -1,4 +1,4 @@
-"""The gateway room checks a model before `tidegate serve` starts a process."""
+"""Before `tidegate serve` serves a model, a process of the gateway room checks it."""
 
 from __future__ import annotations
 

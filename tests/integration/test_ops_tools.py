@@ -1,4 +1,5 @@
-"""Tools that connect to a running engine without HTTP: top, abort, drain."""
+"""Tools that connect to a running engine without HTTP: top, abort and drain. Also replay, which
+reads the journal of an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ REPLAY = ["replay", "--check"]
 HI = [{"role": "user", "content": "hi"}]
 CONTEXT = 65_536
 LONG: dict[str, Any] = {"max_tokens": 60_000, "ignore_eos": True}
-"""A request that outlasts any test: its steps take half a minute at least."""
+"""Options of a request that outlasts any test: its steps take at least half a minute."""
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ class EngineTools:
 
 
 def busy(client: Client, count: int) -> list[object]:
-    """Open more long requests than there are slots."""
+    """Start `count` long requests with the labels "job-0", "job-1", ... Return their answers."""
     return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
 
 
@@ -122,7 +123,7 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
 
 
 class PseudoTerminal:
-    """A program with a terminal of its own. `text` is its output."""
+    """A program with a terminal of its own. `text` is its output so far."""
 
     def __init__(self, command: list[str], columns: int, lines: int) -> None:
         self.text = ""

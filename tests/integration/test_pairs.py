@@ -1,5 +1,5 @@
-"""A gateway with scripted prefill and decode engines: which engine gets which request, with
-faults."""
+"""A gateway with scripted prefill and decode engines: which engine gets which request, also if
+engines fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEVER = TokenReply([[]] * 20_000)
 
 
 class EnginePair:
-    """Two engines of each kind, and their gateway."""
+    """Two prefill engines (`p`), two decode engines (`d`), and their gateway."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         def engines(role: str) -> list[ScriptedEngine]:
@@ -76,8 +76,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePair]:
 
 @pytest.fixture
 def pair(shared: EnginePair) -> Iterator[EnginePair]:
-    """Yield the shared engines in their first state. All requests must have ended after the
-    test."""
+    """Yield the shared engines in their initial state. A test must leave no request open."""
     shared.forget()
     yield shared
     for engine in (*shared.p, *shared.d):
@@ -94,7 +93,7 @@ def own(tmp_path: Path) -> Iterator[EnginePair]:
 
 
 class PairRequest:
-    """A request that runs inside its `with`. `response` is its answer, after the end."""
+    """A request that a thread sends during the `with` block. `response` is set after the block."""
 
     def __init__(self, pair: EnginePair, **fields: Any) -> None:
         self.response: requests.Response
@@ -201,8 +200,10 @@ def test_the_least_busy_are_asked(pair: EnginePair) -> None:
 
 def test_a_lease_is_kept_until_ds_first_token(pair: EnginePair) -> None:
     def result(words: str) -> list[str]:
-        """Return how often P received the handle. Late messages of an earlier test are not
-        counted."""
+        """Return the handles that P received for this test's requests, once per message.
+
+        words   "kept" for KeepKV messages, "released" for ReleaseKV messages
+        """
         ours = {handle_of(produce) for produce in pair.asked(pair.p)}
         return [handle for p in pair.p for handle in getattr(p, words) if handle in ours]
 

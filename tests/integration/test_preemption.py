@@ -1,9 +1,9 @@
 """Preemption loses nothing: forced at any step of a run, it changes no token and no logprob.
 
-The free blocks are taken away before the k-th plan, so that the youngest request is preempted, and
-they are returned afterwards. A block holds one token, so a decoding request needs a new block at
-every step. With the prefix cache off a preempted request is computed anew. With it on the request
-reuses the blocks that were not taken.
+Before one plan of a run, the test takes all free blocks, so that the youngest request is preempted.
+It returns the blocks afterwards. A block holds one token, so a decoding request needs a new block
+at every step. With the prefix cache off, a preempted request is computed anew. With the cache on,
+the request reuses the blocks that were not taken.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ REQUESTS: list[tuple[list[int], SamplingParams, Body | None]] = [
         None,
     ),
 ]
-"""What must survive a preemption: seeds, penalties, the state of a grammar, the tokens of an
-answer, and its ends."""
+"""(prompt, params, body of the grammar). They depend on all that a preemption must not lose: seeds,
+penalties, the state of a grammar, the tokens of an answer, and the conditions that end it."""
 TOKEN_BUDGET = 6
 """Small, so prompts are computed in chunks, and some requests are preempted in the middle of
 one."""
@@ -74,7 +74,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @dataclass
 class Run:
-    """A run of all requests."""
+    """A run of all requests. `preempt_at` is the step in which a preemption is forced."""
 
     loaded: LoadedModel
     prefix_cache: bool
@@ -106,8 +106,8 @@ class Run:
         return True
 
     def _force(self) -> None:
-        """Leave no block free until a request was preempted. If it was the only one that ran, there
-        is no plan, and so no step."""
+        """Leave no block free until a request has been preempted. If no other request runs, there
+        is nothing to plan, so no step is made."""
         pool, engine = self.replica.engine.scheduler.pool, self.replica.engine
         taken: list[int] = []
         before = engine.stats().num_preemptions
@@ -127,8 +127,8 @@ class Run:
 
 
 def exact_parts(outputs: list[Output]) -> tuple[object, ...]:
-    """Return the tokens, the finish reason, and the ids of all logprobs, none of which depend on
-    the batch."""
+    """Return the tokens, the finish reason, the stop token, and the ids of all logprobs. None of
+    them depends on the batch."""
     tokens = [token for output in outputs for token in output.tokens]
     ids = [(entry.token_id, entry.top_ids) for entry in all_logprobs(outputs)]
     return tokens, outputs[-1].finish, outputs[-1].stop_token, ids

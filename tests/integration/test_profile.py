@@ -1,4 +1,5 @@
-"""`tidegate profile` on a running server: the trace of the worker, refusals, and giving up."""
+"""`tidegate profile` on a running server: the trace of the worker, refusals, and clients that give
+up."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ time.sleep(600)
 
 
 class ServerMachine:
-    """The run directories of a user, and the programs in them."""
+    """The run directories of a user, and the programs that hold them."""
 
     def __init__(self, runtime: Path, stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
         self.base = runtime / f"tidegate-{os.getuid()}"

@@ -1,5 +1,5 @@
-"""A random mix of requests that end in all ways. Clients, access log and `/metrics` must agree on
-each, to the token."""
+"""A random mix of requests that end in all ways. The clients, the access log and `/metrics` must
+agree on their numbers, to the token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 FREED = "tidegate_disconnect_to_free_seconds_count"
-"""The engine reports this series last."""
+"""This series is complete last: it grows when the engine has released a lost client's resources."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 OPTIONS: dict[str, Any] = {"log_format": "json", "response_store": "none"}
 NUM_CLIENTS, ROUNDS = 4, 3
@@ -51,8 +51,12 @@ def script(generate: Generate) -> Reply:
 
 @dataclass
 class CountingClient:
-    """Counts of one client: (route, status) -> requests, and request id -> (prompt tokens,
-    generated tokens) if they were reported."""
+    """A client, and what it has counted.
+
+    seen    (route, status) -> requests
+    usage   request id -> (prompt tokens, generated tokens), if they were reported
+    ends    the way in which requests ended -> requests
+    """
 
     gateway: GatewayProcess
     seen: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -168,7 +172,7 @@ KINDS: list[Callable[[CountingClient, random.Random], None]] = [
 
 @dataclass
 class ToldUsage:
-    """The counts of all clients, the log lines, and the samples of `/metrics`."""
+    """The counts of all clients, the log lines, the samples of `/metrics`, and the engine."""
 
     clients: list[CountingClient]
     lines: list[dict[str, Any]]
@@ -179,7 +183,7 @@ class ToldUsage:
         return self.samples.get((name, frozenset(labels.items())), 0.0)
 
     def counted(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of a series by the value of a label."""
+        """Return the non-zero values of series `name`, by the value of their label `label`."""
         return {
             dict(labels)[label]: value
             for (full, labels), value in self.samples.items()
@@ -371,5 +375,5 @@ def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
 
 
 def endless(client: CountingClient) -> int:
-    """Send an endless request, and return its status in the end."""
+    """Send a request whose answer is endless, wait for the response, and return its status."""
     return client.post(CHAT, {"messages": messages_of("endless")}, "").status_code

@@ -21,7 +21,7 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 def serve_here(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str
 ) -> tuple[int, list[str]]:
-    """Return the exit code and all lines of the command if this process runs it."""
+    """Run `tidegate serve` in this process. Return its exit code and all lines that it prints."""
     for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.setenv(variable, str(folder))
     done = run_command(capfd, "serve", *options)
@@ -29,7 +29,7 @@ def serve_here(
 
 
 def serve(folder: Path, *options: str, command: str = "serve") -> tuple[int, list[str]]:
-    """Return the exit code and all lines of a process of its own."""
+    """Run a tidegate command in a new process. Return its exit code and all lines it prints."""
     env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tools", command, *options],

@@ -2,12 +2,12 @@
 
 A leak is a result that depends on what a slot or a block held before its present owner. So slots
 without an owner are filled with zeros, with plausible values, or with NaN and impossible numbers,
-and newly assigned blocks are filled with NaN. Every token and every bit of every logprob must stay
-the same.
+and newly assigned blocks are filled with a large number or NaN. Every token and every bit of every
+logprob must stay the same.
 
 Then the slot table is made careless, with one field and in one way at a time, and some replay must
-detect it. This shows that the tests find leaks. Run with -s for a table of which replay detects
-what.
+detect it. This shows that the tests find leaks. Run pytest with -s to see which replay detects
+which leak.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SURVIVORS = {
 }
 """Resets that can be left out undetected, and why that is no leak. They are not replayed."""
 LATE = {("len", "never"): "wild", ("len", "once"): "wild", ("num_stop_ids", "lazily"): "reuse"}
-"""Resets whose lack is detected late, and the mode that detects it. The others are not replayed."""
+"""Resets whose lack is detected late, and the mode that detects it. Only that mode is replayed."""
 SPECIAL = SamplingParams(
     temperature=0.5,
     top_p=0.25,
@@ -73,7 +73,7 @@ SPECIAL = SamplingParams(
     logprob_token_ids=[10],
     logprobs_of="both",
 )
-"""Every parameter differs from that of a plain request."""
+"""Parameters that give a slot's fields other values than those of a plain request."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_stream_has_every_kind_of_request_and_event(recorded, expected):
 
 
 def has_masked_drafts(plan: StepPlan) -> bool:
-    """Return whether a place with a draft has a mask."""
+    """Return whether a mask applies to a row with drafts."""
     if plan.masked is None or plan.row_drafts is None:
         return False
     counts, samples = plan.row_drafts.tolist(), plan.row_samples.tolist()
@@ -135,7 +135,7 @@ def test_live_results_equal_those_without_reused_slots(recorded, expected):
 
 
 BLOCK_POISONS = {"plausible": 1e4, "wild": float("nan")}
-"""Mode -> the value that newly assigned blocks are filled with in addition."""
+"""Mode -> the value with which newly assigned blocks are filled too."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,8 +199,8 @@ def is_plain(field: SlotField, init: SlotInit) -> bool:
 
 
 def ways() -> Iterator[tuple[str, str]]:
-    """Yield every field with each way to be careless with it. An empty list writes nothing, so only
-    its count can be written lazily."""
+    """Yield every field with each way to be careless with it. Only scalars can be written
+    lazily, such as the count of a list: an empty list writes nothing anyway."""
     special = slot_init(0, [1], stop_ids=[3], params=SPECIAL)
     for field in FIELDS.values():
         if field.init is not None:
@@ -217,8 +217,9 @@ def ways() -> Iterator[tuple[str, str]]:
 def first_difference(
     results: Iterable[StepResult], expected: list[StepResult], start: int = 0
 ) -> str | None:
-    """Return where a replay differs and how; None if it does not. Impossible numbers raise when
-    they are used as an index. `start` is the number of the first step."""
+    """Return where a replay differs and how; None if it does not. An exception is a difference too:
+    impossible numbers raise one when they are used as an index. `start` is the number of the first
+    step."""
     step = start - 1
     try:
         for step, (result, right) in enumerate(zip(results, expected, strict=True), start):
@@ -235,8 +236,8 @@ def caught_by(
     kind: type[SlotTable],
     modes: Iterable[str],
 ) -> str:
-    """Return a mode that detects the leak, and how; "" if no mode does. The modes take turns, the
-    wildest first, because a mode that detects a leak usually does so early, and the others need not
+    """Return a mode that detects the leak, and how; "" if no mode does. The modes take turns, in
+    the given order. A mode that detects a leak usually does so early, and the others need not
     continue then."""
     replays = {
         mode: replay(recorded, recorded.steps, poison=MODES[mode], kind=kind) for mode in modes
@@ -274,7 +275,7 @@ def test_every_field_has_a_careless_table():
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """Record a model that is its own draft model, so that its proposals are often verified."""
+    """Return a recording of a model that is its own draft model, so drafts are often verified."""
     loaded = tiny_model(tmp_path_factory.mktemp("model"))
     return record(loaded, make_requests(12, 80), draft=loaded)
 

@@ -22,12 +22,14 @@ from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
 from tests.support.tiny_engine import tiny_engine
 
 NUM_REFUSED, REFUSED_TOKENS = 4, 60_000
-"""Prompts that are too long, but are recorded: they fill the first file of a journal."""
+"""Number and length of prompts that are too long. They are refused but recorded, so they fill the
+first file of a journal."""
 
 
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a journal of two files, of an engine with the compiled kernels."""
+    """Return the directory of a journal of two files, which an engine with the compiled kernels has
+    recorded."""
     native_kernels()
     folder, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("journal")
     directory.chmod(0o700)
@@ -47,7 +49,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(client: Client) -> None:
-    """Compute prompts of several chunks, which share a prefix, and answers of every kind."""
+    """Generate answers of every kind. Three prompts have a prefix of several chunks in common."""
     shared = [3, 4, 5] * 9
     sampled = [client.generate([*shared, n], max_tokens=7, logprobs=2) for n in range(3)]
     greedy = client.generate([5] * 40, max_tokens=5, temperature=0.0, prompt_logprobs=1)
@@ -85,7 +87,7 @@ def test_a_later_file_alone_is_refused(journal: Path, capfd: pytest.CaptureFixtu
 def test_differences_are_shown_if_the_fingerprint_may_differ(
     journal: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The same journal, computed with another dtype."""
+    """The journal is replayed with another dtype than it was recorded with."""
     start, *records = read(list_journals(journal)[0])
     assert isinstance(start, StartRecord)
     worker = replace(start.config.worker, dtype="bfloat16")

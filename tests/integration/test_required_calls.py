@@ -1,4 +1,4 @@
-"""A required call is made in a hundred of a hundred requests, by a model with the tokens of the
+"""A required call is made in a hundred of a hundred answers, by a model with the tokenizer of the
 default model and random weights. Such a model never calls a tool by itself.
 
 tests/e2e/test_real_model.py has a few calls of the default model.

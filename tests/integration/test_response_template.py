@@ -45,7 +45,7 @@ ANSWER = '[hm]Where?[/hm]I will look.\n[do weather]{"city": "Köln"}[/do]'
 
 
 def card_of(folder: Path, template: Any) -> ModelCard:
-    """Return the card as the worker loads it from the files, with the tokenizer of the script."""
+    """Return the card that the worker loads from the files, with a scripted engine's tokenizer."""
     write_tiny_llama(folder)
     settings = {"chat_template": THINKING_TEMPLATE}
     settings |= {} if template is None else {"response_template": template}

@@ -1,4 +1,4 @@
-"""Chat and completion streams that are resumed must have the bytes of an uninterrupted one."""
+"""Chat and completion streams that are resumed must have the bytes of uninterrupted streams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
 
 
 def without_ids(data: bytes) -> bytes:
-    """Return the frames of the same stream without event ids."""
+    """Return a stream without its event ids."""
     frames = data.split(b"\n\n")
     return b"\n\n".join(f.partition(b"\n")[2] if f.startswith(b"id: ") else f for f in frames)
 
@@ -120,7 +120,7 @@ def test_a_disconnected_client_receives_the_rest(
 def test_resuming_a_stream_sends_no_second_request(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """Some clients resume by repeating the request."""
+    """Some clients resume by repeating the request with a Last-Event-ID."""
     engine.step_s = 0.02
     stream, received = cut_after(gateway.port, 8)
     last = {**RESUME, "Last-Event-ID": f"{stream}:{received.count(b'id: ') - 1}"}

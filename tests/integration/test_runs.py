@@ -1,4 +1,4 @@
-"""Runs and their flusher with a real file, in the hub of this process."""
+"""Runs and their flusher with a real database file, in the gevent hub of the test process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class LimitedDatabase(Database):
     """A database whose size a test can limit."""
 
     def limit_pages(self, pages: int) -> None:
-        """Let no more pages be added, as on a full disk. `pages` is at least the present number."""
+        """Limit the size of the file, as a full disk does. If the file has more than `pages` pages,
+        its present size is the limit."""
         self._connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
 
 
@@ -66,7 +67,8 @@ def runs(store: Store) -> Runs:
 
 
 def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, list[str]]:
-    """Start a run. Return it with the list of its aborts, each of which ends it at once."""
+    """Start a run. Return it, and a list to which each abort adds the run's name. An abort ends the
+    run at once."""
     record = StoredRecord(name, "o", time.time(), None, b"[]", b"queued")
     run = runs.start(NewRun(name, "o", "kind", **options), record)
     aborts: list[str] = []

@@ -50,7 +50,7 @@ def test_the_sampling_distribution_includes_the_grammars_mask_and_sums_to_one(
 
 
 def test_tokens_are_as_frequent_as_their_logprobs(loaded: LoadedModel) -> None:
-    """Covers the first tokens of a thousand requests with one prompt, each with its own seed."""
+    """A thousand requests with the same prompt and different seeds generate one token each."""
     replica = Replica(loaded)
     count = 1000
     numbers = [

@@ -1,4 +1,5 @@
-"""Templates in a process with limits: other templates are rendered meanwhile, and none is lost."""
+"""Chat templates in processes with limits. The model's template is rendered while the template of
+a request computes, and no template is lost if its process is killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A client that does not read delays no other. It receives fewer and longer deltas, and is
-disconnected after the send timeout."""
+"""A client that does not read delays no other. If it reads late, it receives fewer and longer
+deltas. If it reads nothing, it is disconnected after the send timeout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support.scripted_engine import text_of as words_of
 
 COMPLETIONS = "/v1/completions"
 LONG = [1] * 800_000
-"""A control character, which is six bytes of JSON, so often that the text exceeds the kernel's
-buffers."""
+"""Tokens of a text that exceeds the kernel's buffers. Each is a control character, which is six
+bytes of JSON."""
 LONG_IDS = [200] * 1_500_000
-"""The same as token ids of four bytes each."""
+"""Tokens that exceed the buffers as ids, which are four bytes of JSON each."""
 LONG_CHANCES = [1] * 12_000
 """Fewer tokens, which exceed the buffers with twenty logprobs each."""
 LATER = "Told word by word — to whoever reads. " * 15
@@ -60,10 +60,10 @@ def _long(generate: Generate, asked: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ReceivedStream:
-    """One stream.
+    """The parts of a stream that the tests check.
 
-    bits    text or token ids of the deltas, in order
-    tokens  their number by the stream's own usage
+    bits    text or token ids of each delta, in order
+    tokens  number of tokens according to the stream's usage
     """
 
     bits: list[Any]
@@ -152,7 +152,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[bytes], ReceivedStream]]
 def test_a_late_reader_gets_all_that_came_meanwhile_in_one_delta(
     name: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """Once a later request is answered, the gateway has received everything before."""
+    """Once a later request has been answered, the gateway has received the whole first answer."""
     path, body, heard_in = STREAMS[name]
     with connect(gateway.port, rcvbuf=4096) as client, client.makefile("rb") as file:
         before = len(engine.generates)
@@ -184,8 +184,8 @@ def _short(gateway: GatewayProcess) -> str:
 def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(
     engine: ScriptedEngine,
 ) -> None:
-    """A single delta waits for this client, so the timeout ends it, not the bound on waiting
-    bytes."""
+    """Only one delta waits for this client, so it is disconnected by the timeout, not because too
+    many bytes wait."""
     with (
         GatewayProcess(engine=engine.address, send_timeout_s=1.0) as gateway,
         connect(gateway.await_ready().port, rcvbuf=4096) as client,

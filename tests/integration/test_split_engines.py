@@ -50,7 +50,7 @@ class SplitSide:
         return self._last
 
     def receive_answer(self, number: int) -> Output:
-        """Return the last output of the only open request, with all of its tokens."""
+        """Return the last output of the only open request, with the tokens of all its outputs."""
         tokens: list[int] = []
         while True:
             message = self.client.receive_kind(Outputs)

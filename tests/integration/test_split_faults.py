@@ -1,9 +1,10 @@
-"""Faults during a handoff between two real engines: one of them is killed, stopped or deserted
-while requests are in each state of the handoff.
+"""Faults during a handoff between two real engines: for example, an engine is killed or stopped, or
+the client disappears, while there is a request in each state of the handoff.
 
-A row of the table is one fault that affects all requests at once. How and when each ends is
-checked, and that all blocks of the living engines are free then. The table is EXPECTED; `python -m
-tests.integration.test_split_faults` writes it into docs/split.md.
+Each row of the table EXPECTED is one fault, which affects all requests at once. The test checks how
+every request ends, that it ends in time, and that all blocks of the engines that are not killed are
+free afterwards. `python -m tests.integration.test_split_faults` writes the table into
+docs/split.md.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def stop(scene: SplitScene, place: ScenePlace) -> None:
 
 
 def expire(scene: SplitScene) -> None:
-    """Let all leases end. Prompts that are still computed have none yet."""
+    """Let all leases end. A prompt that is still being computed has no lease yet."""
     scene.router.keeps = False
     scene.wait_until(lambda: scene.split.p.stats().leases == 0)
     scene.router.keeps = True
@@ -114,7 +115,7 @@ def damage(scene: SplitScene) -> None:
 
 
 def damaged(message: Any) -> Any:
-    """Change the exponent of a number in the message, which would change an answer that uses it."""
+    """Change the exponent of a number in a K/V chunk. An answer computed from it would change."""
     if isinstance(message, KVChunk):
         message.data.data[len(message.data.data) // 2 | 3] ^= 0x40
     return message
@@ -128,7 +129,8 @@ def abort(scene: SplitScene) -> None:
 
 
 def vanish(scene: SplitScene) -> None:
-    """Close the router's connections. D notices when it sends the next token."""
+    """Close the connections of the router, which is the client of both engines, without a Goodbye.
+    D notices this when it sends the next token."""
     scene.is_deserted = True
     scene.router.vanish()
     scene.signal_workers(signal.SIGCONT)
@@ -152,8 +154,8 @@ EXPECTED: dict[str, Row] = {
     "D's worker is killed": (kill_worker_of_d, (LOST,) * 5, None),
     "D stops, and goes on later": (stop_d, (LOST,) * 5, None),
 }
-"""fault -> (function, the end of a request in each of STATES, D's failed fetches by kind, including
-that of SECOND; None: D is lost)"""
+"""fault -> (function that causes it, how the request in each of STATES ends, D's failed fetches by
+kind). The fetches include that of SECOND. They are None if D is lost."""
 
 
 def outcome(scene: SplitScene, state: str) -> str:

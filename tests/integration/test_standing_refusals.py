@@ -1,5 +1,6 @@
-"""A gateway repeats an engine's refusal of an account for a while without the engine. The answer is
-the same in every API, and other accounts are not affected."""
+"""After an engine has refused an account's request, the gateway repeats the refusal for a while
+without sending the account's requests to the engine. In every API, the repeated answer is the same
+as the first one. Other accounts are not affected."""
 
 from __future__ import annotations
 

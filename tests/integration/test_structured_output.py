@@ -1,5 +1,5 @@
-"""Constrained answers of a model with the default model's tokens and random weights, and a real
-engine that compiles while it streams.
+"""Constrained answers of a model with the default model's tokenizer and random weights, and of a
+real engine that compiles grammars while it streams.
 
 Clients of the default model get constrained answers in tests/e2e/test_sdk_sessions.py.
 """
@@ -45,7 +45,7 @@ DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 @pytest.fixture(scope="module")
 def ask(replica: Replica, tokenizer: tokenizers.Tokenizer) -> Ask:
     def answers(question: str, grammar: Grammar, count: int, max_tokens: int = 150) -> list[str]:
-        """Return answers at temperature 1, after checking that all have ended."""
+        """Return answers at temperature 1. Checks that the finish reason of all is "stop"."""
         chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         prompt = tokenizer.encode(chat).ids
         numbers = []
@@ -133,7 +133,7 @@ def test_thinking_before_the_body_may_have_any_length(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Yield an engine with a tiny model whose tokens are single characters."""
+    """Yield a client of an engine with a tiny model, whose tokens are single characters."""
     folder = tmp_path_factory.mktemp("signs")
     checkpoint = write_tiny_llama(folder, max_position_embeddings=2000, eos_token_id=0)
     (checkpoint / "tokenizer.json").write_bytes(signs_tokenizer(markers=False))

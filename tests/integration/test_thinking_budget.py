@@ -1,5 +1,5 @@
-"""Thinking budgets with the tokens of the default model and random weights: real masks, and samples
-that cut characters wherever they can be cut."""
+"""Thinking budgets of a model with the default model's tokenizer and random weights. The masks are
+real, and the sampled tokens often end in the middle of a character."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> Replica:
 
 
 def thoughts(replica: Replica, grammar: Grammar, prompt: str, closes: str) -> list[tuple[int, str]]:
-    """Return the tokens of each answer's thinking, and the text after it."""
+    """Return the number of tokens of each answer's thinking, and the text after the thinking."""
     tokenizer = tokenizers.Tokenizer.from_buffer(replica.loaded.card.tokenizer)
     ids = tokenizer.encode(prompt).ids
     numbers = []

@@ -169,7 +169,7 @@ def only(step: int, token: int) -> Masks:
 
 
 def answers(count: int) -> list[list[int]]:
-    """Return the tokens that the steps sample, one after another."""
+    """Return the tokens that each of the first `count` steps samples."""
     runner = tiny_runner(tiny_slots(3), tiny_cache(20))
     plans = [first(), *(after(step) for step in range(2, count + 1))]
     return [runner.step(plan).tokens.tolist() for plan in plans]

@@ -76,7 +76,7 @@ class FakeEngine:
 
 @dataclass
 class Starter:
-    """Starts workers. The fixture kills them."""
+    """Starts workers. The fixture `start` kills them."""
 
     folder: Path
     context: zmq.Context[zmq.Socket[bytes]]
@@ -186,7 +186,7 @@ def test_the_engine_gets_the_tokenizer_before_the_weights_are_loaded(start, tmp_
 
 
 def test_the_engine_gets_what_is_on_disk_before_it_can_plan(start, tiny_llama, tmp_path):
-    """A later report could come after the plan of a request that waited for the model."""
+    """If the report followed WorkerReady, a waiting request could be planned before the report."""
     disk, block = tmp_path / "kv", b"\xab" * 32
     first = start(tiny_llama, kv_disk=str(disk))
     ready = first.receive(START_S)
@@ -230,7 +230,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line(start, tiny_
 
 @pytest.mark.parametrize("mover", ["auto", "zmq"])
 def test_one_worker_computes_a_prompt_and_another_continues_from_it(start, tiny_llama, mover):
-    """All but the last token's K/V comes from the other worker; both compute steps meanwhile."""
+    """The K/V of all tokens except the last comes from the other worker."""
     settings = {"max_slots": 5, "block_tokens": 4, "kv_mover": mover}
     address = f"ipc://{start.folder / 'run' / 'kv'}"
     prefill = start(tiny_llama, kv_export=True, kv_address=address, **settings)

@@ -85,8 +85,8 @@ def test_what_templates_write_can_stand_instead_of_the_form(
 
 
 def spelt_openers(name: str) -> str:
-    """Return the openers of a call in this format, as text. Return "" if they are marker tokens, as
-    no text can be an opener then.
+    """Return the openers of a call in this format, as text. Return "" for formats that write
+    markers around content too.
     """
     match SYNTAXES[name]:
         case CallSyntax() as syntax:

@@ -32,8 +32,8 @@ real = pytest.mark.parametrize("name", ["smollm2", *FAMILY_NAMES])
 
 
 def id_lists(tok: Tokenizer, seed: int) -> list[list[int]]:
-    """Generate the ids of texts with special tokens between them, and ids in random order with
-    unknown ones among them.
+    """Return the ids of texts, without and with special tokens between them, and random ids, some
+    of which are unknown or only a part of a character.
     """
     rng = random.Random(seed)
     lists = []

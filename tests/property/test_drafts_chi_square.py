@@ -36,8 +36,8 @@ PARAMS = SamplingParams(
 )
 NUM_ANSWERS = 400
 ONE_IN_A_THOUSAND = 66.6
-"""The 99.9 % point of chi-square with 36 degrees of freedom. Filters leave fewer degrees, so the
-limit is on the safe side."""
+"""The 99.9 % point of chi-square with 35 degrees of freedom. min_p leaves 34, so the limit is on
+the safe side."""
 
 Pair = tuple[int, int]
 

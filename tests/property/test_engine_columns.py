@@ -31,7 +31,8 @@ STORMS: dict[str, Callable[[], RequestStorm]] = {
 
 
 class RowByRowResults:
-    """The results of a step's rows, each on its own. No row counts as one with only a token."""
+    """The results of a step's rows, each computed on its own. `tokens` is None for every row, so
+    the engine treats no row as one that has only a token."""
 
     def __init__(self, plan: StepPlan, result: StepResult) -> None:
         self._rows = row_results(plan, result)
@@ -56,7 +57,8 @@ def charge_one_by_one(requests: Iterable[Request], counts: Iterable[int]) -> Non
 
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Replace every column by its reference, which computes one row at a time."""
+    """Yield a MonkeyPatch that replaces every column by its reference, which computes one row at a
+    time, until `undo` is called."""
     with monkeypatch.context() as patch:
         patch.setattr(
             scheduler, "running_column", lambda rs: [r for r in rs if r.phase.name == "RUNNING"]
@@ -72,7 +74,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def run(storm: RequestStorm) -> tuple[RequestStorm, list[tuple[int, dict[int, bytes]]]]:
-    """Run a storm. Return it, with the number of free blocks and the contents of the prefix cache
+    """Run a storm. Return it, and the number of free blocks and the contents of the prefix cache
     after each operation."""
     pool, blocks = storm.bench.engine.scheduler.pool, []
     for _ in range(OPERATIONS):

@@ -33,7 +33,8 @@ def test_thousands_of_random_operations_keep_every_law(seed: int) -> None:
 
 # ---- windows
 WINDOW_SEEDS = [(4, 0), (5, 0), (101, 0), (103, 0), (5, 3), (103, 2)]
-"""Seed of the storm, and the blocks of a column for the layers with a window; 0: all have one."""
+"""Seed of the storm, and the blocks of a column for the layers with a window; 0: all layers have a
+window."""
 WINDOW_OPERATIONS = 2_000
 
 
@@ -123,8 +124,9 @@ class FairCrowd:
 
     @property
     def bound(self) -> float:
-        """Most tokens by which one account can be ahead of another. They are its credit, the tokens
-        that running requests may still compute, those in flight, and one last turn.
+        """Most tokens by which one account can be ahead of another: its credit, the tokens that
+        running requests may still compute, and the token budgets of two steps in flight and one
+        more step.
         """
         limits = self.bench.limits
         running = (limits.num_blocks - 1) * limits.block_tokens

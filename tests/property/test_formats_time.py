@@ -31,8 +31,8 @@ def adversarial(sample: Sample, size: int) -> str:
 
 
 def many(part: str, size: int) -> str:
-    """Return `part` repeated to its share of the text. The number is even, so that quotes are
-    paired alike for every size.
+    """Return `part`, repeated until it fills its share of the text. The number of repetitions is
+    even, so that quotes are paired alike for every size.
     """
     return part * (size // PARTS // len(part) // 2 * 2)
 

@@ -27,8 +27,10 @@ FAULTS = ("expired", "unreachable", "damaged", "timeout")
 
 @dataclass
 class Table:
-    """What both engines share: time, network, and the handles that their clients offer as (handle,
-    all tokens but the last, namespace).
+    """The network, the offers and the time, which both engines share.
+
+    offers   (handle, the prompt without its last token, namespace) of each handle that a client has
+             received
     """
 
     air: KVNetwork = field(default_factory=KVNetwork)

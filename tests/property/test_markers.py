@@ -123,7 +123,7 @@ def test_characters_that_mean_something_to_a_regular_expression_are_plain_here(c
 @settings(max_examples=300, deadline=None)
 @given(st.text("abc", min_size=1, max_size=5), st.text("abcABC", max_size=24), st.integers(0, 99))
 def test_a_part_has_text_inside_markers_only(name: str, text: str, seed: int) -> None:
-    """Upper-case letters are read as parts, which count inside a marker only."""
+    """Upper-case letters are read as parts, whose text counts inside a marker only."""
     compiled = MarkerSet([name])
     scanner, told = Scanner(compiled), ""
     for run in re.findall("[A-Z]|[a-z]+", text):

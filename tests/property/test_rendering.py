@@ -34,8 +34,8 @@ from tests.support.templates import UnlimitedTemplates
 BY_NAME = {sample.name: (sample, list(cases)) for sample, cases in SAMPLES}
 SUFFIX = " (template)"
 CUT_IN_TWO = ("hermes", "deepseek_v3", "qwen3_coder", "openai")
-"""Formats whose calls are JSON, JSON after a name, tags, and a format that covers the whole
-answer.
+"""One format whose calls are JSON, one with JSON after a name, one with tags, and one that covers
+the whole answer.
 """
 
 
@@ -46,8 +46,8 @@ def test_every_format_has_a_sample() -> None:
 
 @cache
 def model_of(name: str) -> tuple[ServedModel, Lexicon]:
-    """Return a model of single bytes, with the sample's markers as tokens, and the formats chosen
-    by options.
+    """Return a model and its lexicon. The tokens are single bytes and the sample's markers and
+    parts. Options choose the model's formats.
     """
     sample, _ = BY_NAME[name]
     found = sample.format.markers() if sample.markers is None else sample.markers
@@ -125,8 +125,8 @@ def has_ids(fixture: Fixture) -> bool:
 
 
 def outputs_of(deltas: Sequence[Sequence[int]], *, complete: bool = True) -> list[Output]:
-    """Return the engine's outputs. The last one has the end token, or is cut off if not
-    `complete`.
+    """Return the engine's outputs. The last one has the end token, or the finish reason "length" if
+    not `complete`.
     """
     news = [Output(request=0, tokens=list(delta)) for delta in deltas]
     total = sum(map(len, deltas)) + complete
@@ -137,7 +137,7 @@ def outputs_of(deltas: Sequence[Sequence[int]], *, complete: bool = True) -> lis
 
 
 LONGEST = examples((12, 60), (3, 12, 60))
-"""A cut has one of these numbers as the length of its longest delta."""
+"""The most tokens of a delta. Each cut uses one of these numbers."""
 
 
 def cuts(ids: list[int], seed: int) -> list[list[int]]:
@@ -151,8 +151,8 @@ def cuts(ids: list[int], seed: int) -> list[list[int]]:
 
 
 def told(whole: dict[str, Any], *, with_ids: bool, with_usage: bool) -> dict[str, Any]:
-    """Return a whole answer as a client sees it. Ids of calls are left out unless the model writes
-    them.
+    """Return a whole answer without its time and, unless the options are set, without usage and the
+    ids of calls. `with_ids` is for models that write the ids themselves.
     """
     seen = {**whole, "created": 0, "usage": whole["usage"] if with_usage else None}
     if not with_ids:
@@ -170,8 +170,8 @@ def heard(choices: dict[int, dict[str, Any]], *, with_ids: bool) -> dict[int, di
 
 
 def check(trip: Trip, *, with_ids: bool, with_usage: bool = True) -> dict[int, dict[str, Any]]:
-    """Check that both ways give the same answer. Return the choices that a streaming client
-    received.
+    """Check that a chat, and the same chat rendered, generated and derendered, have the same
+    answer, whole and streamed. Return its choices.
     """
     kept = {"with_ids": with_ids, "with_usage": with_usage}
     whole, _ = trip.chat()

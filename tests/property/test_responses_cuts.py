@@ -42,7 +42,7 @@ ANSWERS = [
 
 
 class CutFrames:
-    """Collects what a sink wrote."""
+    """Collects the bytes that a sink writes, and its final response."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -60,7 +60,7 @@ class CutFrames:
 
 
 class CutLine:
-    """An engine that accepts a request and sends the outputs that the test gives it."""
+    """An engine client that accepts a request. The test sends the outputs by calling `say`."""
 
     def generate(self, prompt: Any, params: Any, subscriber: Subscriber, **terms: Any) -> int:
         self.say = subscriber
@@ -138,8 +138,8 @@ def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
 
 
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
-    """Return the response without its time and its logprobs. If markup is emitted as text, its
-    pieces are not whole tokens, so the logprobs of each piece depend on the cut.
+    """Return the response without its completion time and its logprobs. If markup is emitted as
+    text, its pieces are not whole tokens, so the logprobs of each piece depend on the cut.
     """
     copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
     for item in copy["output"]:

@@ -223,7 +223,7 @@ def drawn(logits: torch.Tensor, params: SamplingParams, draws: int) -> torch.Ten
 @pytest.mark.parametrize("vocab", [1, SMALL, LARGE])
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 0.5, 3.0, 40.0])
 def test_a_bound_is_found_by_digits_as_by_order(vocab: int, spread: float) -> None:
-    """Covers equal shares, nearly equal shares, and rows in which most shares have no weight."""
+    """The rows have equal shares, nearly equal shares, or shares most of which have no weight."""
     logits = logits_of(9, vocab, spread=spread, seed=vocab)
     shares = relative(logits, logits.amax(-1)).masked_fill_(logits < -2 * spread, 0)
     weights = weigh(shares, vocab)
@@ -257,7 +257,7 @@ def mix(x: int) -> int:
 
 
 def reference_hash(seed: int, position: int, draw: int) -> int:
-    """Return the same hash, computed with Python's unbounded integers."""
+    """Return the hash that `hash_words` computes, but with Python's unbounded integers."""
     state = mix((seed + GAMMA) & MASK)
     state = mix(((state ^ position) + GAMMA) & MASK)
     return mix(((state ^ draw) + GAMMA) & MASK)

@@ -84,7 +84,6 @@ def test_shortcuts_change_neither_events_nor_state(
 
 
 def test_content_reasoning_and_argument_strings_have_a_shortcut() -> None:
-    """The shortcuts cover content, reasoning, and a string in arguments."""
     machine = cast(StandardParser, format_of("hermes", "qwen3").parser(Lexicon()))
     told = []
     for text in ("<think>", "Hm", ".", "</think>", "Well", " then", "<tool_call>", CALL, "a", "b"):

@@ -132,8 +132,8 @@ SAMPLES: list[tuple[Sample, Sequence[Fixture]]] = [
 ODD = ("hermes (opening tag)", "internlm", "gpt_oss (template)", "cohere (template)")
 """Samples of answers that parsers read although no grammar admits them.
 
-They are not written by a chat template, or the checkpoint's description of how to read them does
-not say how to write them: `<|constrain|>`, and keys of a call without a meaning.
+Either no chat template writes them, or the checkpoint's response template describes how to read
+them but not how to write some parts: `<|constrain|>`, or keys of a call that have no meaning.
 """
 OTHERS = (
     *("granite (tags)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),

@@ -31,7 +31,8 @@ def said(
     complete: bool = True,
     tokens: bool = False,
 ) -> list[Event]:
-    """Return the events, which must be the same for the whole text and for single characters."""
+    """Return the events of a text. Checks that they are the same if it arrives at once or unit by
+    unit."""
     format = Format(TOOLS[name])
     words = Lexicon(dict(enumerate(format.markers(), 1000)) if tokens else {})
     pieces = units(text, words)

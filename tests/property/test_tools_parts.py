@@ -57,7 +57,7 @@ NAMES = ("three calls", "closing tag in a string", "reasoning before and after")
 
 def vocabulary_of(sample: Sample) -> Tokenizer:
     """Return a tokenizer with a token for every byte, the sample's parts as special tokens, and
-    `<think>` as an added one.
+    `<think>` and `</think>` as added tokens.
     """
     inner = byte_tokenizer()
     inner.add_special_tokens([AddedToken(part, normalized=False) for part in sample.parts])
@@ -73,8 +73,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def read(readers: ParserFactory, cut: Sequence[Sequence[int]], finish: str = "stop") -> list[Event]:
-    """Return the events. If there are few messages, each is read by a new parser, as in another
-    process.
+    """Return the events of an answer that arrives in the parts of `cut`. If these are fewer than
+    four, each is read by a new parser that continues from the state of the one before.
     """
     reader, events = readers.new(), []
     for at, ids in enumerate(cut, 1):

@@ -35,7 +35,10 @@ from tests.support.response_templates import SMOLLM, TEMPLATES
 
 @dataclass(frozen=True)
 class Written:
-    """How the model of a template writes. `tags` and `parts` are as in Sample."""
+    """How the model of a template writes. `tags` and `parts` are as in Sample.
+
+    between   texts before, between and after the calls of a group
+    """
 
     call: Callable[[Call], str]
     says: Callable[[str], str]

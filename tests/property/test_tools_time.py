@@ -56,7 +56,7 @@ def ends(call: str) -> Iterator[str]:
 
 
 def adversarial(sample: Sample, size: int) -> Iterator[str]:
-    """Yield each hostile text, of equal sizes that add up to `size` characters."""
+    """Yield all hostile texts, of about the same size. Together they have `size` characters."""
     found = list(texts(sample))
     for head, part in found:
         yield head + part * (size // len(found) // len(part))

@@ -19,7 +19,7 @@ Writer = Callable[[Sequence[Call], int], str]
 
 
 def functions(open: str, close: str, newline: str = "\n") -> Writer:
-    """Write `<function=f>` tags, with every call in its own group."""
+    """Return a writer of `<function=f>` tags that puts every call into a group of its own."""
 
     def one(call: Call) -> str:
         body = "".join(
@@ -34,7 +34,7 @@ def functions(open: str, close: str, newline: str = "\n") -> Writer:
 def invokes(
     open: str, close: str, prefix: str = "", attribute: Callable[[Any], str] = lambda value: ""
 ) -> Writer:
-    """Write `<invoke name="f">` tags, with all calls in one group."""
+    """Return a writer of `<invoke name="f">` tags that puts all calls into one group."""
 
     def one(call: Call) -> str:
         body = "".join(

@@ -1,4 +1,4 @@
-"""Parses, checks and folds the streams of Anthropic's API."""
+"""Parses and checks streams of Anthropic's API, and folds them into whole messages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def anthropic_events(body: bytes) -> list[dict[str, Any]]:
 
 
 def prompt_tokens(usage: dict[str, Any]) -> int:
-    """Return the number of all prompt tokens: those read from the cache, written to it, and
-    neither."""
+    """Return the number of all prompt tokens: those read from the cache, those written to it, and
+    all others."""
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     return sum(usage[name] for name in names)
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that the events of a stream make up. Checks the order of the events."""
+    """Return the whole message that the events of a stream describe. Checks their order."""
     events = [event for event in events if event["type"] != "ping"]
     assert [e["type"] for e in events[-2:]] == ["message_delta", "message_stop"]
     msgspec.convert(events[0], MessageStart)

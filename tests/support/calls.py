@@ -11,8 +11,8 @@ from typing import Any
 
 @contextmanager
 def watched_calls(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Call `note` with the arguments of `sys.setprofile`'s function inside the `with` block, in
-    this thread. The function that was set before is set again afterwards."""
+    """Make `note` this thread's profile function (`sys.setprofile`) inside the `with` block. The
+    previous profile function is restored afterwards."""
     before = sys.getprofile()
     sys.setprofile(note)
     try:

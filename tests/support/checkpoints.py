@@ -1,7 +1,8 @@
 """Tiny random Llama checkpoints, and directories of checkpoints as users get them.
 
-`transformers` writes all files, so it is an oracle for our readers. No two dimensions are equal, so
-a transposed or misplaced tensor has the wrong shape. `gguf_files` writes GGUF files.
+`transformers` writes the weights and the config, so it is an oracle for our readers. No two
+dimensions are equal, so a transposed or misplaced tensor has the wrong shape. `gguf_files` writes
+GGUF files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def random_llama(**changes: Any) -> LlamaForCausalLM:
-    """Return a model with grouped heads. Its weights are so large that attention is sharp.
+    """Return a Llama with grouped-query attention. Its random weights are so large that attention
+    is sharp.
 
     changes   fields of its LlamaConfig
     """
@@ -71,7 +73,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def write_directory(path: Path, model: LlamaForCausalLM, **save: Any) -> Path:
-    """Write a model, its tokenizer and its chat template as transformers does.
+    """Write a model, the tiny tokenizer and a chat template as transformers does. Return `path`.
 
     save   options of save_pretrained, such as max_shard_size
     """

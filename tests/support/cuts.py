@@ -1,7 +1,7 @@
 """Cuts of an answer into deltas. The events of an answer must not depend on its cut.
 
-Every test of a cut reads the answer uncut, unit by unit, in two parts cut at every place, in equal
-runs that start at every place, and in random cuts.
+A test parses the answer uncut, unit by unit, in two parts cut at every place, in runs of equal
+length after a first run of each length up to theirs, and in random cuts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tests.support.examples import examples
 NUM_RANDOM = examples(20, 200)
 """Number of random cuts of one answer."""
 RUNS = (2, 3, 5)
-"""Lengths of runs. At every place, that number of units arrives as one delta."""
+"""Lengths of the deltas in a cut into runs, in units."""
 LONGEST = (5, 20, 60, 200)
-"""A random cut has one of these numbers as the length of its longest delta."""
+"""Maximum lengths of a delta in a random cut. Each cut draws one of them."""
 
 _Unit = TypeVar("_Unit")
 
@@ -25,7 +25,7 @@ _Unit = TypeVar("_Unit")
 def all_cuts(units: Sequence[_Unit], seed: int) -> Iterator[list[Sequence[_Unit]]]:
     """Yield the cuts of `units` that the module describes, each as a list of deltas.
 
-    Random cuts into at most two parts are left out, because these have been yielded before.
+    Random cuts into one or two parts are left out, because those have been yielded before.
     """
     yield [units]
     yield [units[at : at + 1] for at in range(len(units))]

@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, computed in plain Python: the reference of the
+"""The distribution that a token is drawn from, computed in plain Python: the reference for the
 sampler's filters."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The fenced blocks of README and docs: the kind of each, and whether it can be run unchanged.
+"""The fenced blocks of README, SECURITY and docs: the language of each, and whether it can be run
+unchanged.
 
 The language determines what happens to a block:
 

@@ -52,8 +52,11 @@ def prompts() -> list[list[int]]:
 
 
 def is_same(one: Replica, two: Replica, number: int) -> bool:
-    """Return whether the two replicas' answers to request `number` are equal, with logprobs. Raises
-    AssertionError if they differ at a token where one choice was clearly more likely."""
+    """Return whether both replicas answered request `number` with the same tokens.
+
+    Raises AssertionError if the first different tokens were not about equally likely (TIE), or if
+    the logprobs of a token before them differ (NEAR).
+    """
     first, second = (
         [entry for output in replica.outputs[number] for entry in output.logprobs]
         for replica in (one, two)

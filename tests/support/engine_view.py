@@ -1,4 +1,4 @@
-"""Reads an engine's statistics now, instead of those of its last heartbeat."""
+"""Requests an engine's current statistics, which are newer than those of its last heartbeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_MS = 1000
 def is_free(stats: EngineStats) -> bool:
     """Return whether the engine holds no request, no lease and no block.
 
-    A request's blocks become free later than it ends: when the step in flight is committed.
+    A request's blocks are freed after its end, when the step in flight is committed.
     """
     is_idle = not (stats.running or stats.waiting or stats.fetching or stats.leases)
     return is_idle and stats.free_blocks == stats.total_blocks

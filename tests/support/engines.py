@@ -1,4 +1,4 @@
-"""An engine with a fake worker, for tests of decisions without processes and tensors.
+"""An engine with a fake worker, for tests of the engine's decisions without processes and tensors.
 
 `EchoWorker` executes plans as the real worker must: it stores the tokens of every slot and the
 content of every block. It samples a token that is a pure function of all tokens so far. So a wrong
@@ -41,7 +41,7 @@ CLIENT = b"client"
 
 
 def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
-    """Return the token that the echo model samples after `tokens`. About one in 97 is EOS.
+    """Return the token that the echo model samples after `tokens`. About one in 85 is EOS.
 
     possible   the tokens that a grammar allows; None: all
     """
@@ -289,7 +289,8 @@ def draft_model_for(config: dict[str, Any]) -> str:
 
 
 class Bench:
-    """An engine and an echo worker. Every method checks all invariants of the engine.
+    """An engine and an echo worker. All invariants of the engine are checked after every plan,
+    commit, abort, compilation, K/V report and tick.
 
     outputs     (client, request) -> all of its outputs so far
     plans       all plans
@@ -410,7 +411,7 @@ class Bench:
         queue_timeout_s: float = 0.0,
         **params: Any,
     ) -> int | Refused:
-        """Add a request. Return its number, or the refusal. `compile` compiles a new grammar."""
+        """Add a request. Return its number, or the refusal. A new grammar waits for `compile`."""
         self._next += 1
         message = Generate(
             request=self._next,
@@ -436,7 +437,8 @@ class Bench:
         return self._next
 
     def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
-        """Compile one of the grammars. Return {request: reply} for the requests that waited."""
+        """Compile the grammar `jobs[which]`. Return {request: reply} for the requests that waited
+        for it."""
         job = self.jobs.pop(which)
         result: MatcherTemplate | ServingError
         try:

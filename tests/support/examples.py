@@ -7,8 +7,7 @@ from typing import TypeVar
 
 VARIABLE, MORE = "TIDEGATE_TEST_EXAMPLES", "more"
 """Environment variable of the test process, and its value for more examples. The program
-tests/torture/examples.py sets it.
-"""
+tests/torture/examples.py sets the variable."""
 
 
 _Choice = TypeVar("_Choice")

@@ -35,7 +35,7 @@ class FakeRepo:
     licence: str = "apache-2.0"
     #: Whether only users with TOKEN may read its files.
     is_gated: bool = False
-    #: Files that the Hub stores in large-file storage, which have a SHA-256.
+    #: How the paths of files in large-file storage end. These files have a SHA-256.
     large: tuple[str, ...] = (".safetensors", ".gguf", "tokenizer.json")
     #: Path -> the wrong digest that the Hub reports.
     forged: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class FakeHub:
         self.repos: dict[str, FakeRepo] = dict(repos)
         #: Method, path and Range header of each request, in order.
         self.requests: list[tuple[str, str, str]] = []
-        #: The Authorization headers of all requests, by path.
+        #: Path -> the Authorization header of its last request; "": it had none.
         self.authorizations: dict[str, str] = {}
         #: Bytes of content after which the next responses are cut off, one item per response.
         self.cuts: list[int] = []
@@ -148,7 +148,8 @@ class FakeHub:
         ]
 
     def ranges(self, suffix: str) -> list[str]:
-        """Return the Range headers of the requests for content that end in `suffix`."""
+        """Return the Range headers of the requests for large files whose paths end in `suffix`; ""
+        for a request without the header."""
         return [
             wanted
             for method, path, wanted in self.requests

@@ -1,6 +1,6 @@
 """Published chat templates of model families, and the formats that their models write.
 
-`python -m tests.support.family_formats` prints the table of docs/models.md.
+`python -m tests.support.family_formats` prints the table of chat templates in docs/models.md.
 
 The templates are in tests/data/chat_templates. Qwen's and Mistral's are published under Apache 2.0.
 """
@@ -34,7 +34,7 @@ class PublishedTemplate:
     families: tuple[str, ...]
     #: Tokens of the model's vocabulary that may decide the format.
     tokens: tuple[str, ...]
-    #: Whether it writes the reasoning of earlier answers.
+    #: Whether the template writes the reasoning of earlier answers.
     has_reasoning: bool = False
 
     @cached_property
@@ -60,8 +60,8 @@ class PublishedTemplate:
         return ModelOutputFormat(self.card, self.tokenizer)
 
     def call_answer(self) -> tuple[str, str]:
-        """Return a prompt, and the model's answer with THOUGHT and CALL, both as the template
-        writes them into the prompt of a later turn."""
+        """Return (prompt, answer), as the template writes them into the prompt of a later turn. The
+        answer has CALL, and THOUGHT if the template writes reasoning."""
         tool = {"name": CALL["name"], "description": "", "parameters": {"type": "object"}}
         answer = {
             "role": "assistant",

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every model family, with options of its config toggled."""
+"""Tiny random models of every model family, with options of its config toggled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-"""No two dimensions are equal: a transposed or misplaced tensor has the wrong shape."""
+"""No two of these sizes are equal, so most transposed or misplaced tensors have the wrong shape."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
@@ -223,7 +223,8 @@ CASES = [
 
 
 def random_model(model_type: str, **changes: Any) -> Any:
-    """Return transformers' model with random weights, biases and norms."""
+    """Return transformers' model with random weights, biases and norms. `changes` are fields of its
+    config."""
     settings = SIZES | OWN_SIZES.get(model_type, {}) | changes
     if model_type == "gpt_neox":
         del settings["num_key_value_heads"]

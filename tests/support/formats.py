@@ -87,7 +87,7 @@ class Sample:
     tags        markers that have no meaning inside strings and in prose. Some have a meaning in
                 prose when they are spelt out; such prose is parsed only if the marker is a token
     spelt_ok    whether the format can also be parsed if no marker is a token
-    max_calls   most calls of one group
+    max_calls   maximum number of calls in one group
     only_first  whether calls are recognised only before any content
     trims       whether blanks at both ends of a string argument are markup
     tools       tools of the request; None: unknown
@@ -137,8 +137,7 @@ def is_json_object(text: str) -> bool:
 
 def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
     """Yield (name, parts) of each abstract answer. `tag` is a marker that has no meaning inside
-    strings.
-    """
+    strings."""
     weather = Call("get_weather", {"city": "Oslo", "days": 3})
     tricky = {"code": f'if a < b: print("{spelt(tag)}") }}}}]', "path": "C:\\new\\", "e": ""}
     nested = {"a": {"b": [1, 2.5, None, True, {"c": []}], "語": "👩🏽‍🚀 é\u2028"}, "n": -1e-9}
@@ -168,7 +167,7 @@ def answers(tag: str) -> Iterator[tuple[str, list[Part]]]:
 
 
 def fixtures(sample: Sample) -> list[Fixture]:
-    """Return a fixture for each answer that the sample can write."""
+    """Return a fixture for each abstract answer that the sample's format can express."""
     found = []
     for name, parts in answers(sample.tags[0] if sample.tags else "</none>"):
         if any(isinstance(part, ReasoningPart) for part in parts) and sample.think is None:
@@ -231,8 +230,7 @@ def lexicon(sample: Sample, *, tokens: bool) -> Lexicon:
 
 def lexicon_of_parts(sample: Sample) -> Lexicon:
     """Return a vocabulary with the sample's parts as special tokens. Markers that contain parts are
-    spelt out.
-    """
+    spelt out."""
     markers = tuple(
         marker
         for marker in sample.markers or ()
@@ -258,8 +256,7 @@ def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
 
 def units(text: str, words: Lexicon) -> list[Piece]:
     """Return the pieces of a text: its characters, and the tokens of `words` wherever their text
-    occurs.
-    """
+    occurs."""
     by_length = sorted(words.pieces.values(), key=lambda piece: -len(_text(piece)))
     found: list[Piece] = []
     position = 0
@@ -310,7 +307,8 @@ class NumberedIds:
 
 @dataclass
 class Reading:
-    """A parser of one answer, and the events so far. It continues from the serialised `state`."""
+    """A parser of one answer, and the events so far. If `state`, a parser's serialised state, is
+    given, the parser continues from it."""
 
     sample: Sample
     words: Lexicon
@@ -354,8 +352,7 @@ def read(
     moving: bool = False,
 ) -> list[Event]:
     """Return the merged events of the format's parser. If `moving`, a new parser continues after
-    each delta.
-    """
+    each delta."""
     reading = Reading(sample, words, fixture)
     for delta in deltas:
         reading.push(delta)
@@ -367,7 +364,7 @@ def read(
 @dataclass
 class FormatRow:
     """Results for one sample: number of answers, of cuts of all answers, and of cuts with
-    unexpected events."""
+    unexpected events. `first` describes the first unexpected result."""
 
     name: str
     fixtures: int = 0
@@ -388,8 +385,8 @@ CUT_SHORT = ("closing tag in a string", "one block")
 
 
 def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
-    """Parse every fixture in every cut and in every vocabulary. Return the results. One of the
-    fixtures is also cut off at every place."""
+    """Parse every fixture in every cut and in every vocabulary. Return the results. A fixture named
+    in CUT_SHORT is also cut off at every place."""
     row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
@@ -493,16 +490,16 @@ def warnings(events: Sequence[Event]) -> list[str]:
 
 PLAIN = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 2_000
 PLAIN_RATIO = 100
-"""A hostile text takes at most this many times the time of a plain text of the same length. The
+"""A hostile text may take at most this many times as long as a plain text of the same length. The
 worst text today takes 30 times as long, because a plain text has no markers and is passed on
-unchanged.
-"""
+unchanged."""
 
 
 def seconds(
     sample: Sample, text: str, *, tokens: bool = False, step: int = 4, tries: int = 1
 ) -> float:
-    """Return the least CPU time of `tries` to read a text in deltas of `step` characters."""
+    """Return the CPU time, in seconds, of parsing a text in deltas of `step` characters: the least
+    of `tries` tries."""
     words = lexicon(sample, tokens=tokens)
 
     def read_all() -> None:
@@ -515,9 +512,8 @@ def seconds(
 
 
 def check_cost(sample: Sample, texts: Sequence[str]) -> None:
-    """Raise AssertionError if reading hostile texts of the length of PLAIN costs too much, in each
-    of three tries.
-    """
+    """Raise AssertionError if parsing hostile texts, which together are as long as PLAIN, takes too
+    long in each of three tries."""
     most = PLAIN_RATIO * seconds(sample, PLAIN, step=64, tries=3)
     times = (sum(seconds(sample, text, step=64) for text in texts) for _ in range(3))
     assert any(time < most for time in times)

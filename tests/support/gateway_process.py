@@ -16,7 +16,8 @@ CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
 
 class GatewayProcess(Program):
-    """A gateway, running inside its `with`. Keyword arguments are fields of GatewayConfig."""
+    """A gateway that runs until the end of its `with` block. Keyword arguments are fields of
+    GatewayConfig."""
 
     def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
         self.port = free_port()

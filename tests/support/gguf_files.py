@@ -1,6 +1,6 @@
 """GGUF files of models of `transformers`, written as llama.cpp's converter writes them.
 
-The names of tensors are the package `gguf`'s own. Some options of a model have no place in its GGUF
+The names of tensors come from the package `gguf`. Some options of a model have no place in its GGUF
 file, such as the window of a Qwen2; see UNSTORED in tests/differential/test_gguf_families.py.
 """
 
@@ -57,9 +57,9 @@ ARCHITECTURES = {
 }
 """model_type -> architecture of the GGUF file."""
 PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3"})
-"""Model types whose rows of queries and keys the converter interleaves."""
+"""Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
-"""Model types for which the converter writes which layers have windows."""
+"""Model types for which the converter writes a list of the layers that have windows."""
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -194,7 +194,8 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
 
 
 def _add_rope(writer: GGUFWriter, config: Any) -> None:
-    """Write the rotary embeddings. The scaling of Llama 3 becomes one factor for each pair."""
+    """Write the rotary embeddings. The scaling of Llama 3 becomes one factor for each pair of
+    dimensions."""
     ropes = getattr(config, "rope_parameters", None)
     if ropes is None:
         return
@@ -239,7 +240,8 @@ def _llama3_factors(rope: Mapping[str, float], width: int) -> Array:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
-    """Yield name and content of each tensor. The experts of a layer become one tensor."""
+    """Yield (name, content) of each tensor. The matrices of a layer's experts become one tensor for
+    each projection."""
     config = model.config
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -305,8 +307,8 @@ def _ordered(config: Any, name: str, data: Array) -> Array:
 
 
 def random_blocks(kind: GGMLType, count: int) -> NDArray[np.uint8]:
-    """Return blocks [count, bytes] of random integers, whose numbers are about as large as those of
-    a model's weights. The package `gguf` cannot quantise to K-quants."""
+    """Return blocks [count, bytes] of random integers. Their scales make the numbers about as large
+    as a model's weights. The package `gguf` cannot quantise to all types, such as K-quants."""
     random = np.random.default_rng([kind, count])
     raw = random.integers(0, 256, (count, kind.block[1]), dtype=np.uint8)
     size = SCALES.get(kind, 0.01)
@@ -334,4 +336,5 @@ SCALES = {
     GGMLType.IQ4_NL: 0.002,
     GGMLType.IQ4_XS: 0.0001,
 }
-"""Scales of K-quants are multiplied by integers of their sub-blocks."""
+"""Size of a random block's scale; 0.01 for other types. A K-quant's scale is multiplied by the
+integer scales of its sub-blocks, so it is smaller."""

@@ -1,4 +1,5 @@
-"""Converts tokenizers to GGUF metadata and back, with texts on which both must agree."""
+"""Converts tokenizers to GGUF metadata and back, and has texts on which the original and the
+rebuilt tokenizer must agree."""
 
 from __future__ import annotations
 

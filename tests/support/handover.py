@@ -2,7 +2,7 @@
 
 They work with the blocks of echo workers and of real ones (replica.py). A fetch copies the other
 worker's blocks when the test calls `carry_out`, so blocks that are reused too early arrive with
-wrong content. From the command until its report, the fetch's own blocks are filled with
+wrong content. From the command until its report, the fetch's destination blocks are filled with
 BEING_WRITTEN, so an engine that uses them too early fails in the echo worker's attention.
 """
 
@@ -57,9 +57,9 @@ class KVNetwork:
     fault: str = ""
 
     def member(self, name: str, **changes: object) -> ClusterMember:
-        """Return the membership of one more engine.
+        """Return the membership of one more engine. `name` is its epoch, and its worker's address.
 
-        changes   fields of its worker's KVEndpoint
+        changes   other fields of its worker's KVEndpoint
         """
         fields: dict[str, object] = {
             "address": name,
@@ -116,7 +116,7 @@ class EchoMover:
                 self.cancelled.add(job)
 
     def carry_out(self, job: int, fault: str = "") -> KVReport:
-        """Carry out a fetch, and return the report of it.
+        """Carry out a fetch, and return its report.
 
         fault   the kind of failure to report; "": none
         """

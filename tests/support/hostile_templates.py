@@ -6,7 +6,7 @@ _DOUBLED = (
     "{% set n = namespace(x=['aaaaaaaa']) %}"
     "{% for i in range(30) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 )
-"""A list of 30 short lists that represents 2**30 strings."""
+"""Sets `n.x` to 30 nested lists. Each has the next one twice, so their text has 2**30 strings."""
 _OTHER = _DOUBLED.replace("n.x", "m.x").replace("set n ", "set m ")
 _DEEP = "{% set n = namespace(x=()) %}{% for i in range(99999) %}{% set n.x = (n.x,) %}{% endfor %}"
 _LONG = "{% set long = 'a ' * 3000000 %}"
@@ -39,7 +39,7 @@ SLOW = {
     "slices": "{{ [1] | slice(10 ** 12, 0) | list }}",
     "deep values as text": _DEEP + "{% for i in range(99999) %}{{ n.x | string }}{% endfor %}",
 }
-"""Templates that are killed for their time, or for their memory on a fast machine."""
+"""Templates whose process is killed for its time, or for its memory on a fast machine."""
 
 LARGE = {
     "a constant text": "{{ 'a' * 10 ** 12 }}",

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the compiled kernels, on each instruction set of this machine.
+"""Kernels, random inputs and comparisons for tests of the kernels, on each instruction set.
 
 Tests are skipped if no kernels were compiled when Tidegate was installed, and for instruction sets
 that the processor lacks.
@@ -29,7 +29,8 @@ ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def native_kernels(name: str | None = None) -> NativeKernels:
-    """Return the kernels of an instruction set, by default the best. Skip the test without them."""
+    """Return the kernels of an instruction set, by default the best one. Skip the test if they
+    cannot be loaded."""
     sets = [each for each in runnable(cpu_flags()) if name in (None, each.name)]
     if not sets:
         pytest.skip(f"this processor cannot run {name}")
@@ -40,7 +41,8 @@ def native_kernels(name: str | None = None) -> NativeKernels:
 
 
 def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> QuantBlocks:
-    """Return random quantised blocks with scales of about 0.01, of both signs."""
+    """Return random quantised blocks. Their scales have both signs and about the sizes in SCALES.
+    Those of MXFP4, which are powers of two, are positive."""
     random = np.random.default_rng(seed)
     items, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
     raw = random.integers(0, 256, (outputs, inputs // items, num_bytes)).astype(np.uint8)

@@ -1,7 +1,7 @@
 """Workers that only transfer K/V, with real caches, in this process and in others.
 
 `python -m tests.support.kv_worker JSON` is such a worker. It fills its cache from a seed, executes
-the lines on its stdin, which `Peer` sends, and prints what its transfers report.
+the commands on its stdin, which `Peer` sends, and prints each lease that its readers have taken.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def idle_transfers(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
-    """Return the K/V transfers of a worker that gets no request."""
+    """Return the K/V transfers of a worker that receives no K/V command."""
     shape = Shape()
     return KVTransferService(WorkerConfig(model=""), context, shape.cache(), shape.layout)
 
@@ -109,7 +109,7 @@ class Worker:
         self.transfers.apply(message)
 
     def receive(self, timeout_s: float = WAIT_S) -> KVReport | None:
-        """Return the next report; None if there is none in time."""
+        """Return the next report and store its results; None if no report comes in time."""
         poller = zmq.Poller()
         poller.register(self.transfers.fd, zmq.POLLIN)
         give_up = monotonic() + timeout_s
@@ -204,7 +204,8 @@ def main(text: str) -> None:
 
 
 def serve(worker: Worker) -> None:
-    """Execute the commands on stdin, one per line, until stdin ends. Print each result."""
+    """Execute the commands on stdin, one per line, until stdin ends. Print a line after each
+    command, and for each lease that was taken."""
     poller = zmq.Poller()
     poller.register(sys.stdin, zmq.POLLIN)
     poller.register(worker.transfers.fd, zmq.POLLIN)

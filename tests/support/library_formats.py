@@ -1,12 +1,12 @@
 """Writes the quantised matrices in tests/data/quantized.
 
-The library that defines a format makes, stores and reads back the matrices in it. So our reader is
-compared with numbers that do not come from our code.
+The library that defines a format quantises the matrices, stores them and reads them back. So our
+reader is compared with numbers that do not come from our code.
 
     python -m tests.support.library_formats tests/data/quantized
 
-Needs the packages transformers, compressed-tensors and gptqmodel. Our tests do not need the last
-two. Each file has the tensors of one layer as in a checkpoint of the library, the numbers
+The program needs the packages transformers, compressed-tensors and gptqmodel. Our tests do not need
+the last two. Each file has the tensors of one layer as in a checkpoint of the library, the numbers
 [ROWS, COLUMNS] that the library reads from them (EXPECTED), and in its metadata the library's
 `quantization_config`.
 """

@@ -1,4 +1,4 @@
-"""An engine on a simulated clock, to measure how long clients wait without waiting.
+"""An engine on a simulated clock, to measure clients' waiting times without really waiting.
 
 A step takes `STEP_S`, and `TOKEN_S` for each of its tokens. If `costs` are given, they are the
 times of steps instead, and the engine receives them as the worker's measured costs. As in the

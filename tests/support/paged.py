@@ -67,7 +67,7 @@ class PagedCase:
     """Rows of one step, and a cache with their keys and values.
 
     Everything else in the cache is NaN. If `zeroed`, the positions of a row's blocks that the row
-    does not attend to are zero instead. `kv_dtype` is that of the cache.
+    does not attend to are zero instead. `kv_dtype` is the dtype of the cache.
     """
 
     rows: list[PagedRow]

@@ -51,7 +51,7 @@ class HandoffPair:
                 self.move()
 
     def is_free(self) -> bool:
-        """Return whether both engines hold no request, no lease and no block."""
+        """Return whether neither engine holds a request, a lease or a block."""
         found = [bench.engine.stats() for bench in (self.p, self.d)]
         return all(
             bench.engine.is_idle

@@ -53,6 +53,7 @@ def step_plan(
 
     rows      (slot, first position, number of tokens, is sampled)
     release   (slot, generation)
+    extend    (slot, index in the slot's block table, block id)
     masked    indexes into the sampled places, after the rows are sorted
     drafts    slot -> drafts, which the row's number of tokens includes
     follow    slot -> (first position of the draft model, number of proposals); without proposals

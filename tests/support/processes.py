@@ -18,7 +18,7 @@ from tests.support.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
 AUDITED = Path(__file__).parent / "audited"
-"""This folder's `sitecustomize` ends a program that unpickles anything."""
+"""This folder's `sitecustomize` ends a program that unpickles a class or a function."""
 
 
 def _audited(environment: dict[str, str]) -> dict[str, str]:

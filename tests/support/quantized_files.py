@@ -1,5 +1,5 @@
-"""Writes checkpoints whose layers are quantised as GPTQ, AWQ, compressed-tensors and FP8 store
-them.
+"""Writes checkpoints whose layers are quantised, in the formats GPTQ, AWQ, compressed-tensors and
+FP8.
 
 The writers pack integers one bit field after the other, as the formats define it. They also return
 the numbers that the integers stand for, which are the oracle for our reader.
@@ -24,7 +24,7 @@ from tests.support.checkpoints import write_directory
 Floats = NDArray[np.float32]
 Written = tuple[dict[str, Tensor], Floats]
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The neighbour whose integer is at each position of an int32, in AWQ."""
+"""Position in an int32 word of AWQ -> which of eight neighbouring integers is stored there."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class QuantFormat:
 
 @dataclass(frozen=True)
 class Integers:
-    """A quantised matrix: unsigned integers [rows, columns], scales and zero points [rows, G]."""
+    """A quantised matrix: unsigned integers [rows, columns], scales and zero points [rows, G], and
+    the group of each column [columns]."""
 
     codes: NDArray[np.int64]
     scales: Floats
@@ -250,8 +251,9 @@ FORMATS: dict[str, QuantFormat] = {
 
 
 def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Path]:
-    """Write a model twice: with its layers quantised, and with the numbers that these stand for.
-    Embeddings, the head and routers stay as they are. Returns both directories."""
+    """Write a model twice: with its layers quantised, and with the numbers that the quantised
+    layers stand for. Embeddings, the head and routers stay as they are. Return both directories,
+    the quantised one first."""
     ours, dense = path / "quantized", path / "dense"
     for each in (ours, dense):
         write_directory(each, model)

@@ -82,7 +82,7 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(temperature=1.5, logprobs=2, logprobs_of="sampling"), Regex(pattern="(no)+")),
     (SamplingParams(temperature=1.0, seed=3), ChoiceGrammar(choices=["abc", "abd", "xyzzy"])),
 ]
-"""(params, grammar). In each row, the answer depends on other fields of the slot."""
+"""(params, grammar). In each row, the answer depends on different fields of the slot."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
 
 def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
     """Return requests of all kinds. Each prompt begins like one of three conversations. So the
-    prefix cache has a part of many prompts, and all but the last token of a third of them."""
+    prefix cache has a part of many prompts, and all but the last token of some."""
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
     requests = []
@@ -233,7 +233,7 @@ def own_slots(steps: Iterable[Executed]) -> list[Executed]:
 
 
 def without_time(result: StepResult) -> StepResult:
-    """Return the result without the time that it took. Arrays compare by their bytes."""
+    """Return `result` without its compute time, so that results of two runs can be compared."""
     return changed(result, compute_s=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Runs render, generate and derender, and a chat for comparison, in one process.
+"""Runs render, generate and derender, and the API itself for comparison, in one process.
 
 All of them receive the same recorded outputs of an engine. Bodies and answers pass through JSON, as
 between servers.
@@ -44,7 +44,7 @@ encode = msgspec.json.encode
 
 
 class Tape:
-    """An engine client that answers every request with the recorded outputs."""
+    """An engine client. `play` sends the recorded outputs to every open request."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs
@@ -114,7 +114,7 @@ class Trip:
     # ---- the API itself
 
     def chat(self) -> tuple[dict[str, Any], list[Any]]:
-        """Answer the chat itself. Return (whole answer, events of the stream)."""
+        """Answer the body as the chat API does. Return (whole answer, events of the stream)."""
         body = msgspec.json.decode(encode(self.body), type=requests.ChatBody)
         preparation = Preparation(body, self.model)
         ask = preparation.prompt_request(preparation.prompt(body.messages))
@@ -230,7 +230,7 @@ class Trip:
         return {**self.body, "stream": True, "stream_options": {"include_usage": True}}
 
     def derender_stream(self, chunks: Sequence[dict[str, Any]], one: Any, **more: Any) -> list[Any]:
-        """Derender each chunk with `one`, and return those that are not empty.
+        """Derender each chunk with `one`, and return the results that are not empty.
 
         one   `derender_chat_chunk` or `derender_completion_chunk`
         """

@@ -1,6 +1,6 @@
 """The real engine and the real worker's runner in one process, without sockets.
 
-Tests check the tokens, batches and blocks that it computes.
+Tests check the tokens, batches and blocks that they compute.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ CLIENT = b"test"
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
-    """Load a model. `options` are the kernels and the form of the weights; by default torch's."""
+    """Load a model on the CPU. `options` are further options of `load_model`. By default, torch's
+    kernels compute."""
     return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
 
 
@@ -100,7 +101,7 @@ class Replica:
     """An engine with its worker. `run` computes everything that was added; `outputs[n]` are the
     outputs of request n.
 
-    max_len           most tokens of prompt and answer; None: the model's own limit
+    max_len           maximum number of tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             the draft model, if any
     draft_cost        cost of a draft step that is reported to the engine
@@ -233,7 +234,7 @@ class Replica:
         return True
 
     def receive_report(self) -> None:
-        """Apply what the real transfers have to report, if there is anything."""
+        """Pass a report of the real transfers, if there is one, on to the engine."""
         if self.transfers is not None and (report := self.transfers.report()) is not None:
             for news in self.engine.on_kv_report(report).values():
                 self._record(news.outputs)
@@ -260,7 +261,8 @@ class Replica:
             mover.apply(order)
 
     def move(self, fault: str = "") -> None:
-        """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure."""
+        """Carry out the oldest fetch, if there is one. `fault` is the kind of its failure; "": it
+        succeeds."""
         self._send_kv_commands()
         if self.mover is None or not self.mover.jobs:
             return
@@ -353,7 +355,7 @@ def new_cache(
 def new_runner(
     loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
 ) -> Runner:
-    """Return a new worker for a loaded model. It has computed nothing yet."""
+    """Return a new worker's runner for a loaded model, with `draft` as its draft model, if any."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
     draft_model = None

@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class ReplicaTransfers:
-    """The transfers of one replica. Use `close` when the replica is no longer needed.
+    """The transfers of one replica. Call `close` when the replica is no longer needed.
 
     cluster   the replica's membership: every replica with transfers can read from every other
     """
@@ -49,7 +49,7 @@ class ReplicaTransfers:
         self.service.apply(command)
 
     def report(self) -> KVReport | None:
-        """Return what the transfers have to report now."""
+        """Return the transfers' report; None if there is nothing to report."""
         return self.service.report()
 
     def wait(self) -> None:

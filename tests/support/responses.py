@@ -1,4 +1,4 @@
-"""Parses, checks and folds the streams of the Responses API."""
+"""Parses and checks streams of the Responses API, and folds them into output items."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def a_queued_response(
 
 
 def typed_events(data: bytes) -> list[dict[str, Any]]:
-    """Return the events of a stream. Checks that SSE names equal types, that numbers have no gap,
-    and that only the last event ends the response."""
+    """Return the events of a stream. Checks that SSE names equal types, that sequence numbers have
+    no gap, and that only the last event ends the response."""
     frames = data.split(b"\n\n")
     assert frames.pop() == b"", "a stream ends with an empty line"
     events = []
@@ -58,7 +58,8 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the output items, put together from the deltas of a stream."""
+    """Return the output items, put together from the deltas of a stream. Checks that they equal the
+    complete items in the stream."""
     items: dict[int, dict[str, Any]] = {}
     for event in events:
         place: Any = event.get("output_index")

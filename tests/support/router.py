@@ -1,4 +1,4 @@
-"""A router in front of two real engines. The test decides when each request moves on.
+"""A router in front of two real engines. The test decides when each request moves on from P to D.
 
 The router's decisions are those of `gateway.engine.handoff`.
 """
@@ -94,7 +94,7 @@ class RouterLine:
 class Router:
     """A router between the engines P and D.
 
-    passes_on   returns the handle to send to D, given P's
+    passes_on   returns the handle to send to D, given the case and P's handle
     keeps       whether leases that are needed are kept alive
     """
 

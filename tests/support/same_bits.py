@@ -42,7 +42,7 @@ LENGTHS = (MAX_PROMPT, 70, 24, 9, 64, 1, 131, 15, 100, 33, 48, 5, 257, 12, 20, 2
 
 DENSE = "dense"
 INT8 = "int8"
-"""Option of a kind of weights: their inputs are rounded to eight bits."""
+"""Option of a kind of weights: the inputs of the weights are rounded to eight bits."""
 KV8 = "kv8"
 """Option: keys and values are rounded to eight bits."""
 SHAPE = {
@@ -52,7 +52,7 @@ SHAPE = {
     "num_hidden_layers": 2,
     "initializer_range": 0.1,
 }
-"""Rows of 256 numbers, as K-quants need."""
+"""The rows of each matrix have a multiple of 256 numbers, as K-quants need."""
 
 
 def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
@@ -133,7 +133,7 @@ class BitCase:
 
 
 Way = Callable[[Subject, Path], Iterator[BitCase]]
-"""Computes the prompts of a subject. The directory is empty and private."""
+"""Computes the prompts of a subject. It is called with an empty directory of its own."""
 
 
 def prompts(number: int, vocab_size: int) -> list[list[int]]:
@@ -148,8 +148,8 @@ def prompts(number: int, vocab_size: int) -> list[list[int]]:
 def answer(
     replica: Replica, prompt: Sequence[int], params: SamplingParams = SAMPLED, **fields: Any
 ) -> BitAnswer:
-    """Compute a prompt that is the replica's only request. `fields` are other fields of
-    Generate."""
+    """Return the answer to `prompt`, computed as the replica's only request. `fields` are other
+    fields of Generate."""
     number = replica.add(prompt, params, **fields)
     replica.run()
     return _answer(replica, number)
@@ -176,7 +176,8 @@ def _answer(replica: Replica, number: int) -> BitAnswer:
 
 
 def in_chunks(budget: int, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """With a budget of 1, the prompt is computed token by token, like an answer."""
+    """Compute prompts in chunks of `budget` tokens. With a budget of 1, a prompt is computed token
+    by token, like an answer."""
     replica = Replica(subject.loaded, max_slots=1, token_budget=budget, prefix_cache=False)
     for number, prompt in enumerate(subject.prompts):
         yield BitCase(number, answer(replica, prompt), budget)
@@ -184,7 +185,7 @@ def in_chunks(budget: int, subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def together(subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Prompts and answers of all requests are rows of the same steps."""
+    """Compute the prompts and answers of all requests as rows of the same steps."""
     replica = Replica(subject.loaded, token_budget=100, prefix_cache=False)
     yield from answers(replica, subject)
     assert max(len(step.plan.row_tokens) for step in replica.steps) > 1
@@ -200,7 +201,7 @@ def with_other_threads(subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def from_prefix_cache(subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """The cached prefix ends at each boundary between blocks in turn."""
+    """Continue from a cached prefix that ends at each boundary between blocks in turn."""
     replica = Replica(subject.loaded, block_tokens=BLOCK_TOKENS, max_slots=1)
     for number, prompt in enumerate(subject.prompts):
         for boundary in range(BLOCK_TOKENS, len(prompt), subject.every * BLOCK_TOKENS):
@@ -213,7 +214,7 @@ def from_prefix_cache(subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def preempted_together(subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """There are too few blocks for all requests, so the youngest are preempted."""
+    """Use too few blocks for all requests, so that the youngest are preempted."""
     block_tokens, max_slots = 4, 8
     at_once = subject.prompts[:max_slots]
     num_blocks = sum(len(prompt) // block_tokens + 1 for prompt in at_once) + 2
@@ -225,8 +226,8 @@ def preempted_together(subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def preempted_at_each_step(subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Each request is preempted once, after its first step, or its second, and so on. Its prompt
-    has at least four chunks."""
+    """Preempt each request once: after its first step, in another run after its second, and so on.
+    A prompt of at least four tokens is computed in at least four chunks."""
     for number, prompt in enumerate(subject.prompts):
         for at in range(1, NUM_TOKENS + 3, subject.every):
             replica = Replica(
@@ -248,7 +249,7 @@ def preempted_at_each_step(subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def _preempt(replica: Replica) -> None:
-    """Take the free blocks until the running request is preempted, and return them."""
+    """Allocate all free blocks until the running request is preempted, then release them."""
     pool = replica.engine.scheduler.pool
     taken: list[int] = []
     while not replica.engine.stats().num_preemptions:
@@ -258,7 +259,7 @@ def _preempt(replica: Replica) -> None:
 
 
 def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Drafts come from n-grams, or from the model as its own draft model."""
+    """Verify drafts from n-grams, or from the model as its own draft model."""
     replica = Replica(
         subject.loaded,
         options={"speculation": kind, "ngram_min": 1},
@@ -270,7 +271,7 @@ def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Another engine computes all of the prompt but its last token, as with --split."""
+    """Fetch the K/V of all prompt tokens but the last from another engine, as with --split."""
     address = f"ipc://{folder}/kv"
     exporting = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover)
     p = Replica(subject.loaded, token_budget=100, moves=exporting)
@@ -287,7 +288,7 @@ def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[
 
 
 def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """The blocks of a prompt are stored when it is first computed, and loaded later: from host
+    """Store the blocks of each prompt when it is first computed, and load them later: from host
     memory after the cache has lost them, from disk by another engine."""
     if tier == "disk":
         moves = WorkerConfig(model="", kv_disk=str(folder))

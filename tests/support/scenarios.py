@@ -1,4 +1,4 @@
-"""Shared parts of the scenarios: chats over HTTP with a model that thinks and calls tools."""
+"""Shared parts of tests that chat over HTTP with a model that thinks and calls tools."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
 
 
 def both(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to `body`. Checks that it is the same as a stream and as a whole."""
+    """Return the first choice of the answer to `body`, without the ids of calls. Checks that a
+    stream and a whole answer are the same."""
     chunked, at_once = streamed(gateway, body), fold_chat_response(whole(gateway, body))
     assert without_ids(chunked) == without_ids(at_once)
     return without_ids(chunked)[0]
@@ -124,8 +125,8 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 class Compiling:
-    """A script that refuses the grammars that a real engine refuses. It replies `text` to all other
-    requests."""
+    """A script that refuses the grammars that a real engine refuses. It replies to all other
+    requests with `text`."""
 
     def __init__(self, text: str = "{}") -> None:
         self.text = text
@@ -177,8 +178,9 @@ class Tasteful:
 
 
 def held_to(*texts: str) -> Script:
-    """Return a script that replies the first of `texts` that the grammar allows. If it allows none,
-    the reply ends as soon as possible. Without a grammar the reply is the first text."""
+    """Return a script that replies with the first of `texts` that the grammar allows. If the
+    grammar allows none, the reply ends as soon as possible. Without a grammar, the reply is the
+    first text."""
 
     def taste(said: list[int]) -> Iterable[int]:
         for text in texts:
@@ -213,4 +215,4 @@ TRUTH: list[tuple[str, str, bool, str]] = [
     ("none", "one", False, "stop"),
     ("none", "one", True, "length"),
 ]
-"""The table of docs/formats.md. Each row is true for streams and for whole answers."""
+"""The table of finish reasons in docs/formats.md, which holds for streams and for whole answers."""

@@ -79,11 +79,12 @@ THINKING_TEMPLATE = (
     "{% if enable_thinking is defined %}{% if enable_thinking %}<think>\n"
     "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}{% endif %}"
 )
-"""Turns thinking on or off by `enable_thinking`; without that, the model decides."""
+"""Turns thinking on or off by `enable_thinking`; without this variable, the model decides."""
 
 
 def byte_tokenizer(markers: Iterable[str] = ()) -> tokenizers.Tokenizer:
-    """Return a tokenizer with one token per byte and three special tokens, so ids are readable."""
+    """Return a tokenizer with one token per byte, three special tokens and `markers`. The id of a
+    byte's token is the byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     by_byte = _letters_by_byte(letters)
     vocab = {letter: byte for byte, letter in by_byte.items()}
@@ -202,10 +203,11 @@ class ScriptedEngine:
     script           returns the reply to a Generate
     computes         returns the reply to a Generate with `kv_readers`
     step_s           time between two steps
-    is_paused        makes no steps, but answers messages
-    ignores_aborts   ignores aborts, as if each arrived just after the end
-    is_silent        answers nothing, as if the process hung
-    welcomes         answers Hello with Welcome; else with Loading, which reports `loading_s`
+    is_paused        whether the engine makes no steps, but answers messages
+    ignores_aborts   whether it ignores aborts, as if each arrived just after the end
+    is_silent        whether it answers nothing, as if the process hung
+    welcomes         whether it answers Hello with Welcome; else with Loading, which reports
+                     `loading_s`
     generates        all requests received
     aborts           number of each aborted request -> time of its Abort
     num_steps        steps made
@@ -245,8 +247,7 @@ class ScriptedEngine:
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
     def reset(self) -> None:
-        """Restore the engine's initial behaviour, and forget past requests. Open requests stay
-        open."""
+        """Restore the engine's initial behaviour, and empty `generates`. Open requests remain."""
         for name, value in self._first.items():
             setattr(self, name, value)
         self.generates.clear()

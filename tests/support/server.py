@@ -12,14 +12,14 @@ from tests.support.processes import ROOT, Program, free_port
 START_TIMEOUT_S = 90.0
 POISON = ("--poison-slots", "wild")
 SERVED_NAME = "tidegate-test"
-"""Name of the model of a server that serves it under another than its own."""
+"""Name of the served model, for tests that do not use the model's own name."""
 
 
 class Server(Program):
-    """A `tidegate serve` process that is ready inside its `with`.
+    """A `tidegate serve` process that is ready inside its `with` block.
 
-    Free slots are poisoned, so state that leaks between requests shows in any test. `options` may
-    change that.
+    Free slots are poisoned, so that state that leaks between requests shows in any test, unless
+    `options` turn that off.
 
     url        HTTP address
     address    ZeroMQ address of the engine

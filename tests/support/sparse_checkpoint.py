@@ -1,4 +1,4 @@
-"""Writes checkpoints of any size that need no disk space: a real header and a sparse file."""
+"""Writes checkpoints of any size that need little disk space: a real header and a sparse file."""
 
 from __future__ import annotations
 

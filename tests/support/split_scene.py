@@ -32,7 +32,7 @@ from tests.support.waiting import eventually
 
 KV_LEASE_S, KV_TIMEOUT_S, CLIENT_LEASE_S = 2.0, 4.0, 4.0
 STOPPED_S = 600.0
-"""Engines wait this long for a stopped worker, so none is given up while the scene is set up."""
+"""Engines wait this long for a stopped worker, so no worker is given up during the set-up."""
 FREE_WITHIN_S = 60.0
 ANSWER_WITHIN_S = 60.0
 """Time limit of the slowest answer: an engine is silent, then a request waits for a slot, its fetch
@@ -50,8 +50,8 @@ COMPUTED, KEPT, WAITS, FETCHED, GOES_ON = STATES = (
     "goes on",
 )
 SECOND = "is fetched, the second"
-"""State of a second request whose K/V is fetched. This request takes the last slot, for which
-another one waits. It must end like the first fetch."""
+"""State of a second request whose K/V is fetched. It takes D's last slot, so the request in the
+state WAITS has to wait. It must end like the request in the state FETCHED."""
 
 
 def sized(state: str) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class ScenePlace:
 class SplitEngines:
     """The two engines, and the objects that all scenes share.
 
-    plain   state -> the answer to its request if nothing disturbs it
+    plain   state -> the undisturbed answer to its request
     """
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
@@ -254,7 +254,8 @@ def scene_of(split: SplitEngines) -> Iterator[SplitScene]:
     wire = Proxy(split.context, address, split.p.side.address + ".kv")
 
     def over_the_wire(case: RouterCase, handle: str) -> str:
-        """Return a handle with the proxy's address, except for the one request that is not held."""
+        """Return `handle` with the proxy's address; unchanged for the request in the state GOES_ON,
+        whose K/V is not held back."""
         if case.max_tokens == LONG_ANSWER:
             return handle
         return split.seal.to_text(replace(split.seal.from_text(handle), address=address))

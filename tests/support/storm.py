@@ -53,7 +53,7 @@ class RequestStorm:
     """Random operations of several clients.
 
     asked         (client, number) -> (prompt, max_tokens, seed) of all accepted requests
-    constrained   (client, number) -> grammar
+    constrained   (client, number) -> (grammar, patterns), as in GRAMMARS
     dropped       requests whose client was lost
     refused       number of refused requests
     alone         number of answers with a grammar that were compared with an empty engine's
@@ -141,7 +141,8 @@ class RequestStorm:
         return self.random.choice(GRAMMARS)
 
     def compile(self) -> None:
-        """Compile one of the waiting grammars. Exactly the requests with a bad one are refused."""
+        """Compile one of the waiting grammars. Check that only requests with a bad grammar are
+        refused."""
         if not self.bench.jobs:
             return
         replies = self.bench.compile(self.random.randrange(len(self.bench.jobs)))
@@ -165,8 +166,8 @@ class RequestStorm:
             self.bench.abort(number, client=client)
 
     def abort_by_label(self) -> None:
-        """Abort by labels that requests of several clients may share, and by a label that none
-        has."""
+        """Abort by labels that requests of several clients may share, and by a label that no
+        request has. Check that no request with these labels stays open."""
         names = [*self.random.sample(LABELS, 2), "nobody"]
         known = {
             name: any(name in r.labels for r in self.bench.engine.open_requests) for name in names
@@ -241,7 +242,7 @@ class WindowStorm(RequestStorm):
 
     Most texts are several windows long, and many do not fit into the cache as a whole. With
     `window_blocks`, only some layers have the window, and their K/V takes this many blocks of each
-    column. The cache then has room for one text in the other layers.
+    column. The cache then has room for the K/V of at least one whole text in the other layers.
     """
 
     def __init__(self, seed: int, window_blocks: int = 0) -> None:

@@ -1,7 +1,8 @@
 """A supervisor with small children, run as a program by the tests.
 
-Its argument is JSON: {"port": int, "drain_s": float, "max_restarts": int, "survivors_s": float,
-"commands": [[name, python source], ...]}. The first command is supervised as a gateway.
+Its argument is JSON: {"port": int, "commands": [[name, python source], ...]}, and optionally
+"start_timeout_s", "drain_s", "survivors_s", "max_restarts" and "log_format". The first command is
+supervised as a gateway.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from tests.support.handover import Blocks, spoil
 class EchoTiers:
     """Tiers of an engine under test.
 
-    jobs   fetches without a report, oldest first
-    kept   tier -> content -> block
-    used   the hashes of every KVUsed, for tests
+    jobs     fetches without a report, oldest first
+    kept     tier -> hash -> contents of the block
+    used     the hashes of every KVUsed, for tests
+    stored   the hashes of every KVStore, for tests
     """
 
     def __init__(self, names: Sequence[str], kv: Blocks, block_tokens: int) -> None:
@@ -61,7 +62,7 @@ class EchoTiers:
 
     def carry_out(self, job: int, fault: str = "", seconds: float = 0.001) -> KVReport:
         """Carry out a job, and return its report. The job fails if `fault`, the kind of failure, is
-        not "", if it was cancelled, or if a content is lost."""
+        not "", if it was cancelled, or if no tier has one of its blocks any more."""
         order = self.jobs.pop(job)
         assert isinstance(order.source, TierSource)
         found = [self._find(content) for content in order.source.hashes]
@@ -78,7 +79,7 @@ class EchoTiers:
         return KVReport(fetched=[KVFetched(job, 100 * len(found), seconds, "tier")])
 
     def lose(self, tier: str, content: bytes) -> None:
-        """Drop a content from a tier. The engine is informed by the next `report`."""
+        """Drop a block, given by its hash, from a tier. The next `report` includes the loss."""
         self.kept[tier].pop(content, None)
 
     def report(self) -> KVReport:

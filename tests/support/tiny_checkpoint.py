@@ -1,4 +1,4 @@
-"""A Llama of a few thousand random weights on disk, for tests that start real processes.
+"""A Llama of about 19,000 random weights on disk, for tests that start real processes.
 
 Importing torch takes seconds, and most processes that import this module write no weights. So torch
 is imported only in the function that writes them.

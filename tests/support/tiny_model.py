@@ -1,7 +1,7 @@
-"""A real model of a few thousand weights: embeddings, one attention layer, a paged cache.
+"""A real model of about 16,000 weights: embeddings, one attention layer, a paged cache.
 
 Its logits depend on every earlier token and position, so a wrong token, block or length changes
-them. No dimension equals another, and none is 13: tests recognise per-slot tensors by that length.
+them. No dimension is 13, because tests recognise per-slot tensors by that length.
 """
 
 from __future__ import annotations

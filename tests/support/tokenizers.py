@@ -147,7 +147,7 @@ def family_of(name: str) -> TokenizerFamily:
 
 
 def byte_fallback_json(*, decoder: str = "strip") -> bytes:
-    """Return a small tokenizer like SentencePiece's: words that start with a blank mark, and
+    """Return a small tokenizer.json like SentencePiece's: words that start with a blank mark, and
     `<0xNN>` for all other bytes.
 
     decoder   "strip" as in Llama 2, "metaspace" as in T5; ByteCodec does not support "wordpiece"

@@ -1,6 +1,5 @@
 """Test kit for grammars of tool calls: models of bytes and markers, random walks through a grammar,
-and the calls that are read back.
-"""
+and the calls that are read back."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ TOOLS = (
 
 
 def byte_tokenizer(markers: Iterable[str]) -> bytes:
-    """Return tokenizer.json with 256 bytes, the end token, and `markers`."""
+    """Return a tokenizer.json whose tokens are the 256 bytes, the end token and `markers`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = hf.Tokenizer(models.BPE(vocab={sign: n for n, sign in enumerate(letters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -133,8 +132,7 @@ class Model:
 
     def refused(self, body: Body, text: str, **around: Any) -> str | None:
         """Return the rest of `text` from the first token that the grammar refuses; "(the end)" if
-        the grammar refuses only the end; None if the text is a whole answer.
-        """
+        the grammar refuses only the end; None if the text is a whole answer."""
         matcher, ids = self.start(body, **around), self.ids(text)
         for place, token in enumerate(ids):
             if matcher.is_complete or not self.admits(matcher, token):
@@ -150,7 +148,8 @@ class Model:
         return set(self._card.eos_token_ids)
 
     def admits(self, matcher: Matcher, token: int) -> bool:
-        """Return whether the grammar admits `token` next. It is fast with any vocabulary."""
+        """Return whether the grammar admits `token` next. For a large vocabulary, this is much
+        faster than `possible`."""
         mask = bytes(compute_masks([matcher], self._card.vocab_size).data)
         return bool(mask[token // 8] >> token % 8 & 1)
 
@@ -178,8 +177,11 @@ class Endless(AssertionError):
 
 @dataclass
 class Walk:
-    """Random walk through a grammar, which returns the tokens of an answer. It prefers the markup
-    of its format, especially where it does not belong. After PATIENCE steps it prefers to end."""
+    """A random walk through a grammar. A call returns the tokens of an answer.
+
+    The walk prefers markup of the format wherever the grammar admits it, even where markup does not
+    belong, such as in strings. After PATIENCE steps, it prefers to end.
+    """
 
     model: Model
     rng: random.Random

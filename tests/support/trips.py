@@ -26,7 +26,8 @@ ASIDES = {
     "http/json_values.py": "checks of one JSON value",
     "api/openai/field_paths.py": "the names of fields in errors and headers",
 }
-"""Files that are asked for a fact, and what it is about. They pass no part of the prompt on."""
+"""File that only supplies a fact -> what the fact is about. These files pass no part of the prompt
+on."""
 
 
 @dataclass(frozen=True, slots=True)

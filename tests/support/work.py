@@ -1,4 +1,4 @@
-"""Counts calls of our own functions per token in scripted runs.
+"""Counts calls of our own functions per token or step, in scripted runs.
 
 Unlike times, counts do not depend on the machine and its load, so tests/unit/test_work.py compares
 them with recorded ones.

@@ -4,9 +4,9 @@ ZeroMQ clients that never read. The target is `tidegate serve` with a tiny model
     python -m tests.torture.attacks [--attack "token ids"] [--at-once 16]
 
 During an attack, other clients stream answers, one after the other, and /livez is requested all the
-time. Each attack must be refused with an error, no stream may be lost, /livez must answer in time,
-and no process may grow. The command prints a row for each attack and exits with 1 if there is any
-complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
+time. Each invalid request must be refused with an error, no stream may be lost, /livez must answer
+in time, and no process may grow. The command prints a row for each attack and exits with 1 if there
+is any complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
 
 MODULE = "tests.torture.attacks"
 FLAT_MIB = 96
-"""Most memory that a process may gain: it is new, and its pools keep some pages."""
+"""Most MiB that a process may gain. It has just started, so its pools still fill up."""
 BODY_BYTES = 16 << 20
 NUM_WITNESSES, WITNESS_TOKENS = 3, 100
 NUM_UNREAD = 2000
@@ -48,8 +48,11 @@ HI = b'"messages":[{"role":"user","content":"hi"}]'
 
 @dataclass(frozen=True, slots=True)
 class AttackBody:
-    """A body of BODY_BYTES that repeats the text `unit`. The response must have one of
-    `statuses`."""
+    """A body of about BODY_BYTES: `head`, then `unit` again and again, then `tail`.
+
+    The response must have one of `statuses`, unless the server closes the connection before it has
+    read the body.
+    """
 
     path: str
     head: bytes
@@ -68,7 +71,8 @@ class AttackBody:
 
 @dataclass(frozen=True, slots=True)
 class RawBytes:
-    """Bytes that are not a valid request, sent many times."""
+    """Bytes that are not a valid request, sent `num_times` times, each time over a new connection.
+    Each response must have one of `statuses`."""
 
     data: bytes
     statuses: tuple[int, ...] = (400,)
@@ -214,7 +218,7 @@ class AttackTarget(Server):
 
 
 def send(name: str, at_once: int, port: int, address: str) -> None:
-    """Run an attack `at_once` times in parallel. Raises AssertionError if it is not refused."""
+    """Run an attack `at_once` times in parallel. Raises AssertionError if a response is wrong."""
     with ThreadPoolExecutor(at_once) as pool:
         for each in [pool.submit(ATTACKS[name].send, port, address) for _ in range(at_once)]:
             each.result()

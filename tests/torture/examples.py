@@ -1,5 +1,5 @@
-"""Runs the property tests with more random examples than `make test`: all random cuts of answers,
-long storms, and more requests from the OpenAPI document.
+"""Runs the property tests with more random examples than `make test`: random cuts of answers, long
+storms of requests, and requests from the OpenAPI document.
 
     python -m tests.torture.examples [-k stop]
 
@@ -16,7 +16,7 @@ from tests.stages import PYTEST
 from tests.support.examples import MORE, VARIABLE
 
 OTHER_TEST = "tests/e2e/test_openapi.py"
-"""A test outside of tests/property that draws more examples."""
+"""A test outside of tests/property that draws random examples too."""
 OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", OTHER_TEST)
 
 

@@ -6,7 +6,8 @@ one end, and the gateway must count the same ends as its clients.
 Clients request whole answers and streams, hang up in the middle, send invalid bodies, and abort
 their streams, through the API and with `tidegate abort`. The engine is killed each time a share of
 all requests has ended; the server runs with --restart. The growth of the gateway process is printed
-as a slope. The exit code is 1 if any counts differ.
+as a slope. The exit code is 1 if any counts differ, if a request did not have exactly one end, or
+if the server did not stop with exit code 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tests.support.waiting import eventually
 
 CLIENTS = 12
 PAUSE_S = 1.0
-"""The pause after a 503, which is its Retry-After."""
+"""The pause of a client after a failed request: the smallest Retry-After of a 503."""
 FAILED, ABORTED = "failed", "aborted"
 ABORT = "/inference/v1/abort_requests"
 BY_TOOL = 1 / 12
@@ -71,8 +72,8 @@ class Tally:
 
 
 def end_of_stream(lines: Iterable[bytes]) -> str:
-    """Return FINISHED, ABORTED or FAILED. Raises ValueError unless a stream has exactly one end and
-    nothing after it."""
+    """Return how a stream ended: FINISHED, ABORTED or FAILED. Raises ValueError unless it has
+    exactly one end and nothing after it."""
     ends: list[str] = []
     for line in filter(None, lines):
         if ends[-1:] == ["[DONE]"]:
@@ -132,7 +133,9 @@ class StormClient:
             return self._aborted(lines) if kind == "abort" else end_of_stream(lines)
 
     def _aborted(self, lines: Iterator[bytes]) -> str:
-        """Abort a stream, and return its end. Hang up if the engine is gone or restarts."""
+        """Abort a stream, and return its end. If the abort fails, because the engine is gone or
+        restarts, hang up and return LEFT. Raises ValueError if the end contradicts the answer to
+        the abort."""
         first = next(lines)
         event = json.loads(first.removeprefix(b"data: "))
         if "error" in event:
@@ -162,7 +165,8 @@ class StormClient:
 
 
 class KillStorm:
-    """The clients of a server, and the kills of its engine. `run` returns after all requests."""
+    """Runs many clients of a server, and kills its engine meanwhile. `run` returns after all
+    requests have ended."""
 
     def __init__(self, server: Server, num_requests: int, num_kills: int) -> None:
         self.tally = Tally()
@@ -183,8 +187,8 @@ class KillStorm:
             client.join()
 
     def pid_of(self, words: str) -> int:
-        """Return the last process whose command line contains `words`. Of gunicorn's processes,
-        that is the worker, not the master."""
+        """Return the id of the last process whose command line contains `words`. For gunicorn, this
+        is the worker, not the master."""
         family = descendants_of(self._server.process.pid)
         return [pid for pid, line in family if words in line][-1]
 
@@ -222,7 +226,8 @@ class KillStorm:
             return self._started <= self._num_requests
 
     def complaints(self) -> list[str]:
-        """Return how the counts of the clients and of the gateway differ, after all requests."""
+        """Return the first errors of requests, and how the counts of the clients and of the gateway
+        differ. Call it after `run`."""
         found = [f"wrong: {each}" for each in self.tally.wrong[:10]]
         counted = self._gateway_counts()
         num_counted = sum(counted.values())
@@ -241,7 +246,8 @@ class KillStorm:
         return found
 
     def _gateway_counts(self) -> Counter[str]:
-        """Wait until nothing is open. Return the gateway's counts of the clients' requests."""
+        """Wait until no request is open. Return the gateway's counts of the clients' requests, by
+        end."""
 
         def is_idle() -> bool:
             now = self.metrics()

@@ -37,14 +37,14 @@ COLUMNS = {"mutation": 44, "test": 0}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one file of csrc: pairs of texts, each of which occurs once."""
+    """A change of one file of csrc: pairs of a text, which occurs once, and its replacement."""
 
     name: str
     file: str
     changes: tuple[tuple[str, str], ...]
 
     def apply(self, folder: Path) -> None:
-        """Change the copy of csrc in `folder`. Raises ValueError if a text is not there once."""
+        """Change the copy of csrc in `folder`. Raises ValueError unless each text occurs once."""
         path = folder / self.file
         source = path.read_text()
         for before, after in self.changes:
@@ -128,7 +128,7 @@ class MutationRow:
 
 
 class KernelFolder:
-    """A pytest plugin: the compiled kernels are those in `folder`."""
+    """A pytest plugin that loads the compiled kernels from `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,7 +149,7 @@ def build(mutation: Mutation, folder: Path) -> None:
 
 
 def outcomes(mutations: list[Mutation]) -> Iterator[MutationRow]:
-    """Compile and test each mutation."""
+    """Compile and test each mutation, and yield its row."""
     for mutation in mutations:
         with tempfile.TemporaryDirectory(prefix="tidegate-mutated-") as folder:
             try:

@@ -16,11 +16,11 @@ PATIENCE_S = 1.0
 
 
 class ReadinessObserver:
-    """Polls /readyz inside the `with` block.
+    """Polls /readyz during the `with` block.
 
     answers          (time, ready, reason or engine's state) of each poll
-    num_at_prefill   returns the number of requests that the prefill engine computes; None: there is
-                     no prefill engine
+    num_at_prefill   number of requests that the prefill engine computes; None: there is no prefill
+                     engine, or no poll has been answered yet
     """
 
     def __init__(self, url: str) -> None:
@@ -43,8 +43,8 @@ class ReadinessObserver:
         return bool(self.answers) and self.answers[-1][1]
 
     def sees_chunk(self) -> bool:
-        """Return whether a prompt is being computed. With a prefill engine, that is any request
-        there. Else it is a chunk of a prompt that is neither the first nor the last."""
+        """Return whether a prompt is being computed. At a prefill engine, any request counts. If
+        there is none, only chunks between the first and the last chunk of a prompt count."""
         if self.num_at_prefill is not None:
             return self.num_at_prefill > 0
         words = self.answers[-1][2] if self.answers else ""
@@ -77,8 +77,8 @@ class ReadinessObserver:
 class TortureClient:
     """One streamed answer.
 
-    end        "finished", "error: ..." or "broken: ..."; "" while the stream is open. A stream
-               without [DONE] is broken, even after an error event
+    end        "finished", "error: ...", "error STATUS: ..." or "broken: ..."; "" while the stream
+               is open. A stream without [DONE] is broken, even after an error event
     ended_at   the time of the end
     """
 
@@ -105,7 +105,8 @@ class TortureClient:
         self.stream("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
 
     def stream(self, path: str, body: dict[str, Any]) -> None:
-        """Start a thread that reads a stream of exactly `max_tokens` tokens."""
+        """Start a thread that requests and reads a stream. EOS is ignored, so the answer has all
+        `max_tokens` tokens of `body`."""
         whole = {**body, "ignore_eos": True, "stream": True}
         self._thread = threading.Thread(target=self._run, args=(path, whole))
         self._thread.start()

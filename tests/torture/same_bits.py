@@ -71,7 +71,7 @@ def load_model(model: str, dtype: torch.dtype, folder: Path) -> LoadedModel:
 def compare(
     models: Sequence[str], dtypes: Sequence[str], ways: Sequence[str], num_prompts: int
 ) -> Iterator[BitRow]:
-    """Compute the prompts of each model in each way. Yield a row for each of them."""
+    """Compute the prompts of each model in each dtype and way. Yield a row for each combination."""
     for model in models:
         for dtype in dtypes:
             with tempfile.TemporaryDirectory(prefix="tidegate-bits-") as folder:
@@ -82,7 +82,7 @@ def compare(
 
 
 def compare_way(row: BitRow, subject: Subject) -> BitRow:
-    """Compute the subject's prompts in the way of `row`, and add the answers to it."""
+    """Compute the subject's prompts in the way of `row`. Fill in and return `row`."""
     title = f"{row.model} {row.dtype}, {row.way}"
     with tempfile.TemporaryDirectory(prefix="tidegate-bits-") as folder:
         cases = WAYS[row.way](subject, Path(folder))

@@ -40,8 +40,9 @@ OPTIONS = {
     SPLIT: ("--split", "--drain-s", "30"),
     SPLIT_RESTARTS: ("--split", "--restart", "--drain-s", "3"),
 }
-"""Options by kind of server. Without restarts the drain is long: its streams would take longer to
-end by themselves than a failure must take to end them."""
+"""Options by kind of server. Without restarts a failure must end the open streams within
+ERROR_WITHIN_S. The drain of these servers is longer, so a failure that only starts a drain is
+noticed."""
 GATEWAY, MASTER, ENGINE, WORKER, SUPERVISOR, PREFILLER, PREFILL_WORKER = VICTIMS = (
     "gateway process",
     "gunicorn master",
@@ -51,7 +52,7 @@ GATEWAY, MASTER, ENGINE, WORKER, SUPERVISOR, PREFILLER, PREFILL_WORKER = VICTIMS
     "prefill engine",
     "prefill worker",
 )
-"""In a split server, "engine" and "worker" are those of the decode engine."""
+"""In a split server, "engine" is the decode engine, and "worker" is its worker."""
 OF_PREFILL = (PREFILLER, PREFILL_WORKER)
 START, IDLE, PREFILL, DECODE = MOMENTS = ("start-up", "idle", "prefill", "decode")
 KILL, STOP, TERM = SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
@@ -60,7 +61,7 @@ ERROR_WITHIN_S, UNREADY_WITHIN_S = 5.0, 2.0
 """Time limits on an idle machine."""
 PROMPT_WORDS, ANSWER_TOKENS, BUDGET = 6000, 4000, 16
 UNHARMED_TOKENS = 1000
-"""Tokens of answers that must finish although a process of the prefill engine is lost."""
+"""Length of answers that must finish although a process of the prefill engine is lost."""
 START_S, LIFE_S, ORPHANS_S = 120.0, 90.0, 15.0
 KILLED_BY_KILL = KILLED + signal.SIGKILL
 
@@ -79,7 +80,7 @@ class Fate:
 
     codes        the server ends by itself with one of these exit codes; empty: it continues
     is_error     open requests end with an error, in time
-    is_unready   /readyz is 503, in time
+    is_unready   /readyz answers 503 or does not answer, in time
     breaks       open streams may break off, because the process with their connections is gone.
                  If False, each stream ends with [DONE]
     """
@@ -133,7 +134,8 @@ AT_START = {
     (WORKER, STOP): ends(ExitCode.WORKER_LOST),
     (WORKER, TERM): ends(ExitCode.WORKER_LOST),
 }
-"""A process that was never ready is not restarted."""
+"""Expected results at start-up that differ from FATES: a process that was never ready is not
+restarted."""
 WITHOUT_RESTART = {
     **{(each, KILL): ends(KILLED_BY_KILL, is_error=True) for each in (MASTER, ENGINE, PREFILLER)},
     **{
@@ -141,7 +143,8 @@ WITHOUT_RESTART = {
         for each, number in product((WORKER, PREFILL_WORKER), (KILL, TERM))
     },
 }
-"""Without restarts, the death of one process ends the server."""
+"""Expected results without restarts that differ from FATES: the death of one process ends the
+server."""
 CELLS = [
     *starmap(Cell, product(VICTIMS[:5], MOMENTS, SIGNALS)),
     *(
@@ -172,8 +175,8 @@ class TortureRow:
 
     ends        how each open stream ended; "": it did not
     end_s       time until the last stream ended
-    unready_s   time until /readyz was 503
-    why         the reason in its answer
+    unready_s   time until /readyz answered 503 or did not answer
+    why         the reason in the answer, or that there was none
     again_s     time until a new request was answered
     code        exit code of a server that ended by itself
     orphans     processes that were left after the server's end
@@ -267,7 +270,7 @@ class TortureScene:
         self._server.line_with("ZeroMQ:", timeout_s=START_S)
 
     def strike(self, cell: Cell) -> TortureRow:
-        """Bring the server to the cell's moment, send the signal, and watch."""
+        """Bring the server to the cell's moment, send the signal, and return the result."""
         row = TortureRow(cell)
         is_unharmed = cell.victim in OF_PREFILL and fate_of(cell) == SERVES_ON
         num_tokens = UNHARMED_TOKENS if is_unharmed else ANSWER_TOKENS
@@ -297,8 +300,8 @@ class TortureScene:
         return row
 
     def stop(self, row: TortureRow) -> int:
-        """Stop the server by SIGTERM, unless it has ended. Return its exit code. Processes that are
-        left over are noted in `row`."""
+        """Stop the server by SIGTERM, unless it has ended. Return its exit code. The processes that
+        are left over are stored in `row.orphans`."""
         if self._server.process.poll() is None:
             self._server.signal(signal.SIGCONT)
             self._server.signal(signal.SIGTERM)
@@ -314,7 +317,7 @@ class TortureScene:
         clients: Sequence[TortureClient],
         row: TortureRow,
     ) -> None:
-        """Send the cell's signal, and fill the row."""
+        """Send the cell's signal, and store the result in `row`."""
         fate = fate_of(cell)
         sent_at = time.monotonic()
         os.kill(self._find(cell.victim), cell.signal)
@@ -331,8 +334,8 @@ class TortureScene:
             row.unready_s, row.why = probe.unready_since(sent_at)
 
     def _await_answer(self, fate: Fate, probe: ReadinessObserver, sent_at: float) -> float | None:
-        """Return the time until a new request is answered. If the server must become unready, wait
-        for that first."""
+        """Return the seconds from `sent_at` until a new request was answered; None if none was. If
+        the server is expected to become unready, wait for that first."""
         if fate.is_unready:
             eventually(lambda: probe.unready_since(sent_at)[0] is not None, within_s=LIFE_S)
         answered = eventually(self._answers, within_s=LIFE_S)

@@ -69,8 +69,9 @@ LIMITS = Limits(
 
 
 def idle_cpu(pids: Sequence[int]) -> float:
-    """Return the share of a core that the busiest of these processes uses. The share is the least
-    of a few measurements, because the last messages may still keep a process busy for a moment."""
+    """Return the share of a core that the busiest of these processes uses. The share of a process
+    is the least of a few measurements, because the last messages may still keep it busy for a
+    moment."""
     best = dict.fromkeys(pids, float("inf"))
     for _ in range(TRIES):
         before = {pid: _cpu_s(pid) for pid in pids}
@@ -93,8 +94,8 @@ def _cpu_s(pid: int) -> float:
 
 
 def clients_killed(count: int) -> float:
-    """Return the CPU share of the engine and its worker after `count` of their clients were
-    killed."""
+    """Kill `count` clients of an engine. Return the CPU share that the busier one of the engine and
+    its worker uses afterwards."""
     with tiny_engine(context_tokens=CONTEXT, lease_s=LEASE_S) as (program, address):
         engine = program.process.pid
         with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -128,8 +129,8 @@ def be_client(address: str) -> None:
 
 
 def engines_killed(count: int) -> float:
-    """Return the CPU share of the gateway after `count` of its engines were killed and one was
-    left."""
+    """Stop `count` engines of a gateway, each during an answer. Return the CPU share that the
+    busier one of the gateway's processes uses afterwards, with one more engine."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         config: dict[str, Any] = {
@@ -183,7 +184,8 @@ def _router(address: str) -> Iterator[zmq.Socket[bytes]]:
 def _send_all(
     router: zmq.Socket[bytes], count: int, chance: Random, has_ended: Callable[[], object]
 ) -> None:
-    """Send one token a message, in bursts. Answer the client's own messages after each burst."""
+    """Send `count` messages of one token each, in bursts. Answer the client's own messages after
+    each burst."""
     client, request = _await_request(router)
     sent = 0
     while sent < count:
@@ -261,8 +263,8 @@ def be_gateway(address: str, count: int) -> None:
 
 
 def messages_to_engine(count: int) -> None:
-    """Send heartbeats as fast as possible, and check that each is answered exactly once. Raises
-    zmq.Again if an answer is missing."""
+    """Send heartbeats as fast as possible. Raises zmq.Again if an answer is missing, and
+    AssertionError if there are more answers than heartbeats."""
     with tiny_engine() as (_, address), RawClient(address) as client:
         client.greet()
         sent = num_pongs = 0

@@ -1,4 +1,4 @@
-"""The table that each program which tortures a server prints: a row per case, complaints below."""
+"""Prints the table of a torture program: a row per case, with the case's complaints below it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class TableRow(Protocol):
 
 
 def print_table(columns: Mapping[str, int], rows: Iterable[TableRow], slack: float) -> int:
-    """Print each row and its complaints as soon as it is known. Return the exit code: 1 if there
-    was a complaint.
+    """Print each row, and then its complaints, as soon as `rows` yields the row. Return the exit
+    code: 1 if there was a complaint.
 
     columns   title -> width
-    slack     factor by which promised times are stretched
+    slack     factor for all time limits
     """
     widths = list(columns.values())
     num_complaints = 0

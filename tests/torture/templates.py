@@ -36,7 +36,8 @@ MODULE = "tests.torture.templates"
 TEMPLATES = SLOW | LARGE | REFUSED
 REFUSALS = (400, 429)
 FLAT_MIB = 64
-"""Most memory that the gateway, or all of its sandbox processes, may gain: pools keep pages."""
+"""Most MiB that the gateway, or all of its sandbox processes together, may gain: pools keep
+pages."""
 NUM_WITNESSES, WITNESS_TOKENS = 2, 50
 REQUEST_S = 300.0
 CHAT = "/v1/chat/completions"
@@ -94,7 +95,8 @@ class TemplateResult:
 
 
 class TemplateTarget(Server):
-    """A server that accepts templates of requests. `strike` sends one while others stream chats."""
+    """A server that accepts chat templates in requests. `strike` sends a hostile one while other
+    clients stream chats."""
 
     def __init__(self, folder: Path) -> None:
         model = write_roomy_llama(folder)
@@ -141,7 +143,7 @@ def send(template: str, port: int) -> int:
 
 
 def send_all(name: str, at_once: int, port: int) -> Answers:
-    """Send a hostile template several times at once, and return the statuses and the time."""
+    """Send the hostile template `name` several times at once."""
     started_at = time.monotonic()
     with ThreadPoolExecutor(at_once) as pool:
         statuses = list(pool.map(lambda _: send(TEMPLATES[name], port), range(at_once)))

@@ -23,7 +23,7 @@ from tests.torture import livez_probe
 from tests.torture.observers import TortureClient
 
 LIVEZ_MS = 100.0
-"""The most that /livez may take, not counting the wait for a processor."""
+"""The longest time that /livez may take, not counting the wait for a CPU."""
 ATTACK_TIMEOUT_S, STREAM_TIMEOUT_S, SHRINK_TIMEOUT_S = 360.0, 90.0, 20.0
 FINISHED = "finished"
 
@@ -33,7 +33,7 @@ class Witnessed:
     """The observations during an attack.
 
     flat_mib        most MiB that a process may gain
-    livez_ms        the longest time of /livez, without the wait for a processor
+    livez_ms        the longest time of /livez, without the wait for a CPU
     ends            how each stream ended: `TortureClient.end`
     before, after   MiB by name of process
     """
@@ -70,13 +70,14 @@ class Witnessed:
 
 
 class Witnesses:
-    """Clients that use a server while it is attacked, inside the `with` block. Each of
-    `num_streams` clients streams at least one answer, one after the other. Another requests /livez
-    all the time.
+    """Clients that use a server while it is attacked, during the `with` block.
+
+    Each of `num_streams` clients streams one answer after the other, at least one. Another client
+    requests /livez all the time.
 
     gateway_pid    the process that answers /livez
     sizes          returns the MiB of memory of the processes that may not grow, by name
-    start_stream   sends the request of one stream
+    start_stream   starts a stream of the given client
     """
 
     def __init__(

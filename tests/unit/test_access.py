@@ -1,4 +1,4 @@
-"""Access control: keys, scopes, hosts, origins and spellings of paths. No sockets."""
+"""Access control: keys, scopes, hosts, origins and spellings of paths, without sockets."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def gate(keys: dict[str, KeyEntry] | None = KEYS, **config: Any) -> Gate:
 def visit(
     rule: str | None, method: str = "GET", *, target: str | None = None, **changes: Any
 ) -> RequestHead:
-    """Return the head of a request. `changes` are headers, with _ for -, or fields of RequestHead.
-    The Host is allowed by default."""
+    """Return the head of a request. `changes` are headers, with _ for -, or `peer` or `protocol`.
+    The default Host header is one that the gate admits."""
     own = {"peer": "127.0.0.1", "protocol": "HTTP/1.1"}
     fields = {name: changes.pop(name, value) for name, value in own.items()}
     headers = Headers({"Host": "localhost:8000"})

@@ -1,7 +1,7 @@
-"""Every byte of OpenAI's and the token endpoint's responses, for a range of options.
+"""Responses of the OpenAI API, of the token endpoint and of derendering have the recorded bytes.
 
-The bytes are in tests/data/answer_bytes.txt. After an intended change, `python -m
-tests.unit.test_answer_bytes` records them anew; review the difference.
+The bytes are in tests/data/answer_bytes.txt. After an intended change of a response, run
+`python -m tests.unit.test_answer_bytes` to record them again, and review the difference.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def logprobs_of(*tokens: int) -> list[Any]:
 
 
 def deltas(*, calls: bool) -> list[OutputDelta]:
-    """Return the deltas of one choice. Some have one event, some have several."""
+    """Return the deltas of one choice, each with no, one or several events."""
     text = OutputDelta([Content('H"é\n')], [72, 195], logprobs_of(72, 195))
     end: list[Event] = [Content("!"), WARNING, Finished("stop", "st\u2028op")]
     if not calls:
@@ -289,7 +289,7 @@ def derendered_cases() -> Iterator[tuple[str, Case]]:
 
 
 def _derendered(more: dict[str, Any], *, completion: bool) -> bytes:
-    """Return the derendered response of a chat or completion "Hi!", complete and in chunks."""
+    """Return two derendered answers to a chat or prompt: a complete "Hi", and "Hi!" in chunks."""
     model = served(scripted_card())
     messages = [{"role": "user", "content": "ab"}]
     asked = {"prompt": "ab"} if completion else {"messages": messages}

@@ -1,4 +1,5 @@
-"""The emitted arguments of a call always start a JSON object, and end as one."""
+"""The arguments emitted for a tool call are a JSON object, even if the model's text is not one. All
+that is emitted before the end is the start of this object."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NOT_ON_THE_PAGE = {
     "output_format",
     "skip_special_tokens",
 }
-"""Fields that are rarely useful in this API. The OpenAPI document has them."""
+"""Fields that the page omits because they are rarely useful. The OpenAPI document has them."""
 
 
 def first_words(title: str) -> set[str]:

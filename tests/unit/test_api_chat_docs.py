@@ -1,5 +1,5 @@
-"""docs/api-chat.md names only fields that exist. tests/e2e/test_docs_blocks.py runs its
-examples."""
+"""docs/api-chat.md lists only fields that a chat request has. tests/e2e/test_docs_blocks.py runs
+the examples of the page."""
 
 from __future__ import annotations
 

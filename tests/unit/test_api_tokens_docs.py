@@ -1,5 +1,5 @@
 """docs/api-tokens.md lists every field of a generate request, except top-level fields that are
-refused. tests/e2e/test_docs_blocks.py runs its examples."""
+refused. tests/e2e/test_docs_blocks.py runs the examples of the page."""
 
 from __future__ import annotations
 

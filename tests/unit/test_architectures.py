@@ -1,4 +1,4 @@
-"""The lists of architectures besides the families: complete, disjoint, and refused by name."""
+"""The architectures that transformers computes, and those that are refused with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = {family.architecture for family in FAMILIES}
 
 
 def decoders() -> dict[str, str]:
-    """Return each class of transformers for causal language models, with a model type of it."""
+    """Return the model type of each causal language model of transformers, by class name."""
     return {
         name: model_type
         for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()

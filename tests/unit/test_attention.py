@@ -1,4 +1,5 @@
-"""Attention over the paged cache: every backend equals the reference and reads no foreign block."""
+"""Attention over the paged cache: every backend equals the reference, and a row reads only its own
+blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.kv.rounding import ROUNDED, round_heads
 
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [None, ROUNDED], ids=["as numbers", "rounded"])
-"""dtypes of the cache; None: the dtype of the queries."""
+"""Dtypes of the cache. None stands for the dtype of the queries."""
 
 
 def paged(case: PagedCase) -> TorchPagedAttention:
@@ -204,7 +205,7 @@ def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
 
 @pytest.mark.parametrize("name", ["torch", *NAMES])
 def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None:
-    """The exponential of the difference is infinite, or zero."""
+    """The exponential of the difference between score and sink overflows or is zero."""
     case = paged_case((700, 1), (3, 1), (30, 40), group=1, zeroed=True)
     attention = paged(case) if name == "torch" else native(name, case)
     ours = case.attend(attention, sinks=torch.tensor([-1e4, 1e4]))
@@ -245,7 +246,7 @@ def test_compiled_attention_gives_a_row_the_same_bits_alone_and_in_a_batch(
 
 
 CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
-"""Cuts of the last 80 positions of a text into rows of a step each."""
+"""Ways to cut the last 80 positions of a text into chunks. Each chunk is the row of one step."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -265,7 +266,8 @@ def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
     head_dim: int,
     window: int | None,
 ) -> None:
-    """80 positions are the first two tiles of keys, or end the second piece and begin the third."""
+    """The 80 positions are in the first two tiles of keys (`before` = 0), or in the second and
+    third pieces (`before` = 460)."""
     shape: dict[str, Any] = {"kv_heads": 1, "group": group, "head_dim": head_dim}
     case = paged_case((before, 80), **shape, dtype=dtype, zeroed=True, kv_dtype=kv_dtype)
     attention, queries = native(name, case), case.queries()

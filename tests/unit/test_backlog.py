@@ -102,7 +102,8 @@ def test_merged_outputs_give_the_same_events(seed: int) -> None:
 
 
 def mixed(answers: list[list[Output]], chance: random.Random, merges: bool) -> list[Output]:
-    """Return the outputs of all answers in a random order that keeps the order of each answer."""
+    """Return the outputs of all answers in a random order that keeps the order of each answer. If
+    `merges`, batches of random sizes are merged."""
     left = [list(answer) for answer in answers]
     all_: list[Output] = []
     while some := [answer for answer in left if answer]:

@@ -42,7 +42,7 @@ STREAM = b": keep-alive\n\n" + text("Hel") + text("") + text("lo\n") + USAGE + D
 
 
 def chunked(body: bytes, *, trailer: bytes = b"") -> bytes:
-    """Return `data` in chunked transfer coding, in chunks of a few bytes."""
+    """Return a response with `body` in chunked transfer coding, in chunks of at most 50 bytes."""
     pieces = [body[at : at + 50] for at in range(0, len(body), 50)]
     framed = b"".join(f"{len(p):x};x=1\r\n".encode() + p + b"\r\n" for p in pieces)
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n" + trailer + b"\r\n"
@@ -67,7 +67,7 @@ def cuts(data: bytes) -> list[list[bytes]]:
 
 
 def read(pieces: list[bytes], *, closes: bool = True) -> AnswerReader:
-    """Return a reader of these pieces, which arrive one second after another."""
+    """Return a reader that has received these pieces, one each second."""
     reader = AnswerReader(BenchAnswer(started=0.0, requested_tokens=7))
     for now, piece in enumerate(pieces, start=1):
         reader.push(piece, float(now))

@@ -188,7 +188,7 @@ def test_too_little_disk_is_found_before_anything_is_fetched(
 
 
 def _removing(doomed: Path, scandir: Callable[..., Any]) -> Callable[..., Any]:
-    """os.scandir, with pip removing `doomed` just before we look into it."""
+    """Return a `scandir` that removes `doomed` just before it lists it, as pip might."""
 
     def looked(path: Any = ".") -> Any:
         if path in (str(doomed), doomed):

@@ -380,7 +380,7 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
 
 @pytest.mark.parametrize("includes_usage", [False, True])
 def test_an_event_has_the_same_chunk_alone_and_among_others(includes_usage: bool) -> None:
-    """The chunk of a single event is made from a template of bytes."""
+    """If a delta has a single event, its chunk may be made from a template of bytes."""
     bits: list[Event] = [
         Reasoning('"hm"\n'),
         Content("well — so"),

@@ -1,4 +1,5 @@
-"""Where streams are written, and the versions of gunicorn and gevent that this depends on."""
+"""Whether streams are written directly to the client's socket, which depends on TLS and on the
+versions of gunicorn and gevent."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ def test_only_http_1_1_without_tls_is_taken_over(
 
 @pytest.mark.parametrize("library", oldest.LIBRARIES)
 def test_the_installed_version_is_an_end_of_the_allowed_range(library: str) -> None:
-    """In `python -m tests.oldest` these tests run with the oldest versions; otherwise all tests run
-    with the newest."""
+    """`python -m tests.oldest` runs these tests with the oldest versions. Otherwise, all tests run
+    with the newest ones."""
     ends = re.search(rf'"{library}>=([\d.]+),<(\d+)\.(\d+)"', SETUP)
     assert ends, f"setup.py gives no range for {library}"
     lowest, major, minor = ends[1], int(ends[2]), int(ends[3])

@@ -151,7 +151,7 @@ def test_no_two_structs_share_an_options_name() -> None:
 def test_help_describes_each_option(
     flag: Flag, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "500")  # as wide as it takes not to break a word
+    monkeypatch.setenv("COLUMNS", "500")  # wide enough that no word is broken
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     words = " ".join(capsys.readouterr().out.split())

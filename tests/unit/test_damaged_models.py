@@ -1,4 +1,4 @@
-"""A short run of the damage of models' files: each model loads or is refused in one line.
+"""A short run of the test that damages models' files: each model loads or is refused in one line.
 
 The full run is `python -m tests.torture.damaged --count 10000`.
 """

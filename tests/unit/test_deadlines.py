@@ -112,7 +112,7 @@ def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     refused = bench.refusal([5] * 4, queue_timeout_s=4.0)
     assert (refused.error.code, refused.error.param) == ("queue_timeout", "queue_timeout_s")
     assert "about 5 s" in refused.error.message
-    assert refused.error.retry_after_s == 3.0  # about half of it
+    assert refused.error.retry_after_s == 3.0  # about half of the 5 s
     bench.add([5] * 4, queue_timeout_s=6.0)
     bench.refusal([5] * 4, timeout_s=4.0)
     assert bench.add([5] * 4, queue_timeout_s=4.0, priority=-1000), (

@@ -81,7 +81,7 @@ def plain_step(number: int, slots: Sequence[int], **more: Any) -> StepPlan:
 
 
 def fields_of(result: StepResult) -> list[object]:
-    """Return all fields of the result but its time."""
+    """Return all fields of the result except its time."""
     return [getattr(result, name) for name in result.__struct_fields__ if name != "compute_s"]
 
 
@@ -93,8 +93,8 @@ def load(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> DecoderMod
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model in which token t and token t + 160 are equally likely; the lower id must be
-    chosen."""
+    """Return the folder of a model in which tokens t and t + 160 are equally likely. The lower id
+    must be chosen."""
     model = random_llama()
     with torch.no_grad():
         model.lm_head.weight[VOCAB // 2 :] = model.lm_head.weight[: VOCAB // 2]
@@ -179,7 +179,7 @@ def test_masks_apply_in_a_plain_step(folder: Path) -> None:
 def test_a_row_outside_its_slot_is_refused(
     folder: Path, row: tuple[int, int, int, bool], message: str
 ) -> None:
-    """In the last case the position lies after the slot's known tokens, where there is poison."""
+    """In the last case, the row starts after the slot's known tokens, where the slot has poison."""
     runner = runner_of(
         load(folder, native_kernels(), torch.float32), torch.float32, in_pieces=False
     )

@@ -34,7 +34,7 @@ DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tidegate.service"
 PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 GRACE_S = 5.0
-"""Of a drain, as docs/operations.md has it."""
+"""Seconds after `--drain-s` until a process that still runs is killed: see docs/operations.md."""
 _HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 _LABELS = re.compile(r"\bby \(([^)]*)\)")
 

@@ -1,4 +1,5 @@
-"""The blocks of README and docs that can be checked without a server: see also tests/e2e."""
+"""The code blocks of README and docs, as far as they can be checked without a server.
+tests/e2e/test_docs_blocks.py runs them."""
 
 from __future__ import annotations
 

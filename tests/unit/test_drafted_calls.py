@@ -1,5 +1,5 @@
-"""Requests whose answers cannot end inside their thinking. A call in the thinking is only a
-draft."""
+"""A tool call inside the thinking is only a draft if a grammar keeps the answer from ending
+there."""
 
 from __future__ import annotations
 

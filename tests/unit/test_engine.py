@@ -1,4 +1,4 @@
-"""Specification of the engine: scheduling, preemption, the prefix cache, and ends of requests."""
+"""Specification of the engine: scheduling, preemption, the prefix cache, and how requests end."""
 
 from __future__ import annotations
 

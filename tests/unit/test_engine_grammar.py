@@ -273,7 +273,8 @@ def test_an_answer_keeps_its_place_in_the_grammar_through_preemption() -> None:
 
 
 def test_a_grammar_found_too_large_within_the_answer_is_an_invalid_request() -> None:
-    """The keys are free, so the probe's short walks miss the key that leads to the large part."""
+    """The schema allows any key, so the probe's short walks miss the key that leads to the large
+    part."""
     large = {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(2000)}}
     body = {"type": "object", "properties": {"far": large}}
     text = ids_of('{"far":{"')

@@ -31,7 +31,8 @@ def ask(engine: Bench, prompt: list[int] = PROMPT, max_tokens: int = 5, **option
 
 
 def evicted(*tiers: str, **options: Any) -> Bench:
-    """Return a bench that has answered PROMPT, but whose prefix cache has no block of it."""
+    """Return a bench that has answered PROMPT. Its blocks are in the tiers, but no longer in the
+    prefix cache."""
     engine = bench(*tiers, **options)
     ask(engine)
     engine.run()
@@ -202,7 +203,7 @@ def test_a_preempted_request_loads_its_blocks_from_the_tiers() -> None:
     while not engine.engine.stats().num_preemptions:
         engine.step()
         engine.on_kv_report(engine.tiers.report())
-    for name in ("this", "that"):  # they evict its blocks
+    for name in ("this", "that"):  # they evict the preempted request's blocks
         ask(engine, OTHER, priority=-1, namespace=name)
     while engine.step() is not None or engine.tiers.jobs:
         if engine.tiers.jobs:

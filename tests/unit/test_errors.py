@@ -1,7 +1,9 @@
-"""Law 17: the class of an error determines what the client receives and what is logged.
+"""The class of an error determines what the client receives and what is logged (law 17 of
+docs/architecture.md).
 
-That a WireError is dropped and counted is tested over sockets: `tests/integration/test_mailbox.py`
-for the engine, `tests/integration/test_fuzz.py` for every process.
+Tests over sockets check that a WireError is dropped and counted:
+`tests/integration/test_mailbox.py` for the engine, `tests/integration/test_fuzz.py` for every
+process.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ SHOWN_AS_ID = (EngineError, StepFailed, WireError)
 
 
 def leaves(kind: type[ServingError]) -> Iterator[type[ServingError]]:
-    """Yield the errors that may reach a gateway: the classes in `protocol` below ServingError and
-    its two branches. Errors of other packages end a process."""
+    """Yield the errors that may reach a gateway: `kind` and the classes below it in
+    protocol/errors.py, except ServingError and RequestError. Errors of other packages end a
+    process."""
     if kind not in (ServingError, RequestError):
         yield kind
     for each in kind.__subclasses__():

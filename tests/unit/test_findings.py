@@ -265,7 +265,8 @@ class Editable:
 
 sys.meta_path.append(Editable)
 """
-"""Packages are found in `site` after all of sys.path, as setuptools' editable installs have it."""
+"""Code that makes Python find packages in `site` after all folders of sys.path, as an editable
+install of setuptools does."""
 
 
 @pytest.mark.parametrize("file", ["gateway/routes.py", "gateway.py"])
@@ -284,7 +285,7 @@ def test_a_folder_or_a_module_that_hides_an_editable_install_is_named(
 
 
 def problems_of(site: Path, *, thorough: bool = False) -> list[PackageProblem]:
-    """Return the problems that programs installed in `site` find."""
+    """Return the problems that a program installed in `site` finds."""
     code = (
         f"import json, sys; sys.path[:0] = [{str(site)!r}]; from protocol.rooms import check_rooms;"
         f"found = check_rooms(thorough={thorough});"

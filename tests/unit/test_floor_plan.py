@@ -32,7 +32,7 @@ UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 
 UNSAFE_NAMES = {"recv_pyobj", "send_pyobj", "allow_pickle", "Unpickler"}
 UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
-"""The same, by way of a library."""
+"""Functions of libraries that read or write such a format, and the option that permits it."""
 
 FLASK_IN = (
     "gateway/app.py",
@@ -40,10 +40,10 @@ FLASK_IN = (
     "gateway/api/admin.py",
     "gateway/api/*/*routes.py",
 )
-"""In the gateway, only these know that HTTP is spoken by Flask."""
+"""The only files of the gateway that may import Flask."""
 
 PURE = ("prompt", "text", "formats")
-"""In the gateway, these turn values into values: no socket, no greenlet, no request object."""
+"""Folders of the gateway without sockets, threads, greenlets or request objects."""
 
 LEVELS = (
     {"app", "gunicorn_conf", "unparsed", "check"},
@@ -55,8 +55,8 @@ LEVELS = (
     {"engine"},
     {"text", "http", "auth", "threads"},
 )
-"""The modules and folders of the gateway, from the entrances down. Each may import its own level
-and those below it."""
+"""The modules and folders of the gateway in levels, from the entrances down. Each may import its
+own level and the levels below."""
 
 BROAD_EXCEPTS = {
     # A process's loop, or the end of a process.
@@ -118,7 +118,7 @@ LIGHT_ENTRANCES = {
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
 }
-"""What people and processes enter by -> what must not have been loaded then, however indirectly."""
+"""Module -> libraries that importing the module must not load, not even indirectly."""
 
 
 def files(room: str) -> Iterator[Path]:
@@ -266,7 +266,7 @@ def test_only_listed_files_catch_every_exception() -> None:
 
 
 def test_only_listed_files_read_the_environment() -> None:
-    """Functions in other files get such values as arguments."""
+    """Other files get the values of environment variables as arguments."""
     names = {"environ", "environb", "getenv", "putenv"}
     found = set()
     node: Any

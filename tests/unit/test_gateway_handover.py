@@ -95,7 +95,7 @@ def test_cached_tokens_are_those_that_neither_p_nor_d_computed() -> None:
         one = merge_usage(usage, by_p)
         return one.cached_tokens - one.fetched_tokens
 
-    assert cached(99, 0) == 0  # fetched, or D's own: P computed it all the same
+    assert cached(99, 0) == 0  # fetched, or in D's own cache: P computed it anyway
     assert cached(99, 48) == 48
     assert cached(16, 48) == 16  # D computed again what it could not fetch
 

@@ -414,7 +414,7 @@ def test_matchers_of_one_template_are_independent(compiler):
 
 def test_a_compiled_grammar_is_fast_from_its_first_token(compiler, monkeypatch):
     """The first mask costs four times as much as the second, so the probe computes it during the
-    compilation. The test compares this with a compiler without a probe."""
+    compilation. The test compares the first mask with that of a compiler without a probe."""
     prepared: list[float] = []
     unprepared: list[float] = []
     for number in range(40):

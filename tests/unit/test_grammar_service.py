@@ -41,7 +41,7 @@ def job(name: str, body: Any) -> CompileJob:
 def wait_for_results(
     service: GrammarService, count: int, now: float = 0.0
 ) -> dict[str, CompiledGrammar]:
-    """Wait for `count` results, as the loop does, and return them by name of the job."""
+    """Wait for `count` results, as the loop does. Return them by the names of their jobs."""
     poller = select.poll()
     poller.register(service.fd, select.POLLIN)
     results: dict[str, CompiledGrammar] = {}
@@ -50,7 +50,8 @@ def wait_for_results(
         results |= {compiled.digest.decode(): compiled for compiled in service.drain(now)}
 
     def is_quiet() -> bool:
-        """A thread may signal once more after its result was drained."""
+        """Return whether the descriptor is unreadable after a drain. A thread may signal once more
+        after its result was drained."""
         assert not service.drain(now)
         return not poller.poll(0)
 

@@ -2,7 +2,7 @@
 computed again, and what ended the lease.
 
 The expected outcomes are the table in docs/split.md. `python -m tests.unit.test_handover_faults`
-writes the table anew.
+writes this table again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FaultCase:
     at_d: int = 0
     handle: str = ""
     is_aborted: bool = False
-    #: Whether the gateway is lost, which would receive all outputs.
+    #: Whether the gateway, which receives all outputs, is lost.
     is_gone: bool = False
 
     def phase(self, bench: Bench, number: int) -> RequestPhase:
@@ -170,7 +170,7 @@ def crowd_d(case: FaultCase) -> None:
 
 
 def crowd(bench: Bench) -> None:
-    """Run an answer that goes first, and that grows to all blocks it can get."""
+    """Run a request of higher priority, whose answer takes all the blocks that it can get."""
     limits = bench.limits
     bench.add([90] * 8, priority=-1, max_tokens=limits.max_len - 8, ignore_eos=True, seed=5)
     for _ in range(limits.max_len):

@@ -11,7 +11,7 @@ import pytest
 from gateway.served_model import return_free_memory
 
 PIECES, PIECE_BYTES = 512, 100_000
-"""Small enough for the heap proper: larger ones are mapped, and go back by themselves."""
+"""Pieces of this size are in the heap. Larger ones would be mapped, and unmapped when freed."""
 
 
 def resident_bytes() -> int:

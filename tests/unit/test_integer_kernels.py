@@ -28,8 +28,8 @@ def native(request: pytest.FixtureRequest) -> NativeKernels:
 def rounded(x: Tensor, *, is_fused: bool) -> Tensor:
     """Return x [N, inputs] with each group of 32 numbers rounded to eight bits, in float64.
 
-    is_fused   whether the product that is rounded to an integer is not rounded to float32 before,
-               as with instructions that multiply and add
+    is_fused   whether the products are rounded to integers directly, as by fused multiply-add
+               instructions, and not to float32 first
     """
     groups = x.float().view(len(x), -1, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
@@ -41,7 +41,7 @@ def rounded(x: Tensor, *, is_fused: bool) -> Tensor:
 
 def odd_rows(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return [count, inputs] random numbers, in which some groups are zero or tiny, have one large
-    number, or have only the two greatest integers."""
+    number, or become only the integers 127 and -127."""
     x = randn(count, inputs, dtype=dtype)
     groups = x.view(-1, GROUP)
     groups[1::7] = 0
@@ -62,7 +62,7 @@ def test_integers_give_the_result_of_the_rounded_inputs(
     weights = dequantised(blocks).double()
     near = rounded(x, is_fused=native.name != "generic")
     expected = near @ weights.T
-    size = near.abs() @ weights.abs().T  # of the numbers that are added
+    size = near.abs() @ weights.abs().T  # sums of the magnitudes
     for rows in (1, 2, 7, 13, MOST_ROWS):
         error = (linear.to_float(x[:rows]).double() - expected[:rows]).abs()
         # A minimum may cancel most of a sum of integers, so errors are relative to more than this.
@@ -73,8 +73,8 @@ def test_integers_give_the_result_of_the_rounded_inputs(
 def test_rows_of_integers_are_multiplied_exactly(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind
 ) -> None:
-    """Inputs that are integers up to 127, with 127 among each group, are not rounded at all. With
-    the largest ones, no sum of products overflows."""
+    """Rounding changes no group that is zero, or that has only integers up to 127 and contains 127.
+    No sum of products overflows, even if all inputs are 127 or -127."""
     blocks = random_blocks(kind, 40, 512)
     linear = PackedLinear(native, pack(native, blocks, rounds_inputs=True))
     plain = PackedLinear(native, pack(native, blocks))

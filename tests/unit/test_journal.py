@@ -188,7 +188,7 @@ def parts(journals: Journals) -> list[Path]:
 def test_a_file_started_at_any_moment_replays_by_itself(
     seed: int, tiers: list[str], journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At these moments there are constrained answers, drafts, steps in flight and fetches."""
+    """Some of the moments have constrained answers, drafts, steps in flight or fetches."""
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
     # A file is nearly full at once, so each turn starts another.
     monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
@@ -382,7 +382,7 @@ print(replay(read(writer.path)).kinds["settled"])
 
 
 def test_a_replay_compiles_deep_grammars_on_a_large_stack(tmp_path: Path) -> None:
-    """In another process, because a stack overflow would end it."""
+    """The replay runs in another process, because a stack overflow would end it."""
     command = [sys.executable, "-c", DEEP, str(tmp_path / "journals")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr

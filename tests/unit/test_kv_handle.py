@@ -1,4 +1,4 @@
-"""The handle: golden bytes; without the key it can be neither read, changed nor forged."""
+"""A handle has golden bytes. Without the key, it cannot be read, changed or forged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys and values rounded to eight bits. test_kernels.py and test_attention.py compare the
-kernels."""
+"""Keys and values rounded to eight bits. test_kernels.py and test_attention.py compare the compiled
+kernels with this reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from worker.kv.rounding import ROUNDED, head_bytes, numbers_of, round_heads, stored_width
 
 SCALES = st.floats(-30, 30)
-"""Exponents of the sizes of heads."""
+"""Heads are multiplied by ten to the power of one of these numbers."""
 
 
 def test_a_head_is_integers_and_then_its_scale() -> None:

@@ -1,4 +1,5 @@
-"""K/V blocks that a window has passed: the arithmetic, the prefix cache and the worker's choice."""
+"""K/V blocks that a window has passed: how they are counted and cached, and for which models and
+options they are freed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def visible(query: int, window: int, size: int) -> set[int]:
-    """Return the blocks with the positions that the query at position `query` sees."""
+    """Return the indices of the blocks with the positions that the query at `query` attends to."""
     return {p // size for p in range(query + 1) if query - window < p}
 
 
@@ -86,7 +87,8 @@ def test_a_prefix_is_found_if_and_only_if_all_blocks_in_its_window_are_cached(
 def test_with_groups_a_prefix_also_needs_all_blocks_of_the_other_layers(
     length: int, cached: set[int], size: int, window: int
 ) -> None:
-    """Of each column c, `cached` has c for the first block, c + 8 and c + 16 for the two others."""
+    """Column c has three blocks. They are cached if `cached` contains c, c + 8 and c + 16,
+    respectively."""
     hashes, cache = [bytes([i]) for i in range(length)], PrefixCache()
     keys = [*hashes, *(window_keys(content, 2)[j] for j in range(2) for content in hashes)]
     numbers = [*range(length), *range(8, 8 + length), *range(16, 16 + length)]

@@ -1,5 +1,5 @@
-"""One function computes the template's kwargs. Requests cannot set in kwargs what has a field of
-its own."""
+"""The kwargs of a chat template, from the fields and kwargs of a request and the server's defaults.
+Reserved names, such as "messages", are refused in the kwargs of a request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SWITCHES: dict[str, tuple[Spelling, Spelling]] = {
         ({"reasoning": {"enabled": False}}, {}),
     ),
 }
-"""Every spelling of (on, off)."""
+"""Name of a spelling -> (how it turns thinking on, how it turns thinking off)."""
 
 
 def kwargs_of(

@@ -1,4 +1,4 @@
-"""Which engines a command starts, and their addresses. Nothing is started here."""
+"""The processes that a command starts, their addresses and options. The tests start none."""
 
 from __future__ import annotations
 

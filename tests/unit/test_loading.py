@@ -1,4 +1,4 @@
-"""Hugging Face directories: the model card has what the files say, and bad files are refused."""
+"""Model directories of Hugging Face: the card agrees with the files, and bad files are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def change(path: Path, **fields: Any) -> None:
-    """Set fields of a JSON file; None removes one."""
+    """Set fields of a JSON file. A field whose new value is None is removed."""
     values = json.loads(path.read_text()) if path.exists() else {}
     values = {k: v for k, v in (values | fields).items() if v is not None}
     path.write_text(json.dumps(values))

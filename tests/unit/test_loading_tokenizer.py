@@ -99,7 +99,8 @@ def test_bos_and_eos_are_added_if_the_file_requests_them(bos: bool, eos: bool) -
 def sentencepiece_like() -> Tokenizer:
     """Return a tokenizer like that of Llama 2, trained on TEXTS.
 
-    It makes spaces visible, adds a prefix, and falls back to bytes.
+    It adds a space before each text, replaces spaces by "▁", encodes unknown characters as bytes,
+    and starts each text with <s>.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(

@@ -26,7 +26,7 @@ PLAIN = SamplingParams(temperature=0.0)
 
 
 def reference(logits: list[float], request: RowRequest) -> list[float]:
-    """Return the processed logits of one row, computed token by token in the order of logits.py."""
+    """Return the processed logits of one row, computed token by token."""
     params, out = request.params, list(logits)
     answer = request.tokens[request.prompt_tokens :]
     for token in range(len(out)):
@@ -56,8 +56,7 @@ ADDITIVE = st.sampled_from([0.0, 0.0, 0.5, -2.0, 1.7])
 
 @st.composite
 def words(draw, tokens: list[int]) -> list[int]:
-    """Draw a bad word. Most of them begin with the last tokens of the answer, so only one token is
-    missing."""
+    """Draw a bad word. Most bad words are the last tokens of the request and one further token."""
     last = tokens[len(tokens) - draw(st.integers(0, min(5, len(tokens)))) :]
     return [*draw(st.sampled_from([[], last, last])), draw(TOKEN)]
 
@@ -150,8 +149,8 @@ def test_end_tokens_are_possible_from_the_first_position_that_min_tokens_allows(
 
 
 def test_a_bad_word_is_impossible_only_at_its_last_token_and_only_within_the_answer():
-    """The word is [7, 8, 9] and the prompt is [7, 8]. For each answer: whether 9 is banned after
-    it."""
+    """The bad word is [7, 8, 9], and the prompt is [7, 8]. `answers` maps each answer to whether 9
+    is banned after it."""
     answers = {(): False, (7,): False, (8,): False, (7, 8): True, (1, 7, 8): True, (8, 7): False}
     params = SamplingParams(bad_words=[[7, 8, 9]])
     group = [RowRequest(params, [7, 8, *answer], prompt_tokens=2) for answer in answers]
@@ -175,7 +174,7 @@ def test_the_longest_lists_fit_a_slot():
 
 # ---- masks of grammars
 def bits_of(tokens: set[int], vocab: int) -> list[int]:
-    """Return the words of a mask, as signed 32-bit numbers."""
+    """Return the mask that allows `tokens`, as signed 32-bit words."""
     words = [0] * -(-vocab // 32)
     for token in tokens:
         words[token // 32] |= 1 << token % 32
@@ -254,7 +253,7 @@ def test_a_row_without_any_allowed_token_fails_alone():
 
 
 def test_each_place_of_a_row_with_drafts_has_its_own_mask():
-    """The mask of a place decides its token, whatever the masks of the other places allow."""
+    """Only the mask of a place decides its token, whatever the masks of other places allow."""
     rows, drafts = [(0, 0, 5, True), (1, 0, 3, True)], {0: [11, 12]}
     binds = [slot_init(n, [5, 9, 2], blocks=[1 + 2 * n, 2 + 2 * n]) for n in range(2)]
     free = runner_of().step(step_plan(4, bind=[binds[1]], rows=rows[1:])).tokens.tolist()

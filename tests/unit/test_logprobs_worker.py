@@ -1,5 +1,5 @@
-"""Logprobs equal torch's log_softmax in float64, or plain Python for the distribution that is drawn
-from."""
+"""Logprobs of the model equal torch's log_softmax in float64. Logprobs of the distribution that a
+token is drawn from equal a reference in plain Python."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def logits_after(prompt: list[int]) -> torch.Tensor:
 
 
 def reference(tokens: list[int]) -> torch.Tensor:
-    """Return log_softmax after every position of `tokens`, each computed by its own step."""
+    """Return the vocabulary's logprobs after each position of `tokens`, each from its own step."""
     rows = []
     for position in range(len(tokens)):
         prompt = tokens[: position + 1]
@@ -248,7 +248,7 @@ def raw_logits() -> list[float]:
 
 
 def bent(params: SamplingParams) -> list[float]:
-    """Return the logits after bias, penalties and bans, computed token by token."""
+    """Return `raw_logits` with bias, repetition penalty and bans, computed token by token."""
     logits = raw_logits()
     for token, value in params.logit_bias.items():
         logits[token] += value

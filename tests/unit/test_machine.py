@@ -20,9 +20,8 @@ class CountingReads(FormatParserState):
 
 
 class Switching(FormatParser):
-    """Reads up to a dot in state a, where <A> is a marker. Then it continues in state b, where <B>
-    is a marker.
-    """
+    """A parser with the states a and b. Each dot switches the state. The marker of state a is
+    <A>, and that of state b is <B>."""
 
     State = CountingReads
 

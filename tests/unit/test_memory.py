@@ -55,7 +55,7 @@ def budget(
     groups: KVGroups | None = None,
     **config: Any,
 ) -> KVBudget:
-    """Return the budget for blocks of 16 tokens and one MiB."""
+    """Return the K/V budget for blocks of one MiB, with 16 tokens by default."""
     return kv_budget(
         WorkerConfig(model="m", **config),
         context_tokens=context_tokens,
@@ -271,7 +271,8 @@ def planned(path: Path, *, packs: bool = True) -> PlannedModel:
 
 @pytest.fixture(scope="module", params=["directory", *KINDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model whose matrices the kernels can pack. Half of the kinds have tied embeddings."""
+    """Return the path of a model whose matrices the kernels can pack: a directory, and a GGUF file
+    of each type. Some models have tied embeddings."""
     path = tmp_path_factory.mktemp("models")
     tied = request.param in ("directory", "Q4_0", "Q5_0")
     theirs = random_llama(tie_word_embeddings=tied, attention_bias=request.param == "F16")
@@ -452,7 +453,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(way: str) -> int:
-    """Return the number of page faults in all steps but the first."""
+    """Return the number of page faults in the steps of PROGRAM after the first one. If `way` is
+    "kept", the process keeps freed pages."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=False
     )

@@ -14,7 +14,7 @@ from tests.support.answers import new_choice_group
 
 def test_every_engine_statistic_has_a_metric() -> None:
     stats = msgspec.structs.asdict(EngineStats())
-    del stats["worker"]  # what is done now, and by which processes: /readyz tells it
+    del stats["worker"]  # no metric: the current work of the worker, which /readyz shows
     assert {series.field: bool(series.labels) for series in ENGINE_METRICS} == {
         name: isinstance(value, dict) for name, value in stats.items()
     }
@@ -22,7 +22,7 @@ def test_every_engine_statistic_has_a_metric() -> None:
 
 
 def samples(metrics: list[Metric]) -> dict[tuple[str, ...], float]:
-    """Return (name, label values ...) -> value."""
+    """Return the value of each sample, by a tuple of its name and its label values."""
     return {
         (sample.name.removeprefix("tidegate_engine_"), *sample.labels.values()): sample.value
         for metric in metrics

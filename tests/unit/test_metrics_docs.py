@@ -1,5 +1,4 @@
-"""docs/metrics.md lists the names in `/metrics`, all of them and no others. So do deploy/ and its
-dashboard."""
+"""docs/metrics.md names every metric in `/metrics` and no other, each with its labels."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ SERIES = re.compile(r"(?:tidegate_|vllm:)[a-z0-9_]+[a-z0-9]")
 
 
 def told_names(metrics: Iterable[Metric]) -> set[str]:
-    """Return the names of the metrics as queries spell them: counters end in _total, histograms
-    have no suffix."""
+    """Return the names of the metrics as the documentation spells them: counters end in _total, and
+    histograms have no suffix."""
     return {f"{m.name}_total" if m.type == "counter" else m.name for m in metrics}
 
 
@@ -47,7 +46,7 @@ def test_every_series_is_in_the_documentation_and_no_other() -> None:
 
 
 def labels_of_series() -> dict[str, set[str]]:
-    """Return the labels of each metric, by its name in the documentation."""
+    """Return the labels of each metric, by its name without `_total`."""
     labels = {"tidegate_engine_up": set[str]()}
     for spec in Metrics(list).specs:
         labels[spec.name] = set(spec.labels)

@@ -1,4 +1,5 @@
-"""docs/models.md against the table of families and the lists of other architectures."""
+"""docs/models.md agrees with the table of families, the lists of other architectures, and the
+formats of published templates."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_the_documented_families_are_the_supported_ones() -> None:
-    """Update the page with `python -m worker.models.families`."""
+    """`python -m worker.models.families` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- families -->\n")
     assert rest.partition("\n<!-- /families -->")[0] == table()
 
 
 def test_the_documented_architectures_are_those_of_the_lists() -> None:
-    """Update the page with `python -m worker.models.architectures`."""
+    """`python -m worker.models.architectures` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
     assert rest.partition("\n<!-- /transformers -->")[0] == documented()
 
 
 def test_the_documented_formats_are_those_of_the_published_templates() -> None:
-    """Update the page with `python -m tests.support.family_formats`."""
+    """`python -m tests.support.family_formats` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- formats -->\n")
     assert rest.partition("\n<!-- /formats -->")[0] == family_formats.table()

@@ -46,7 +46,8 @@ def load(path: Path, kernels: Kernels, dtype: torch.dtype, form: str = "auto") -
 
 
 def answers(loaded: LoadedModel) -> list[Tensor]:
-    """Return the logits of a prompt, and of a step that mixes a decode row and a chunk."""
+    """Return the logits of two steps, and the K/V cache after them. The first step computes two
+    prompts. The second one mixes a decode row and a chunk."""
     config = loaded.spec
     blocks = scattered(16, 4, 4)
     dtype = getattr(torch, loaded.card.dtype)
@@ -79,7 +80,8 @@ def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_compiled_kernels_compute_what_torch_computes(
     directory: Path, name: str, form: str, dtype: torch.dtype
 ) -> None:
-    """With packed weights, one call computes all layers. With dense ones, each kernel is a call."""
+    """With packed weights, one call computes all layers. With dense weights, each operation is a
+    call of its own."""
     ours = load(directory, native_kernels(name), dtype, form)
     theirs = load(directory, TorchKernels(), dtype)
     assert ours.card.num_parameters == theirs.card.num_parameters
@@ -106,7 +108,7 @@ def test_dense_copies_are_offered_only_if_onednn_can_make_them() -> None:
 def test_steps_of_many_rows_use_dense_weights_with_the_same_answers(
     directory: Path, from_rows: int
 ) -> None:
-    """The steps have 14 and 9 rows, so both, one or none of them uses dense weights."""
+    """The steps have 14 and 9 rows, so both, one or none of them use dense weights."""
     kernels = native_kernels()
     header = read_header(directory)
     assert isinstance(header, ModelHeader)

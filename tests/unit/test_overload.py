@@ -33,7 +33,8 @@ def offered(
     refusal_cache: RefusalCache | None = None,
     **terms: float,
 ) -> tuple[Paced, list[PacedRequest]]:
-    """Run `per_s` requests per second at even intervals, of two accounts in turn."""
+    """Send `per_s` requests per second at even intervals, from two accounts in turn. Return the run
+    and its requests."""
     paced = Paced(refusal_cache=refusal_cache, **OPTIONS, max_waiting=max_waiting)
     for place in range(int(per_s * seconds)):
         account = (ALICE, BOB)[place % 2]
@@ -43,12 +44,12 @@ def offered(
 
 
 def done_per_s(requests: list[PacedRequest], seconds: float) -> float:
-    """Return the tokens per second of the requests that ended."""
+    """Return the tokens per second of the completed requests, prompts included."""
     return sum(one.num_tokens for one in requests) / seconds
 
 
 def peak_per_s() -> float:
-    """Return the highest tokens per second at two arrival rates near the capacity."""
+    """Return the higher throughput of two arrival rates near the capacity, in tokens per second."""
     return max(done_per_s(offered(per_s, 4.0)[1], 4.0) for per_s in (40, 60))
 
 
@@ -66,7 +67,8 @@ def test_tenfold_load_keeps_the_throughput_and_refuses_the_rest_with_retry_after
 
 @pytest.mark.parametrize(("max_waiting", "share"), [(1, 0.0), (MAX_WAITING, 0.5), (64, 0.7)])
 def test_refusals_cached_by_a_gateway_cost_no_throughput(max_waiting: int, share: float) -> None:
-    """If the queue has one place only, a refusal is cached for just a millisecond."""
+    """`share` is the least share of refusals that come from the cache. If the queue has only one
+    place, a refusal is cached for about a millisecond, so the share may be 0."""
     _, requests = offered(400, 4.0, max_waiting)
     caching, cached_requests = offered(400, 4.0, max_waiting, RefusalCache())
     assert done_per_s(cached_requests, 4.0) >= 0.98 * done_per_s(requests, 4.0)
@@ -92,7 +94,8 @@ def a_crowd(accounts: int) -> tuple[Paced, Account]:
 
 
 def send_one_more(crowd: tuple[Paced, Account], **terms: float) -> PacedRequest:
-    """Send one more request of that account, and return the request after it has ended."""
+    """Send one more request, from the account that `crowd` names. Return the request when it has
+    been refused or has output."""
     paced, name = crowd
     paced.at(paced.now, lambda: paced.ask(PROMPT, 1, name, **terms))
     while (requests := paced.asked[-1]).at < 2.0 or not (requests.refused or requests.outputs):
@@ -112,7 +115,7 @@ def test_queue_timeouts_are_predicted_among_several_accounts(accounts: int) -> N
 
 
 def test_requests_past_their_queue_timeout_are_never_computed() -> None:
-    """The queue has no other limit that matters here."""
+    """The queue is so long that it never becomes full, so only the timeout refuses requests."""
     paced, requests = offered(400, 4.0, max_waiting=10_000, queue_timeout_s=0.1)
     assert done_per_s(requests, 4.0) >= 0.9 * peak_per_s()
     begun = [one for one in requests if one.first_at is not None]
@@ -126,7 +129,8 @@ def test_requests_past_their_queue_timeout_are_never_computed() -> None:
 
 
 def flooded(length: int, *, flood: bool, times: int = 5) -> list[float]:
-    """Return the times to the first token of Bob's few requests, while Alice fills the queue."""
+    """Return the times to the first token of Bob's few requests. If `flood`, Alice meanwhile keeps
+    the queue full."""
     paced = Paced(**OPTIONS, max_len=180, max_slots=8, max_waiting=MAX_WAITING)
     mine: list[PacedRequest] = []
 
@@ -169,7 +173,8 @@ LARGE: dict[str, Any] = {
 
 
 def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:
-    """Return a run with the step size and the number of slots of a real server."""
+    """Return a run with the step size and the number of slots of a real server. If `flood`, Alice
+    keeps its queue full."""
     paced = Paced(costs, **LARGE, max_len=1100, max_slots=16, max_waiting=MAX_WAITING)
 
     def more() -> None:
@@ -185,7 +190,8 @@ def in_large_steps(*, flood: bool, costs: Sequence[tuple[int, float]]) -> Paced:
 def flooded_in_large_steps(
     length: int, *, flood: bool, every_s: float = 1.37, costs: Sequence[tuple[int, float]] = ()
 ) -> tuple[list[float], float]:
-    """Return the times to the first token as `flooded` does, and the computed tokens per second."""
+    """Return the times to the first token of all but the first of Bob's requests, and the computed
+    tokens per second. If `flood`, Alice keeps the queue full."""
     paced = in_large_steps(flood=flood, costs=costs)
     mine: list[PacedRequest] = []
     times = 9 if length > 64 else 40

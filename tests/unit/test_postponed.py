@@ -17,7 +17,8 @@ NAME, DEPENDENT = "postponed_example", "dependent_of_postponed_example"
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A postponed module, imported. `executions` of the module `sys` counts its executions."""
+    """Return a postponed module, imported but not yet executed. `sys.executions` counts its
+    executions."""
     source = "import sys\nsys.executions += 1\nanswer = 42\n"
     (tmp_path / f"{NAME}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The check whether a model can be served, which does not import torch."""
+"""The preflight check, which finds out whether a model can be served without importing torch."""
 
 from __future__ import annotations
 

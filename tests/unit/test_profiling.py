@@ -24,7 +24,7 @@ DONE = Traced(file="/traces/a.json.gz", steps=3, began=1.0, ended=2.0)
 
 
 def started() -> Profiling:
-    """Return a profiling that has sent its command to the worker."""
+    """Return a Profiling whose command has been sent to the worker."""
     profiling = Profiling()
     profiling.request(US, REQUEST)
     profiling.pop_command()

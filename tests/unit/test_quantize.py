@@ -47,7 +47,7 @@ def test_k_quants_are_more_exact_than_simple_types(kind: Kind, simple: Kind) -> 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
 def test_k_quants_keep_what_they_can_represent(kind: Kind) -> None:
-    """Zeros, equal numbers, and blocks in which only one number is not zero."""
+    """K-quants can represent zeros, equal numbers, and blocks with a single non-zero number."""
     values = np.zeros((4, 256), np.float32)
     values[1] = 0.25
     values[2] = -0.25
@@ -115,7 +115,7 @@ def template(*tokens: str) -> dict[str, Any]:
 
 
 def added(**flags: bool) -> dict[str, Any]:
-    """Return the added tokens of the tiny tokenizer, of which the last one has these flags."""
+    """Return the added tokens of the tiny tokenizer, with these flags on the last one."""
     tokens = json.loads(tiny_tokenizer().to_str())["added_tokens"]
     return {"added_tokens": [*tokens[:-1], tokens[-1] | flags]}
 

@@ -39,7 +39,8 @@ GPTQ, PACKED = "gptq 4 bits", "packed 4 bits"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function from a format to its checkpoint, which it writes on the first call."""
+    """Return a function that returns the path of a format's checkpoint. The first call for a format
+    writes the checkpoint."""
     written: dict[str, Path] = {}
     model = random_llama(**SIZES)
 
@@ -100,7 +101,8 @@ def test_blocks_hold_the_numbers_up_to_the_rounding_of_their_type(
 
 
 EXACT = (GPTQ, PACKED)
-"""Scales are float16 numbers, and the zero points are powers of two."""
+"""Formats whose numbers fit blocks without rounding: the scales are exact in float16, and the zero
+points are powers of two."""
 
 
 @pytest.mark.parametrize("name", FORMATS)

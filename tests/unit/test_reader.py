@@ -28,7 +28,8 @@ def factory(**options: Any) -> ParserFactory:
 
 
 def outputs(pieces: list[list[int]], **end: Any) -> list[Output]:
-    """Return the engine's outputs. The last one has the end of the answer."""
+    """Return one output of the engine for each piece. `end` has fields of the last output, such as
+    the finish reason."""
     logprobs = [[TokenLogprobs(i, -1.0, 1) for i in ids] for ids in pieces]
     news = [
         Output(request=1, tokens=ids, logprobs=lps)

@@ -45,8 +45,11 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
 def outputs(
     text: str, size: int = 3, *, logprobs: int | None = None, num_logprob_ids: int = 0
 ) -> list[Output]:
-    """Return the engine's outputs of a text, `size` tokens each. `asked` is the number of requested
-    token ids, whose logprobs are added."""
+    """Return the engine's outputs of a text, `size` tokens each.
+
+    logprobs          number of top tokens with logprobs; None: no logprobs at all
+    num_logprob_ids   number of requested token ids, whose logprobs are added
+    """
     ids = [*marked_ids(text), EOS]
     pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
 
@@ -500,7 +503,8 @@ def after(one: Trip, count: int) -> tuple[str, list[Any]]:
 
 
 def refuses(one: Trip, chunk: Any, state: str) -> bool:
-    """Return whether the state is refused. Any other error is a failure of the test."""
+    """Return whether the chunk is refused because of `state`. An exception that is not an
+    InvalidRequest is raised."""
     try:
         one.derender_chat_chunk(chunk, state)
     except InvalidRequest as error:
@@ -549,7 +553,8 @@ def test_a_forged_state_is_refused_and_never_an_internal_error() -> None:
 
 
 def size_and_lines(one: Trip, text: str, num_chunks: int) -> tuple[int, int]:
-    """Return the size of the state after `text`, and the lines that one more chunk executes."""
+    """Return the size of the state after `text`, sent in about `num_chunks` chunks, and the number
+    of lines that one more chunk executes."""
     state = None
     ids = marked_ids(text)
     step = max(1, len(ids) // num_chunks)

@@ -44,7 +44,8 @@ CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
 
 
 def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
-    """Only files with a name that seems to stand twice are parsed: to parse all takes seconds."""
+    """Only files with a class name that a text search finds twice are parsed, because parsing all
+    files takes seconds."""
     texts = {
         path: (ROOT / path).read_text(encoding="utf-8")
         for path in tracked
@@ -62,7 +63,8 @@ def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
 
 
 def test_each_law_names_its_tests() -> None:
-    """docs/architecture.md has a row for each law, and its tests exist."""
+    """docs/architecture.md has a row for each law, which names existing tests, and says which laws
+    are not built."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = page.partition("## The laws and their tests")[2].partition("\n#")[0]
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", section, re.MULTILINE)
@@ -92,9 +94,9 @@ def test_documents_name_only_python_files_that_exist(tracked: list[Path]) -> Non
 
 
 WAITING = Path("tests/support/waiting.py")
-"""The one file that sleeps."""
+"""The only file of tests that may sleep."""
 PROGRAMS = ("tests/benchmarks/", "tests/torture/")
-"""They measure a server over time, and may let time pass."""
+"""Folders of programs that measure a server over time, and may sleep."""
 OWN_NAMES = ("self", "cls", "super", "os", "sys")
 PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools)[\w.]*\._[a-z]\w*")
 

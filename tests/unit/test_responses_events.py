@@ -200,7 +200,8 @@ def test_a_stream_of_all_kinds_has_these_bytes() -> None:
 
 @pytest.mark.parametrize("num_top", [None, 1])
 def test_every_frame_is_the_encoding_of_its_struct(num_top: int | None) -> None:
-    """The frames of text deltas are made from templates."""
+    """The frames of text deltas are made from byte templates, so they could differ from the
+    encoding of their structs."""
     recorded = RecordedResponse(num_top=num_top).say(Reasoning("h\u00e9"), Reasoning('"%d'), *CALLS)
     recorded.say(Content('"delta":""'), Content("%b"), ids=[*b'"delta":""%b']).end()
     for data in recorded.written.frames:

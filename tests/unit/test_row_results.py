@@ -1,6 +1,5 @@
 """The results of a step's rows: which rows have one token and nothing else, and which results do
-not fit their plan.
-"""
+not fit their plan."""
 
 from __future__ import annotations
 

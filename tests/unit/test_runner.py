@@ -260,7 +260,7 @@ class BatchRow:
 
 @dataclass
 class Naive:
-    """The expected batch, as plain lists."""
+    """A batch as plain lists, to compare the expected batch with the built one."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)

@@ -190,8 +190,8 @@ def test_drafts_without_a_known_token_or_a_sample_are_refused(rows, drafts) -> N
 
 # ---- verify
 def row_by_row(rows: list[list[tuple[int, bool, int]]]) -> tuple[list[int], list[int]]:
-    """Return places and counts as `verify` does. `rows` holds (token, is finite, draft) for each
-    place."""
+    """Return the places and counts that `verify` should return. `rows` holds (token, is finite,
+    draft) for each place."""
     places: list[int] = []
     counts: list[int] = []
     place = 0

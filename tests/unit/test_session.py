@@ -67,7 +67,7 @@ def opened(session: Session) -> int:
 
 
 def ends(news: Sequence[tuple[int, Any]]) -> dict[int, str]:
-    """Return {request: code of the error that ended it}."""
+    """Return the code of the error that ended each request, by the number of the request."""
     return {
         request: output.error.code
         for request, output in news
@@ -172,8 +172,8 @@ def test_a_connection_that_breaks_ends_every_open_request_at_once() -> None:
 
 
 def test_a_failed_attempt_to_connect_ends_nothing_though_it_is_noticed_late() -> None:
-    """A process that was busy first reads the engine's answer, and then that its first attempt to
-    connect had failed."""
+    """A busy process may read the engine's answer before the event that its first attempt to
+    connect has failed."""
     session = Session("test")
     assert isinstance(session.tick(0.0)[0][0], Hello)
     session.receive(welcome(), 0.1)
@@ -211,8 +211,8 @@ def test_the_session_sends_hello_after_a_silence() -> None:
 
 @pytest.mark.parametrize("epoch", ["e1", "e2"])
 def test_a_late_pong_does_not_change_the_reported_cause_of_a_loss(epoch: str) -> None:
-    """A request before the next Welcome gets the first cause: the engine was silent, or sent the
-    reason of its end. The cause is not replaced by a restart."""
+    """Until the next Welcome, requests are refused with the first cause: silence, or the reason in
+    EngineStopped. A Pong does not replace it, even if it has the epoch of a restarted engine."""
     silent, ended = connected(), connected()
     for tenth in range(1, 66):
         silent.tick(tenth / 10)
@@ -332,7 +332,7 @@ def test_an_engine_that_dies_while_loading_is_reported_as_lost() -> None:
 def test_a_ping_reports_the_bytes_read() -> None:
     session = connected()
     session.receive(Pong(epoch="e1", stats=EngineStats(), sent_bytes=700), 1.0)
-    session.receive(Pong(epoch="e1", stats=EngineStats()), 1.1)  # unasked
+    session.receive(Pong(epoch="e1", stats=EngineStats()), 1.1)  # not requested
     assert session.tick(50.0)[0] == [Ping(read_bytes=700)]
     session.receive(welcome("e2"), 51.0)
     assert session.tick(60.0)[0] == [Ping()]

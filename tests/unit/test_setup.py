@@ -25,7 +25,7 @@ SOURCES = ("setup.py", "worker/kernels/sets.py", "worker/kernels/csrc/simd.h")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with what setup.py reads, and a library newer than that."""
+    """Return a folder with the files that setup.py reads, and a library newer than all of them."""
     shutil.copytree(ROOT / "worker/kernels/csrc", tmp_path / "worker/kernels/csrc")
     for name in ("setup.py", "setup.cfg", "README.md", *SETS_AND_FLAGS):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -80,7 +80,7 @@ def tried(printed: str) -> set[str]:
 @pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", [each.name for each in INSTRUCTION_SETS])
 def test_the_compiler_accepts_each_instruction_set(name: str) -> None:
-    """Those that this processor cannot run are compiled for distribution only."""
+    """This includes the sets that a build in place skips because this processor cannot run them."""
     (options,) = (each.options for each in INSTRUCTION_SETS if each.name == name)
     source = str(ROOT / "worker/kernels/csrc/kernels.cpp")
     command = ["c++", "-std=c++17", "-fsyntax-only", "-w", *options, source]

@@ -43,7 +43,7 @@ def scalar(name: str, **more: Any) -> SlotField:
 
 
 def rows(table: SlotTable, slot: int) -> dict[str, list[object]]:
-    """Return what readers can see of a slot's row: guarded rows only up to their count."""
+    """Return the values of a slot's row that may be read: guarded fields only up to their count."""
     seen = {}
     for name, field in table.fields.items():
         row = table[name][slot]
@@ -307,8 +307,7 @@ NUM_ROWS = 13
 
 
 def used_runner() -> Runner:
-    """Return a runner that has computed two steps, so everything that is made at the first step
-    exists."""
+    """Return a runner after two steps, so that it has everything that the first step makes."""
     runner = tiny_runner(tiny_slots(NUM_ROWS), tiny_cache(20))
     plan = step_plan(bind=[slot_init(2, [1, 2, 3], blocks=[4], params=GREEDY)], zero=[4])
     runner.step(plan)
@@ -350,7 +349,7 @@ HIDINGS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "an lru_cache": lambda c: (c.model, "made", cached()),
     "a bound method": lambda c: (c.model, "held", Holder().call),
 }
-"""place -> (owner, attribute, value that keeps a tensor)"""
+"""Place -> function from a runner's components to (owner, attribute, value that keeps a tensor)."""
 
 
 def test_a_worker_has_no_tensors_outside_the_slot_table():

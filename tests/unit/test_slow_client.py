@@ -151,7 +151,7 @@ def test_a_client_that_stops_reading_gets_no_more_buffered_events() -> None:
 # ---- an answer whose client pauses
 @pytest.mark.parametrize("seed", range(20))
 def test_pauses_of_the_client_change_no_text_token_or_logprob(seed: int) -> None:
-    """Outputs of three choices interleave. The client may pause and resume at each of them."""
+    """Outputs of three choices interleave. The client may pause or resume at each output."""
     chance = random.Random(seed)
     plain, paused = [_sent_with_pauses(chance, pauses) for pauses in (False, True)]
     assert folded(plain) == folded(paused)
@@ -175,8 +175,8 @@ def _sent_with_pauses(chance: random.Random, pauses: bool) -> SentFrames:
 
 
 def test_events_before_a_sink_is_attached_are_not_merged() -> None:
-    """The client is not slow: its sink is attached a moment later. A stream must not show how busy
-    the gateway is."""
+    """A sink that is attached late does not mean that the client is slow. A stream must not show
+    how busy the gateway is."""
     answer = an_answer()
     for output in token_by_token(ids_of("Hello")):
         answer.on_report(answer.choices[0], output)
@@ -236,7 +236,8 @@ def test_a_paused_client_that_disconnects_gets_nothing_more() -> None:
 
 
 def test_output_beyond_the_buffer_is_sent_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is sent during the pause, and then waits in the outlet as bytes, which are bounded."""
+    """The output is sent although the client pauses. It then waits in the outlet as bytes, whose
+    number is bounded."""
     monkeypatch.setattr("gateway.generation.sinks.MAX_PENDING", 10)
     monkeypatch.setattr("gateway.generation.sinks.MAX_UNPARSED", 5)
     answer = an_answer()

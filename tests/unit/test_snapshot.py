@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
 
 def sample(kind: inspect.Type) -> Any:
-    """Return a value of this type. Every field and container in it has a value."""
+    """Return a value of this type, in which every field is set and no container is empty."""
     match kind:
         case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
             return kind.cls(**{field.name: sample(field.type) for field in fields})
@@ -75,9 +75,8 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
 
 # ---- the restored engine
 def storms() -> Iterator[RequestStorm]:
-    """Yield storms at many moments: with grammars, both kinds of drafts, steps in flight, tiers and
-    windows.
-    """
+    """Yield each storm after each of its operations. Some storms have grammars, either kind of
+    drafts, steps in flight, tiers or windows."""
     plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
     windows = [WindowStorm(103), WindowStorm(103, 2)]
     for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), *windows]:
@@ -107,8 +106,8 @@ def plain(value: Any) -> Any:
 
 
 def test_a_restored_engine_has_the_same_snapshot() -> None:
-    """The bytes of a snapshot differ if a dict or a set has another order. Only then the values are
-    compared, which takes much longer."""
+    """The bytes of equal snapshots can differ in the order of a dict or a set. Only if the bytes
+    differ are the values compared, which takes much longer."""
     for storm in storms():
         taken = take_snapshot(storm.bench.engine)
         data = msgspec.msgpack.encode(taken)

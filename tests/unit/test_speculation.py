@@ -170,7 +170,7 @@ def test_prompts_go_before_drafts() -> None:
 
 
 def test_a_draft_preempts_no_request() -> None:
-    """The blocks are just enough for two answers, so blocks for drafts could be too many."""
+    """The blocks are just enough for two answers, so blocks for drafts would be too many."""
     for speculation in ("none", "ngram"):
         each = bench(num_blocks=27, block_tokens=4, max_slots=2, speculation=speculation)
         numbers = [each.add(LOOP, max_tokens=40, seed=n) for n in range(2)]
@@ -181,7 +181,7 @@ def test_a_draft_preempts_no_request() -> None:
 
 
 def test_blocks_with_wrong_drafts_are_never_found() -> None:
-    """A request that continues the answer finds all full blocks, with the right content."""
+    """A prompt that continues the answer finds all its full blocks, with the right content."""
     each = bench(sample=stubborn, ngram_min=1, block_tokens=2, num_blocks=65)
     number = each.add([6, 5, 7, 5], max_tokens=30)
     each.run()

@@ -64,7 +64,7 @@ def test_no_draft_is_made_if_each_token_costs_as_much_as_the_first() -> None:
 
 
 def test_the_number_of_drafts_maximises_tokens_per_cost() -> None:
-    """The expected number of accepted tokens per cost is computed for 0 to 4 drafts per row."""
+    """The expected number of tokens per cost of a step is computed for 0 to 4 drafts per row."""
     by_hand = {
         n: sum(0.7**i for i in range(n + 1)) / StepCosts(MEASURED)[2 * (1 + n)] for n in range(5)
     }

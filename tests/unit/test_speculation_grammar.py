@@ -78,8 +78,8 @@ def test_constrained_answers_are_the_same_with_and_without_drafts() -> None:
 
 
 def test_the_mask_of_each_place_admits_its_draft() -> None:
-    """The grammar admits every draft that is verified. Free text has masks, too, if the thinking
-    budget forces a token, or may force one."""
+    """The grammar admits every draft that is verified. Free text has masks too, if the thinking
+    budget forces a token or may force one."""
     fast, _ = serve("ngram")
     num_places = 0
     for plan, masks in fast.executed:
@@ -149,7 +149,7 @@ def test_forced_drafts_do_not_count_as_n_gram_drafts() -> None:
 
 
 def test_wrong_forced_drafts_lower_only_the_forced_acceptance() -> None:
-    """They are wrong if the model spells the forced text with other tokens."""
+    """Forced drafts are wrong if the model spells the forced text with other tokens."""
     drafting = RequestDrafting(drafter=None)  # type: ignore[arg-type]
     drafting.is_forced = True
     before = drafting.forced_tally.acceptance
@@ -181,7 +181,7 @@ def test_drafts_keep_to_the_thinking_budget(body: Body | None) -> None:
 
 
 def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> None:
-    """The mask that fails is computed by a copy of the matcher."""
+    """With drafts, a copy of the matcher computes the mask that exceeds the limit."""
     large = {"type": "object", "properties": {f"n{i}": {"type": "string"} for i in range(2000)}}
     body = JsonSchema(text=json.dumps({"type": "object", "properties": {"far": large}}))
     text = '{"far":{"'
@@ -212,5 +212,6 @@ def test_a_grammar_too_large_after_accepted_drafts_still_reports_its_limit() -> 
 
 
 def mark_failed_row(result: StepResult) -> StepResult:
-    """Return the result as the worker reports a row whose mask allows no token (here: token 0)."""
+    """Return `result`, but with its row marked as failed if the last token is 0, which stands for a
+    mask that allows no token."""
     return result if result.tokens.tolist()[-1] else replace(result, failed=Int32.of([0]))

@@ -15,8 +15,8 @@ from gateway.http.client_socket import MAX_BUFFERED_BYTES, IteratorOutlet, Socke
 
 
 class Wire:
-    """The sending half of a socket. It accepts `room` bytes, then it would block. It may also be
-    gone."""
+    """The sending half of a socket. It accepts `room` bytes, and then would block. If `is_gone`, it
+    raises BrokenPipeError."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -19,7 +19,7 @@ FOUND = {
 
 @pytest.fixture
 def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Define three stages with one test each, of which the first fails."""
+    """Replace the suite's stages by three with one test each. The first one fails."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second each
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     made = []
@@ -97,7 +97,7 @@ def test_a_stage_without_a_report_has_no_counts(tmp_path: Path) -> None:
 def test_a_stage_without_tests_fails_unless_arguments_choose_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test that a stage names may have been renamed."""
+    """If the tests of a stage are renamed, the stage must not pass without any."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_none.py").touch()

@@ -1,5 +1,5 @@
-"""The file of the store: which records are kept, for how long and for whom, and how dead runs end.
-Time is an argument, so nothing waits."""
+"""The database of the store: which records are kept, for how long and for whom, and how the runs of
+a dead process end. Time is an argument, so no test waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def database(path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def other(path: Path, database: Database) -> Iterator[Database]:
-    """Open the same file as another process would."""
+    """Return the database of `database`, as another process opens it."""
     other = opened(path, "other")
     yield other
     other.close()

@@ -303,9 +303,8 @@ def named(name: str) -> dict[str, Any]:
 
 
 def walked(compiler: Compiler, grammar: Grammar, rng: random.Random) -> list[int]:
-    """Return the tokens of a random answer that the grammar admits. The walk prefers to end
-    texts.
-    """
+    """Return the tokens of a random answer that the grammar admits. Tokens that end a string or an
+    object, and special tokens, are preferred, so that the answer becomes complete."""
     matcher = compiler.compile(grammar).start()
     ids: list[int] = []
     while not matcher.is_complete and len(ids) < 500:

@@ -33,7 +33,7 @@ SETTINGS: dict[str, ThinkingFields] = {
 }
 TEMPLATES = (*FAMILIES, "smollm2", *THINKING_TEMPLATES)
 USER = [{"role": "user", "content": "What does <think> mean? And </think>?"}]
-"""Markers in what the user wrote say nothing about the answer."""
+"""A message that contains markers. They must not change where the parser starts."""
 
 
 @cache

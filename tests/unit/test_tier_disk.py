@@ -67,7 +67,7 @@ def path_of(root: Path, number: int, layout: bytes = LAYOUT) -> Path:
 
 
 def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
-    """Set old times of use in the files of these blocks, the oldest first."""
+    """Set old modification times on the files of these blocks, the first one being the oldest."""
     for when, number in enumerate(numbers):
         os.utime(path_of(root, number, layout), (1000 + when, 1000 + when))
 

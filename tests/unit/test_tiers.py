@@ -80,7 +80,7 @@ class TierBench:
             self.apply_reports()
 
     def apply_reports(self) -> None:
-        """Apply the reports that are there now."""
+        """Apply the reports that have arrived."""
         self.reports.wake()
         if (report := self.reports.drain()) is None:
             return
@@ -252,8 +252,8 @@ def test_a_fetch_past_its_deadline_fails(new_bench: NewBench) -> None:
 def test_a_block_that_is_being_written_is_not_evicted(
     new_bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the place were reused meanwhile, one block's bytes would be stored under another's
-    name."""
+    """If the block's place in host memory were reused during the write, another block's bytes would
+    be stored under its name."""
     bench, is_writing, may_write = new_bench(tmp_path / "kv", host_blocks=1), Event(), Event()
     was, writev = bench.bytes_of(1), os.writev
 
@@ -327,7 +327,7 @@ def test_a_failure_of_a_tier_thread_is_raised_in_the_loop(new_bench: NewBench) -
 
 # ---- places of host memory
 def filled(tier: HostTier, *contents: bytes) -> list[int]:
-    """Publish these contents, and return their places."""
+    """Reserve a place in `tier` for each of these contents and publish them. Return the places."""
     places = []
     for content in contents:
         place = tier.reserve()

@@ -40,9 +40,8 @@ def bound(name: str, *tokens: str) -> BoundFormat:
 
 
 def written(name: str, *tokens: str) -> str:
-    """Return the grammar of one call of one tool as text. Schemas are @, patterns stand between
-    slashes, optional parts in brackets.
-    """
+    """Return the grammar of one call of one tool as text. Schemas are @. Patterns stand between
+    slashes, optional parts in brackets, and alternatives in parentheses."""
     rules = bound(name, *tokens).required_calls([NOW], many=False)
     check_grammar(Grammar(body=rules))
 

@@ -1,4 +1,5 @@
-"""Requests that cannot be parsed get a status of their own. Nothing of their text is quoted."""
+"""Requests that cannot be parsed are answered with the status of their error. Neither the answer
+nor the log quotes their text."""
 
 from __future__ import annotations
 

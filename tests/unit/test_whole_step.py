@@ -101,7 +101,7 @@ SPECS = {
 
 
 def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
-    """Return the logits of two steps, which mix decode rows and chunks, and the cache."""
+    """Return the logits of two steps, which mix rows of one token and chunks, and the K/V cache."""
     spec, blocks = model.spec, scattered(16, 4, 4, 4)
     assert (model.whole is None) == isinstance(model.kernels, TorchKernels)
     shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
@@ -122,7 +122,8 @@ def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_compiled_step_equals_the_eager_one(name: str, spec: ModelSpec) -> None:
-    """In bfloat16, where every layer rounds, its error may be as large as the eager decoder's."""
+    """In bfloat16, every layer rounds. There the error of the compiled step may be hardly larger
+    than that of the eager decoder."""
     native, exact = native_kernels(name), torch.float32
     truth = results(random_decoder(spec, TorchKernels(), exact), exact)
     for one, other in zip(results(random_decoder(spec, native, exact), exact), truth, strict=True):

@@ -37,8 +37,8 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
 
 @dataclass(slots=True)
 class DecodeCall:
-    """Arguments and work memory of the compiled call for steps of R rows. Each step sets
-    only the addresses of its slots, starts and results.
+    """Arguments and work memory of the compiled call for steps of R rows. Each step sets only the
+    addresses of its slots, starts and results.
 
     hidden   [R * hidden] work memory, flat
     logits   [R * V] the result, flat
@@ -65,7 +65,7 @@ class DecodeFastPath:
 
     @classmethod
     def for_model(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
-        """Return the fast path, or None if the model has no whole-pass kernel."""
+        """Return the fast path, or None if the model has no `WholePass`."""
         if not isinstance(model, DecoderModel) or model.whole is None:
             return None
         return cls(model.whole, slots, cache)

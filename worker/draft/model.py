@@ -6,7 +6,7 @@ other state of a request: the plan gives the position at which it starts to comp
 computed for proposed tokens is computed again when the real tokens are known. It proposes the most
 likely tokens; worker/sampling/verify.py explains why no other choice is needed.
 
-Legend: R rows of the step, Q rows that the draft model computes in it, P rows of Q with proposals.
+Legend: R rows of the step, Q of them that the draft model computes, P of the Q with proposals.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from worker.kv.transfer.shared_memory import SharedMemory
 class LayerPlace(NamedTuple):
     """The place of a layer's keys and values.
 
-    entry   index of the block that stores the layer among the blocks of a column
+    entry   which block of a column stores the layer, counted from 0
     row     index of the layer among the layers of that block
     """
 
@@ -34,8 +34,10 @@ class LayerPlace(NamedTuple):
 def layer_places(windows: Sequence[int | None]) -> list[LayerPlace]:
     """Return the place of each layer of a model, some of whose layers have a window.
 
-    windows   of each layer; None: the layer sees all tokens. The block of these layers is the first
-              of a column. The others store as many layers each, in order
+    windows   the window of each layer; None if the layer sees all tokens
+
+    The layers without a window are stored in the first block of a column. The layers with a window
+    follow in order. Each of their blocks stores at most as many layers as the first one.
     """
     size = windows.count(None)
     places, num_full, num_windowed = [], 0, 0
@@ -68,9 +70,9 @@ class KVCache:
     ) -> None:
         """Create a cache whose blocks store `num_layers` layers each.
 
-        dtype    of the numbers; int8: heads are rounded
+        dtype    dtype of the stored numbers; int8: heads are rounded
         shared   new memory of `num_blocks` blocks; None: allocate memory on the device
-        places   of the model's layers; if empty, a block stores all layers
+        places   place of each layer of the model; if empty, a block stores all layers
         """
         width = stored_width(head_dim, dtype)
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, width)
@@ -92,7 +94,7 @@ class KVCache:
         self._rows = [place.row for place in places]
         self._flat_k = [self.k.view(flat)[row] for row in self._rows]
         self._flat_v = [self.v.view(flat)[row] for row in self._rows]
-        #: Of each layer of the model, as in LayerPlace.
+        #: `LayerPlace.entry` of each layer of the model.
         self.entries = tuple(place.entry for place in places)
         #: Number of blocks in a column of a block table.
         self.num_entries = 1 + max(self.entries)
@@ -116,7 +118,7 @@ class KVCache:
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
 
-        Entries must be distinct and outside block 0.
+        The entries of `slot_mapping` must be distinct and outside block 0.
         """
         if self.is_rounded:
             k, v = round_heads(k), round_heads(v)
@@ -124,7 +126,8 @@ class KVCache:
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 
     def zero(self, blocks: Tensor) -> None:
-        """Zero blocks [N] int64 in all their layers, so that no request reads another's values."""
+        """Zero the blocks with ids [N] int64 in all layers, so that no request reads another's
+        values."""
         self.k.index_fill_(1, blocks, 0)
         self.v.index_fill_(1, blocks, 0)
 

@@ -1,7 +1,7 @@
 """Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts.
 
-Blocks on disk may be older than the compiled kernels. So they have a digest of their own, which
-covers `ModelCard.numerics`: a block that is loaded has the bits that would be computed now.
+Blocks on disk may be older than the compiled kernels. So their digest also covers
+`ModelCard.numerics`: a block that is loaded has the bits that would be computed now.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ DIGEST_BYTES = 16
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties in which two caches must agree to exchange blocks: the model's digest, the dtype
-    and the shape. The number of blocks may differ."""
+    """Properties that must be equal in two caches that exchange blocks: the model's digest, the
+    dtype and the shape. The number of blocks may differ."""
 
     model: str
     dtype: str
@@ -29,8 +29,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
 
     def stored_digest(self, numerics: str) -> bytes:
-        """Return the digest for blocks that are stored on disk. `numerics` is that of the model's
-        card."""
+        """Return the digest for blocks that are stored on disk. `numerics` is
+        `ModelCard.numerics`."""
         if not numerics:
             return self.digest
         return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()

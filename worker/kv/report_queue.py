@@ -22,7 +22,7 @@ class ReportQueue:
         self._crash: Exception | None = None
 
     def add_result(self, result: KVFetched | KVFailure) -> None:
-        """Add the result of a job."""
+        """Add the result of a fetch job."""
         with self._lock:
             self._results.append(result)
         self.wake()

@@ -1,9 +1,9 @@
 """Keys and values rounded to eight bits in the cache (`--kv-dtype int8`).
 
-A head of D numbers is stored as D integers from -127 to 127 and, in the four bytes after them,
-their scale in float32: a number is its integer times the scale. Each head of each token has a scale
-of its own, so what is stored for a token depends on that token alone, and the law of equal bits
-holds. csrc/stored_kv.h is the fast twin of this file.
+A head of D numbers is stored as D integers from -127 to 127, followed by their scale, a float32 in
+four bytes. A number is its integer times the scale. Each head of each token has its own scale. So
+the bytes that are stored for a token do not depend on the other tokens written with it.
+csrc/stored_kv.h rounds in the same way, up to ties.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def choose_kv_dtype(wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def stored_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the items that a head takes in a cache of this dtype."""
+    """Return the number of items of a head in a cache of this dtype."""
     return head_dim + SCALE_BYTES if dtype == ROUNDED else head_dim
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a head takes in a cache of this dtype."""
+    """Return the size in bytes of a head in a cache of this dtype."""
     return stored_width(head_dim, dtype) * dtype.itemsize
 
 
@@ -42,7 +42,7 @@ def round_heads(numbers: Tensor) -> Tensor:
     """
     numbers = numbers.float()
     largest = numbers.abs().amax(-1, keepdim=True)
-    # 0 times infinity is NaN, where the head has no number but 0.
+    # If all numbers of a head are 0, the inverse is infinite, and 0 times infinity is NaN.
     inverse = torch.full_like(largest, MOST) / largest
     integers = (numbers * inverse).round_().nan_to_num_(0.0, 0.0, 0.0)
     scales = (largest / MOST).contiguous().view(ROUNDED)
@@ -50,7 +50,8 @@ def round_heads(numbers: Tensor) -> Tensor:
 
 
 def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [..., D] in `dtype` of heads [..., stored_width] from a cache."""
+    """Return the numbers [..., D] of heads [..., stored_width] from a cache: in `dtype` if they are
+    rounded, otherwise unchanged."""
     if stored.dtype != ROUNDED:
         return stored
     scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)

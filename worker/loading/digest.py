@@ -2,9 +2,9 @@
 
 The digest is part of every prefix-cache hash, so two models must never have the same one. Files of
 up to FULL_BYTES in total are hashed whole, which takes about 0.1 s per 200 MB. Reading larger files
-would take most of the start, so their digest covers only the size of each file, its first and last
-HEAD_BYTES, and evenly spaced samples. The first bytes of a safetensors file usually hold the names
-and offsets of its tensors. In a GGUF file, a large vocabulary may come before these.
+would take most of the start-up time, so their digest covers only the size of each file, its first
+and last HEAD_BYTES, and evenly spaced samples. The first bytes of a safetensors file usually hold
+the names and offsets of its tensors. In a GGUF file, a large vocabulary may come before them.
 
 Fine-tuning changes nearly all weights, so the samples of two real models differ. Samples do not
 detect single bytes that were altered on purpose.
@@ -23,8 +23,8 @@ NUM_SAMPLES = 4096
 
 
 def digest(paths: list[Path], *extra: bytes) -> str:
-    """Return the hex digest of the files, in the given order, and of `extra`: a SHA-256 over one
-    SHA-256 for each.
+    """Return the hex digest of the files, in the given order, and of `extra`: the SHA-256 of the
+    SHA-256 digests of all these.
 
     If the files have more than FULL_BYTES in total, the SHA-256 of a file covers only its size, its
     ends and samples of it (`sampled`).

@@ -12,15 +12,16 @@ from worker.loading.errors import FETCH_AGAIN, UnusableModel
 
 _REQUIRED: Any = object()
 MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Smallest normal and largest number of float32, the widest type that models compute in."""
+"""The smallest normal number above zero and the largest number of float32. No model computes in a
+wider type."""
 
 
 class Fields:
     """A mapping whose values are checked when they are read.
 
-    A field that is null reads like a missing field, except that `in` finds it. A field that is
-    missing without a default, or has a wrong type, raises UnusableModel with its name. So does the
-    constructor if `values` is not a mapping.
+    A field that is null reads like a missing field, except that `in` finds it. Reading a field that
+    is missing and has no default, or that has the wrong type, raises UnusableModel, which names the
+    field. The constructor raises UnusableModel if `values` is not a mapping.
 
     source   name of the mapping in error messages
     """
@@ -50,7 +51,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """Return a number whose size float32 can hold."""
+        """Return a finite number within the range of float32."""
         value = self._found(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
@@ -58,7 +59,7 @@ class Fields:
         return float(value)
 
     def positive(self, name: str, default: float = _REQUIRED) -> float:
-        """Return a number above zero, whose inverse float32 can hold too."""
+        """Return a number of at least MIN_FLOAT32, so that float32 can hold its inverse too."""
         value = self.number(name, default)
         if value < MIN_FLOAT32:
             raise self._wrong(name, value, "above zero")
@@ -94,8 +95,8 @@ def parsed_json(data: bytes, *, is_strict: bool = False) -> Any:
     is_strict   raise ValueError also if an object has a key twice, and for NaN and Infinity. Python
                 would read these; other libraries that read the same file refuse them.
 
-    Raises ValueError or RecursionError, also for half of a surrogate pair. Python would read that,
-    but no message or file can hold the string.
+    Raises ValueError or RecursionError if the text cannot be parsed. Half of a surrogate pair also
+    raises ValueError: Python would read it, but the string could not be encoded as UTF-8 later.
     """
     text = data.decode("utf-8-sig")
     if is_strict:
@@ -120,8 +121,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UnusableModel if the file cannot be read, or
-    contains something else."""
+    """Return the JSON object in a file. Raises UnusableModel if the file cannot be read, or has
+    no JSON object."""
     try:
         value = parsed_json(path.read_bytes())
     except OSError as error:

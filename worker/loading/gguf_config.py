@@ -1,7 +1,7 @@
 """Translates a GGUF file's metadata to the keys of config.json. Needs no torch.
 
 `common` returns the keys that all architectures have. The function of an architecture returns the
-other keys. Missing metadata get llama.cpp's defaults.
+other keys. If a file lacks an optional key, llama.cpp's default is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Metadata:
     """The metadata of a GGUF file that belong to its architecture. The methods take names without
     the architecture: "block_count" stands for "llama.block_count" in a file of that architecture.
 
-    Values that are missing or have the wrong type raise UnusableModel, naming the key.
+    A value that is missing and has no default, or that has the wrong type, raises UnusableModel,
+    which names the key.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -93,7 +94,7 @@ class Metadata:
 
     def factors(self, name: str, width: int) -> list[float]:
         """Return the factors of the rotary frequencies in the tensor `name`, one per pair of the
-        `width` rotated items. Raises UnusableModel if its type or shape is another."""
+        `width` rotated items. Raises UnusableModel if the tensor has another type or shape."""
         info = self.file.tensors[name]
         if info.kind is not GGMLType.F32 or info.shape != (width // 2,):
             raise UnusableModel(f"tensor {name} must have {width // 2} numbers of type F32")
@@ -126,7 +127,7 @@ def common(metadata: Metadata) -> Config:
 def _rope(metadata: Metadata) -> Config:
     """Return `rope_parameters`. A factor without a type means linear scaling.
 
-    Factors in a tensor are added to the model afterwards, by `_with_rope_factors`.
+    Factors in the tensor ROPE_FREQS are added to the spec afterwards (gguf_header.py).
     """
     theta = metadata.number("rope.freq_base", 10000.0)
     if theta <= 1:
@@ -154,12 +155,12 @@ def _partial(metadata: Metadata) -> Config:
     width = metadata.integer("rope.dimension_count", head_dim)
     if width == head_dim:
         return {"partial_rotary_factor": 1.0}
-    # Half a dimension more: the reader multiplies by the head's size again and rounds down.
+    # Half a dimension is added, because the reader multiplies by head_dim and rounds down.
     return {"partial_rotary_factor": (width + 0.5) / max(head_dim, 1)}
 
 
 def _factor(metadata: Metadata) -> float:
-    """Return the linear factor, from the current or the older key. Zero and absent mean 1."""
+    """Return the linear factor, from the current or the older key; 1 if it is 0 or missing."""
     for name in ("rope.scaling.factor", "rope.scale_linear"):
         if name in metadata:
             return metadata.positive(name) if metadata.number(name) else 1.0
@@ -201,7 +202,7 @@ def _layer_norm(key: str) -> Callable[[Metadata], Config]:
 def _pattern(metadata: Metadata, interval: int) -> Config:
     """Return `layer_types`: which layers have windows.
 
-    interval   if the metadata do not say it: each layer of this number has no window
+    interval   used if the metadata have no pattern: every `interval`-th layer has no window
     """
     pattern = metadata.get("attention.sliding_window_pattern")
     if isinstance(pattern, int):
@@ -221,8 +222,8 @@ def _windows(metadata: Metadata, interval: int) -> Config:
 
 
 def _ropes(metadata: Metadata, sliding_theta: float) -> Config:
-    """Return `rope_parameters` with an object for each kind of layer. Only layers without windows
-    are scaled."""
+    """Return `rope_parameters` with an object for each kind of layer. Only the frequencies of
+    layers without windows are scaled."""
     return {
         "rope_parameters": {
             FULL: _rope(metadata),
@@ -255,8 +256,8 @@ def qwen3_moe(metadata: Metadata) -> Config:
 
 
 def gpt_oss(metadata: Metadata) -> Config:
-    """Return the keys of gpt-oss besides those of `common`. GGUF files do not store that the ends
-    of its YaRN ramp are not rounded (`YarnScaling.truncate`), so it is set here."""
+    """Return the keys of gpt-oss besides those of `common`. The ends of its YaRN ramp are not
+    rounded. GGUF files do not store this, so `truncate` (`YarnScaling`) is set here."""
     rope = _rope(metadata)
     return {
         **rms(metadata),
@@ -290,9 +291,9 @@ def gemma3(metadata: Metadata) -> Config:
 def _gemma_scale(metadata: Metadata, *, largest: int) -> float:
     """Return `query_pre_attn_scalar`. Attention scores are divided by its square root.
 
-    It is the head dimension, except in the largest model of a family, where it is embedding_length
-    divided by the number of heads. A GGUF file does not store it, so the largest model is
-    recognised by its number of layers.
+    The value is the head dimension, except in the largest model of a family, which has
+    embedding_length divided by the number of heads. A GGUF file does not store the value, so the
+    largest model is recognised by its number of layers.
 
     largest   number of layers of the family's largest model
     """
@@ -306,8 +307,8 @@ def phi3(metadata: Metadata) -> Config:
 
 
 def olmo2(metadata: Metadata) -> Config:
-    """Return the keys of OLMo 2 besides those of `common`, and of OLMo 3, whose files name the same
-    architecture but have a window."""
+    """Return the keys of OLMo 2 or OLMo 3 besides those of `common`. Files of both name the same
+    architecture, but only those of OLMo 3 have a window."""
     config = rms(metadata)
     if metadata.window is None:
         return config
@@ -340,8 +341,8 @@ def granite(metadata: Metadata) -> Config:
 
 
 def is_rotated(metadata: Metadata) -> bool:
-    """Return whether a Granite has rotary embeddings. Like llama.cpp, this reads the key FINETUNED,
-    and a missing key means that it has them."""
+    """Return whether a Granite model has rotary embeddings: the key FINETUNED, as in llama.cpp, or
+    True if the key is missing."""
     return metadata.flag(FINETUNED, True)
 
 

@@ -25,8 +25,8 @@ class GGMLType(IntEnum):
     """Number types of tensors, with GGUF's codes.
 
     The package `gguf` has the same table, but importing the package takes a tenth of the worker's
-    start. It is imported only for types that the worker cannot dequantise itself. A test compares
-    the two tables.
+    start-up time. The package is imported only for types that the worker cannot dequantise itself.
+    A test compares the two tables.
     """
 
     F32 = 0
@@ -66,13 +66,13 @@ class GGMLType(IntEnum):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return how many numbers a block has, and how many bytes. Types that are not quantised
-        have blocks of one number."""
+        """Return (numbers in a block, bytes of a block). Types that are not quantised have blocks
+        of one number."""
         return _BLOCKS[self]
 
     @property
     def is_readable(self) -> bool:
-        """Return whether the worker or the package `gguf` can read the numbers."""
+        """Return whether the worker or the package `gguf` can read numbers of this type."""
         return self not in _UNREADABLE
 
 
@@ -169,8 +169,8 @@ class GGUFFile:
 def architecture_at_start(path: Path) -> str | None:
     """Return the architecture that a GGUF file names, even if the file ends within its metadata.
 
-    So a file can be checked when only its start is there. Return None if that part does not contain
-    the architecture, or is damaged.
+    So a model can be checked when only the first bytes of its file have been downloaded. Return
+    None if they do not contain the architecture, or are damaged.
     """
     try:
         return _Header(_mapped(path), path).architecture()
@@ -302,7 +302,8 @@ class _Header:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """Return the next strings. A tokenizer has 100,000s, so the loop calls little."""
+        """Return the next `count` strings. A tokenizer has 100,000s of them, so the loop makes few
+        calls."""
         data, at, limit, strings = self._data, self._at, len(self._data), []
         unpack = LENGTH.unpack_from
         try:

@@ -62,20 +62,20 @@ FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """How the files of an architecture are read."""
+    """How the GGUF files of one `general.architecture` are read."""
 
-    #: `architectures` of config.json whose families the files may be of.
+    #: Families to which the files may belong, by their name in `architectures` of config.json.
     families: tuple[str, ...]
-    #: Keys of config.json besides those of `gguf_config.common`.
+    #: Returns the keys of config.json besides those of `gguf_config.common`.
     config: Callable[[Metadata], Config]
     #: Roles whose names differ from ROLES.
     roles: Mapping[str, str] = field(default_factory=dict)
-    #: Whether each query and key head alternates between its two halves, because llama.cpp's rotary
-    #: embedding rotates neighbouring items.
+    #: Whether the rows of each query and key head alternate between the head's two halves, because
+    #: llama.cpp's rotary embedding rotates neighbouring items.
     is_interleaved: bool = False
     #: Whether the converter added the norms' offset to their weights.
     has_whole_norms: bool = False
-    #: Returns which of several families a file is of.
+    #: Returns the one of `families` to which a file belongs; None: the first one.
     choose: Callable[[Metadata], str] | None = None
 
     def family(self, metadata: Metadata) -> str:
@@ -166,12 +166,12 @@ FAMILIES = {
         families=("GPTNeoXForCausalLM",), config=gguf_config.gpt_neox, roles=FUSED_QKV
     ),
 }
-"""`general.architecture` -> how it is read."""
+"""`general.architecture` -> how its files are read."""
 
 
 def gguf_family(architecture: str) -> GGUFFamily:
-    """Return how files with this `general.architecture` are read. Raises UnusableModel if it is not
-    supported."""
+    """Return how files with this `general.architecture` are read. Raises UnusableModel if the
+    architecture is not supported."""
     if family := FAMILIES.get(architecture):
         return family
     raise UnusableModel(
@@ -207,8 +207,8 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
-    """Return the model that the file's metadata describe. Raises UnusableModel, naming the key, if
-    it is missing, wrong or not supported."""
+    """Return the spec of the model that the file's metadata describe. Raises UnusableModel, naming
+    the key, if a key is missing, or if its value is wrong or not supported."""
     metadata = Metadata(file)
     family = gguf_family(metadata.architecture)
     if "token_embd.weight" not in file.tensors:
@@ -222,8 +222,8 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
 
 
 def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
-    """Return `spec` with the biases and the factors of rotary frequencies that the file has tensors
-    for."""
+    """Return `spec` with the biases and the factors of rotary frequencies for which the file has
+    tensors."""
     tensors = metadata.file.tensors
 
     def has_bias(*names: str) -> bool:

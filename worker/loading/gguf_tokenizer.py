@@ -35,8 +35,8 @@ _CASED_WORDS = (
     rf"{_BEFORE_WORD}[{_UPPER}]*[{_LOWER}]+%s|{_BEFORE_WORD}[{_UPPER}]+[{_LOWER}]*%s|\p{{N}}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 )
-"""Words that end where a capital letter follows a small one. Holes: what may follow each of the two
-kinds of words, and how many digits stay together."""
+"""Words that end where an upper-case letter follows a lower-case one. The placeholders are for what
+may follow each of the two kinds of words, and for how many digits stay together."""
 TEKKEN_SPLIT = _CASED_WORDS % ("", "", "") + _BLANKS
 GPT4O_SPLIT = _CASED_WORDS % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}") + _BLANKS
 
@@ -70,7 +70,7 @@ class Family:
     normalizer: Part | None = None
     #: Whether a piece that is itself a token becomes that token without merges.
     ignore_merges: bool = False
-    #: Whether a BOS token is added if the file does not say.
+    #: Whether a BOS token is added if the file does not contain the setting.
     adds_bos: bool = False
 
     @property

@@ -45,12 +45,14 @@ ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """Everything except the weights in the files of a model that a family of ours computes."""
+    """Everything except the weights in the files of a model of a supported family
+    (models/families)."""
 
     name: str
     tensors: ModelTensors
     files: SafetensorsFiles | GGUFFile
-    #: Name of each tensor in the files -> its number type, as the file format calls it.
+    #: Name of each tensor -> its number type, as the file format calls it. A quantised weight of
+    #: safetensors counts as one tensor, of type MXFP4 or a key of PACKED_AS.
     kinds: dict[str, str]
     text: TextFacts
     #: The weight files, in a fixed order.
@@ -155,8 +157,8 @@ def _contents(
 ) -> tuple[dict[str, Shape], dict[str, str]]:
     """Return the shape and the number type of each tensor.
 
-    If the config says that there are matrices in MXFP4, the two tensors of each are one of type
-    MXFP4. The files show which ones these are.
+    If the config says that there are matrices in MXFP4, the two tensors of such a matrix are
+    returned as one tensor of type MXFP4. The files show which matrices these are.
     """
     found = dict(files.tensors)
     packed: dict[str, Shape] = {}

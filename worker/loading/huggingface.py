@@ -28,17 +28,18 @@ PIECE_BLOCKS = 1 << 13
 """Blocks dequantised at once: few enough for the CPU's caches."""
 
 BYTES = {torch.float8_e4m3fn: torch.uint8, torch.int32: torch.uint32}
-"""Types that are read as others, because numpy lacks them or their bits are needed."""
+"""Type -> the type as which its bytes are read. numpy has no float8, and an int32 holds packed
+integers, which are unpacked as unsigned."""
 
 
 class SafetensorsWeights:
     """A `WeightSource` (weights.py) that reads safetensors files. A tensor is loaded when it is
     read.
 
-    quantized   the layers that `quantization_config` describes, by the name of their weight
+    quantized   name of a weight -> its layer, for the layers that `quantization_config` describes
 
-    A name that is neither in `quantized` nor in the files is that of a matrix in MXFP4. The files
-    have it as two tensors, whose names end in BLOCKS and SCALES.
+    A name that is neither in `quantized` nor in the files names a matrix in MXFP4. The files store
+    the matrix as two tensors, whose names end in BLOCKS and SCALES.
 
     The constructor raises UnusableModel if the safetensors library refuses a file.
     """
@@ -78,7 +79,7 @@ class SafetensorsWeights:
             rows[piece].copy_(torch.from_numpy(values))
 
     def _mxfp4(self, name: str, index: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the blocks [N, 16] and scales [N] of a matrix."""
+        """Return the blocks [N, 16] and scales [N] of a matrix in MXFP4."""
         blocks = self._read(name + BLOCKS, index).reshape(-1, BLOCK_BYTES)
         return blocks.numpy(), self._read(name + SCALES, index).reshape(-1).numpy()
 

@@ -1,11 +1,12 @@
 """MXFP4: blocks of 32 four-bit numbers that share a power of two as their scale.
 
-A code of four bits is a number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero. A
-block's scale is one byte, the exponent plus 127 (OCP Microscaling Formats).
+A code of four bits stands for a number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, or one of their
+negatives. A block's scale is one byte, the exponent plus 127 (OCP Microscaling Formats).
 
-Safetensors hold a matrix in two tensors of bytes, whose names end in `_blocks` [..., K, 16] and
-`_scales` [..., K]. Byte j of a block holds the codes 2 j, in its low half, and 2 j + 1. In a GGUF
-file, each block starts with its scale, and byte j of the codes holds the codes j and j + 16.
+Safetensors files store a matrix as two byte tensors, whose names end in `_blocks` [..., K, 16] and
+`_scales` [..., K]. Byte j of a block holds code 2 j in its low half and code 2 j + 1 in its high
+half. In a GGUF file, each block starts with its scale, and byte j after the scale holds the codes j
+and j + 16.
 
 Legend: N blocks, K blocks in a row of a matrix.
 """
@@ -38,8 +39,7 @@ def values(doubled: Integers, scales: Bytes) -> Floats:
 
 
 def gguf_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
-    """Return blocks of GGUF [N, 17] with the numbers of blocks [N, 16] and scales [N] of
-    safetensors."""
+    """Convert blocks [N, 16] and scales [N] of safetensors to GGUF blocks [N, 17]."""
     raw = np.empty((len(blocks), 1 + blocks.shape[1]), np.uint8)
     raw[:, 0] = scales
     # The codes 2 j and 2 j + 1 of the first half meet those of the second half.

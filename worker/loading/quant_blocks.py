@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_WEIGHTS, SUPER_BLOCK = 32, 256
-"""Weights in a block, and in a block of a K-quant."""
+"""Weights in a block, and in a super-block (the K-quants and IQ4_XS)."""
 MAX_SCALE = 4096.0
-"""Limit of the scales of Q4_0 blocks: the kernels store -8 times the scale as a finite float16."""
+"""Q4_0 scales must be below this: the kernels store -8 times the scale as a finite float16."""
 NO_EXPONENT = 255
-"""The scale NaN of MXFP4 (OCP Microscaling Formats)."""
+"""The scale byte that stands for NaN in MXFP4 (OCP Microscaling Formats)."""
 
 
 class BlockKind(IntEnum):
@@ -35,13 +35,14 @@ class BlockKind(IntEnum):
 
     @property
     def weights(self) -> int:
-        """Return how many weights a block has."""
+        """Return the number of weights in a block."""
         return SUPER_BLOCK if self >= BlockKind.Q2_K else BLOCK_WEIGHTS
 
     @property
     def scale_bytes(self) -> slice:
         """Return which bytes of a block hold its scale: a float16, followed in some types by a
-        second float16 (the minimum, or its step). In MXFP4 it is one byte, an exponent."""
+        second float16 (the minimum, or the scale of the minima). In MXFP4, the scale is one byte:
+        an exponent."""
         match self:
             case BlockKind.MXFP4:
                 return slice(0, 1)
@@ -57,7 +58,8 @@ class BlockKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuantBlocks:
-    """A matrix [outputs, inputs] in quantised blocks. A block holds neighbours of one row."""
+    """A matrix [outputs, inputs] in quantised blocks. A block holds consecutive weights of one
+    row."""
 
     kind: BlockKind
     #: [outputs, blocks of a row, bytes of a block]

@@ -33,8 +33,8 @@ class QuantScheme:
     rows, or all columns.
     """
 
-    #: "gptq": [in / n, out] and "awq": [in, out / n] hold n integers in each int32, "packed":
-    #: [out, in / n] too; "plain": [out, in] has a number in each byte.
+    #: "gptq" [in / n, out], "awq" [in, out / n] and "packed" [out, in / n] hold n integers in each
+    #: int32. "plain" [out, in] has a number in each byte.
     layout: Layout
     bits: int
     block: tuple[int, int]
@@ -42,7 +42,7 @@ class QuantScheme:
     has_zeros: bool = True
     #: Added to stored zero points.
     zero_offset: int = 0
-    #: Ends of the names of the scales, one of which a layer has.
+    #: Possible ends of the name of the scales. A layer has one of them.
     scales: tuple[str, ...] = ("scales",)
     #: Ends of names of tensors that are not needed.
     unused: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def read_quantization(config: Mapping[str, Any], own: Collection[str] = ()) -> Q
 
     own   values of `quant_method` that the model's family handles itself: None is returned for them
 
-    Raises UnusableModel, naming the field, if it is not supported.
+    Raises UnusableModel, naming the field, if a field is wrong or not supported.
     """
     values = config.get("quantization_config")
     if values is None:
@@ -203,7 +203,7 @@ def _compressed_scheme(group: Fields, form: str, part: str) -> QuantScheme:
 
 
 def _strategy(weights: Fields, part: str) -> tuple[int, int]:
-    """Return the rows and columns that share a scale."""
+    """Return the numbers of rows and of columns that share a scale (`QuantScheme.block`)."""
     group = weights.get("group_size")
     default = "tensor" if group is None else "channel" if group == -1 else "group"
     match weights.text("strategy", default):
@@ -253,7 +253,7 @@ def _bits(
 
 
 def _group_size(fields: Fields, name: str, *default: int, part: str = SOURCE) -> int:
-    """Return the columns that share a scale; 0 if all do."""
+    """Return the number of columns that share a scale; 0 if all do."""
     size = fields.integer(name, *default)
     if size != -1 and size < 1:
         raise UnusableModel(f"{part}: {name} is {size}, neither -1 nor above zero")
@@ -292,7 +292,7 @@ GPTQ_IGNORED = frozenset(
     | {"quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16"}
     | {"use_exllama", "version"}
 )
-"""How the numbers were found, and how a program should compute with them."""
+"""Keys about how the numbers were found, or how a program should compute with them."""
 AWQ_KEYS = frozenset(
     {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version"}
     | {"format", "checkpoint_format", "method", "pack_dtype", "dynamic", "adapter"}
@@ -300,7 +300,7 @@ AWQ_KEYS = frozenset(
 )
 AWQ_IGNORED = GPTQ_IGNORED | {"desc_act", "do_fuse", "fuse_max_seq_len", "lm_head", "sym"}
 AWQ_IGNORED |= {"modules_to_fuse"}
-"""Transformers and GPTQModel write the keys of GPTQ in a config of AWQ, too."""
+"""transformers and GPTQModel write keys of GPTQ to configs of AWQ, too."""
 FP8_KEYS = frozenset(
     {"quant_method", "activation_scheme", "fmt", "scale_fmt", "expert_dtype", "weight_block_size"}
     | {"modules_to_convert", "modules_to_not_convert", "ignored_layers"}
@@ -316,4 +316,4 @@ WEIGHTS_KEYS = frozenset(
     {"num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic"}
 )
 WEIGHTS_IGNORED = frozenset({"actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
-"""The order of columns is in the tensor `weight_g_idx`."""
+"""`actorder` is not needed: the tensor `weight_g_idx` has the group of each column."""

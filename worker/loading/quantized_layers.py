@@ -1,7 +1,8 @@
-"""Finds the quantised layers of safetensors files: the tensors of which each consists.
+"""Finds the quantised layers of safetensors files, and the tensors that each layer consists of.
 
 Needs no numpy. Shapes and types are checked here, so that a damaged file is refused before a server
-starts. A layer is quantised if its files say so; what a config says about exceptions is not needed.
+starts. A layer is quantised if the files hold its quantised tensors, so the config's list of layers
+that are not quantised is not needed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ CODES: dict[Layout, str] = {
 }
 ZEROS: dict[Layout, str] = {"gptq": "qzeros", "awq": "qzeros"}
 ORDER: dict[Layout, str] = {"gptq": "g_idx", "packed": "weight_g_idx"}
-"""Layout -> end of the name of the integers, of the zero points if it is not "weight_zero_point",
-and of the group of each column, which not all files have."""
+"""CODES, ZEROS and ORDER: layout -> end of the name of the tensor with the stored numbers, with the
+zero points (otherwise "weight_zero_point"), or with the group of each column. Not all files have
+the groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class QuantizedLayer:
     codes: str
     scales: str
     zeros: str | None
-    #: Group of each column; None if groups are runs of columns.
+    #: Tensor with the group of each column; None if each group is a run of columns.
     order: str | None
 
     @property
@@ -66,7 +68,7 @@ class QuantizedLayer:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether the columns of each run of 32, from the first column on, share a scale."""
+        """Return whether the 32 columns of each quantised block share a scale."""
         fits = self.group % BLOCK_WEIGHTS == 0 or self.group >= self.columns
         return self.order is None and fits
 
@@ -81,8 +83,8 @@ class QuantizedLayer:
 
 
 class QuantizedFiles:
-    """Finds the quantised layers of a checkpoint. Methods that return all weights include the other
-    tensors of its files.
+    """Finds the quantised layers of a checkpoint. `shapes` and `kinds` also return the tensors that
+    are not quantised.
 
     The constructor raises UnusableModel if a layer's tensors do not fit the config.
     """
@@ -166,7 +168,8 @@ class QuantizedFiles:
     def _checked(
         self, module: str, ends: tuple[str, ...], shapes: list[Shape], types: Iterable[str]
     ) -> str:
-        """Return the name of the tensor, after checking its shape and type."""
+        """Return the name of the module's tensor that ends in one of `ends`, after checking that it
+        exists and has one of the shapes and types."""
         names = [f"{module}.{end}" for end in ends]
         found = next((name for name in names if name in self._files.tensors), None)
         if found is None:
@@ -189,7 +192,7 @@ class QuantizedFiles:
 
 
 def _words(count: int, bits: int) -> int:
-    """Return how many int32 hold `count` integers."""
+    """Return how many int32 hold `count` integers of `bits` bits."""
     return -(-count * bits // 32)
 
 

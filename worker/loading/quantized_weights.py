@@ -3,13 +3,13 @@
     kind                    blocks   difference from the numbers
     INT4                    Q4_1     the same integers; scale, and scale * zero point, rounded to
                                      float16
-    INT8                    Q8_0     the same integers, scales rounded to float16; where an integer
-                                     minus its zero point exceeds 127, rounded to 1/254 of the
-                                     largest number of 32
+    INT8                    Q8_0     the same integers, scales rounded to float16; but rounded as
+                                     below if columns of a block may have different scales, or if
+                                     an integer is more than 127 from its zero point
     INT4 in any order, FP8  Q8_0     rounded to 1/254 of the largest number of 32, a small part of
                                      the type's own error
 
-A matrix is read in pieces of rows, so it is never dequantised at once.
+A matrix is dequantised in pieces of some rows, never as a whole.
 
 Legend: R rows of a piece, C columns, G groups of columns.
 """
@@ -39,8 +39,9 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def _float8() -> Floats:
-    """Return the numbers of all bytes in the format float8_e4m3fn: a sign, four bits of exponent
-    with a bias of 7, three of mantissa; no infinities, and NaN if all other bits are set."""
+    """Return the number that each byte stands for in the format float8_e4m3fn: a sign, four bits of
+    exponent with a bias of 7, and three bits of mantissa. There are no infinities. A byte is NaN if
+    all bits except the sign are set."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
@@ -55,14 +56,14 @@ FLOAT8 = _float8()
 class QuantizedMatrix:
     """A quantised matrix [rows, columns], whose tensors the constructor reads.
 
-    read   returns the tensor of a name: int32 as uint32, float8_e4m3fn as its bytes, other floats
+    read   returns the tensor with a name: int32 as uint32, float8_e4m3fn as its bytes, other floats
            as float32
     """
 
     def __init__(self, layer: QuantizedLayer, read: Callable[[str], NDArray[Any]]) -> None:
         self._layer = layer
         self._codes = read(layer.codes)
-        #: [rows, G], or [1, G] if all rows share them.
+        #: Scales, [rows, G], or [1, 1] if the whole matrix shares one.
         self._scale = self._by_row(read(layer.scales))
         #: Zero points, [rows, G] or [1, G]; None if all are zero.
         self._zero = self._zeros(None if layer.zeros is None else read(layer.zeros))
@@ -142,7 +143,8 @@ class QuantizedMatrix:
                 return codes[rows]
 
     def _by_row(self, stored: NDArray[Any]) -> Floats:
-        """Return one number for each row and group [rows, G], or [1, 1]."""
+        """Return `stored`, scales or zero points, as [rows, G], or as [1, 1] if the whole matrix
+        shares one."""
         scheme, rows = self._layer.scheme, self._layer.rows
         if scheme.layout in ("gptq", "awq"):
             found = stored.T
@@ -163,7 +165,7 @@ class QuantizedMatrix:
             return middle if layout == "packed" else None
         if layout == "plain":
             return self._by_row(stored)
-        # GPTQ subtracts the offset from whole words: that from a zero borrows from its neighbour.
+        # GPTQ subtracts the offset from whole words, so a zero point of 0 borrows from the next.
         offset = scheme.zero_offset * sum(1 << at for at in range(0, 32, bits))
         words = stored + np.asarray([offset], np.uint32)
         unpacked = _unpacked(words.T if layout == "packed" else words, bits)

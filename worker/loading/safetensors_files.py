@@ -39,9 +39,9 @@ class StoredTensor:
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    #: First byte in the file.
+    #: Offset of the first byte in the file.
     begin: int
-    #: Byte after the last one.
+    #: Offset after the last byte.
     end: int
 
 
@@ -119,7 +119,7 @@ def find_packed(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...
 
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of the directory, sorted by name: the single file, or those that
-    the index lists. Raises UnusableModel if there are none."""
+    the index lists. Raises UnusableModel if there are none, or if one of them is missing."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():

@@ -20,7 +20,7 @@ with other names are ignored."""
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """Tokenizer, templates and defaults, with the meaning of the same fields in ModelCard."""
+    """Tokenizer, templates and defaults. The fields mean the same as those of ModelCard."""
 
     #: Content of tokenizer.json.
     tokenizer: bytes
@@ -36,7 +36,7 @@ class TextFacts:
     chat_template: str | None = None
     #: Jinja source of the template for conversations with tools.
     tool_use_template: str | None = None
-    #: Template that describes the model's answers.
+    #: JSON text that describes the format of the model's answers, if the files have one.
     response_template: str | None = None
     #: Recommended sampling parameters.
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -51,8 +51,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 def directory_name(path: Path) -> str:
     """Return the name of the model in a directory: the directory's own name.
 
-    In the cache of the Hugging Face Hub, models--OWNER--REPO/snapshots/COMMIT, it is the name of
-    the repository.
+    In the cache of the Hugging Face Hub, models--OWNER--REPO/snapshots/COMMIT, the model has the
+    name of the repository.
     """
     found = path.resolve()
     repository = found.parent.parent.name
@@ -145,7 +145,8 @@ def _id_list(fields: Fields, name: str) -> list[int]:
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Return name -> source of each chat template.
 
-    If there are template files, those in tokenizer_config.json are ignored, as in transformers.
+    If there are template files, the templates in tokenizer_config.json are ignored, as in
+    transformers.
     """
     files = {file.stem: file for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path / TEMPLATE_FILE).is_file():

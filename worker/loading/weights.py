@@ -1,4 +1,4 @@
-"""Loads the tensors of a model's files into the fused matrices of a model, one at a time.
+"""Loads the tensors of a model's files into the model's fused matrices, one tensor at a time.
 
 A source reads a tensor, by its name in the files, straight into its part of the fused matrix. Only
 a tensor that must be reordered, transposed or packed is held twice, while it is converted.
@@ -40,7 +40,8 @@ class WeightSource(Protocol):
         ...
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
-        """Return a matrix that the file stores in quantised blocks; None for any other tensor."""
+        """Return the quantised matrix `name`, or its item `index` of the first axis, in blocks that
+        the kernels compute with; None if the tensor cannot be read as such blocks."""
         ...
 
 
@@ -51,7 +52,7 @@ class Matrix:
 
     #: Rows of each part.
     rows: tuple[int, ...]
-    #: Reads each part as quantised blocks; None for a part that the file stores in another form.
+    #: Reads each part as quantised blocks; None for a part that cannot be read as blocks.
     blocks: Callable[[], list[QuantBlocks | None]]
     #: Reads all parts as numbers [out, in].
     values: Callable[[], Tensor]
@@ -101,7 +102,7 @@ def load_weights(
     device: torch.device,
     layout: WeightLayout | None = None,
 ) -> DecoderWeights:
-    """Read every tensor of the model and return its weights. The caller has called `tensors.check`.
+    """Read every tensor of the model and return its weights. Call `tensors.check` first.
 
     source   reads the files
     layout   makes the layers; None: DenseLayout

@@ -1,9 +1,9 @@
 """The architectures that transformers computes with our paged attention (hf.py), and those that
 cannot be served, each with the reason. Needs no torch.
 
-A causal decoder of transformers 5.23 is a family of ours (families/), in CHECKED, or in REFUSED; a
-test compares the lists. An architecture is served only if a differential test covers it, because a
-class can change the result in ways that its signature does not show.
+Each causal decoder of transformers 5.23 is a family of ours (families/), in CHECKED or in REFUSED;
+a test compares the lists. An architecture is served only if a differential test covers it, because
+a class can change the result in ways that its signature does not show.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ INLINE_ATTENTION = {"FalconForCausalLM": "FalconAttention"}
 intercepts that call."""
 
 BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
-"""Architecture of a family -> a key and its value that the family does not read. transformers
-computes models with that value."""
+"""Architecture of a family -> a key of its config, and the value of the key that the family does
+not support. Transformers computes the models with this value."""
 
 MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
     "PhimoeForCausalLM": "config",
@@ -268,7 +268,8 @@ def documented() -> str:
 
 
 def _condition(name: str) -> str:
-    """Return the condition on a config of `name` for transformers to compute the model."""
+    """Return the condition under which transformers computes models of `name`, in parentheses; ""
+    if it computes all of them."""
     if name not in BEYOND_FAMILIES:
         return ""
     key, value = BEYOND_FAMILIES[name]

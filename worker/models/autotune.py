@@ -27,7 +27,7 @@ class RowTime(msgspec.Struct, frozen=True):
 
 def dense_from(table: Sequence[RowTime]) -> int | None:
     """Return the least number of rows from which dense weights are always clearly faster (CLEARLY).
-    Return None if they are not at the largest measured number, or were not measured.
+    Return None if they are not clearly faster at the largest measured number, or were not measured.
 
     table   sorted by rows
     """

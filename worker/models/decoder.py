@@ -130,8 +130,8 @@ class DecoderModel:
     def __call__(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
     ) -> Tensor:
-        """Return hidden [T, hidden], before the final norm, of token_ids [T] int64. Writes this
-        step's keys and values to the cache."""
+        """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
+        Writes this step's keys and values to the cache."""
         whole = self.whole
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)

@@ -59,14 +59,15 @@ IGNORED_ARGUMENTS = frozenset(
         *("past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"),
     }
 )
-"""Arguments of an attention function that do not change its result. Any other one must be None."""
+"""Arguments of an attention function that do not change its result. Other arguments that
+PagedFunction does not support must be None."""
 OUTPUTS = {
     "output_attentions": False,
     "output_hidden_states": False,
     "output_router_logits": False,
     "return_dict": True,
 }
-"""Options of a config that add outputs to those of a class. They replace those of config.json."""
+"""Options that add outputs to those of a class. These values replace those of config.json."""
 NUMBERS = itertools.count()
 """Numbers for the names under which attention functions are registered."""
 
@@ -353,7 +354,8 @@ def _check_found(found: Any) -> None:
 
 
 def _config(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> Any:
-    """Return transformers' config object for a parsed config.json. Raises UnusableModel."""
+    """Return transformers' config object for a parsed config.json. Raises UnusableModel if
+    transformers rejects the values."""
     try:
         config = transformers.CONFIG_MAPPING[architecture.model_type].from_dict(dict(values))
     except Exception as error:
@@ -489,8 +491,8 @@ def _registered(function: AttentionFunction) -> str:
 
 
 def _context(config: Any) -> int:
-    """Return the longest context. With long rope it ends where the list of long factors would
-    start, because a text's keys would change when it grows."""
+    """Return the longest context, in tokens. With LongRoPE it ends where the second list of factors
+    would apply, because the keys of a longer text would differ from those of its prefix."""
     context = _positive(config, "max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":

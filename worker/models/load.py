@@ -42,7 +42,8 @@ class LoadedModel:
     """A model that is ready to compute, its card and its spec.
 
     kv_dtype   dtype of its K/V cache
-    rounded    what is rounded to eight bits: "inputs" of quantised weights in the layers, "kv"
+    rounded    the numbers that are rounded to eight bits: "inputs" (of quantised weights in the
+               layers), "kv", both or none
     """
 
     model: DecoderModel | TransformersModel

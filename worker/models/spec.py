@@ -73,7 +73,7 @@ class AttentionSpec:
     rope: RopeConfig | None
     #: Factor of the scores, usually `head_dim ** -0.5`.
     scale: float
-    #: A token sees this many last tokens, itself included. None: all.
+    #: Number of latest tokens that a token sees, itself included. None: all.
     window: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False

@@ -64,10 +64,11 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", packed weights of the layers round their inputs. The head never does:
-    it would save little time and cost a third of the quality that is lost. "auto" does not round,
-    because near ties between tokens then fall otherwise (docs/performance.md). Raises UnusableModel
-    if activations are "int8" and the weights are dense.
+    With activations "int8", packed weights of the layers round their inputs. The head's inputs are
+    never rounded: that would save little time, and would cause a third of the total loss of
+    quality. "auto" does not round, because rounding changes which of two almost equally likely
+    tokens wins (docs/performance.md). Raises UnusableModel if activations are "int8" and the
+    weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
         return PackedLayout(

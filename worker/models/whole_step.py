@@ -1,8 +1,8 @@
 """The forward pass in one call of the compiled kernels per step, if all linears are packed.
 
 csrc/forward.h and decode.h correspond to decoder.py line by line. Nothing returns to Python between
-linears, and threads are woken once per step. Steps with enough rows for dense weights to be faster
-do not use it (layers/hybrid_linear.py).
+linears, and threads are woken once per step. If a step has so many rows that dense weights are
+faster, each of its operations is a call of its own (layers/hybrid_linear.py).
 
 Legend in decoder.py.
 """
@@ -141,7 +141,8 @@ class WholePass:
         return tokens < self._from_rows
 
     def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
-        """Compute a step as `DecoderModel` does, but return hidden [T, hidden] in float32."""
+        """Compute a step as `DecoderModel` does, but return the hidden states [T, hidden] in
+        float32."""
         count, batch = len(token_ids), plan.batch
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab:
             raise ValueError("a token is not in the vocabulary")

@@ -1,1 +1,1 @@
-"""Writes a model of safetensors as a quantised GGUF file (`tidegate quantize`)."""
+"""Writes a model in safetensors files as a quantised GGUF file (`tidegate quantize`)."""

@@ -1,8 +1,8 @@
 """`python -P -m worker.quantize JOB`: write a quantised GGUF file.
 
-JOB is a `QuantizeJob` as JSON. Stdout has a `QuantizeProgress` in each line. If the model cannot be
-stored, the exit code is that of ExitCode.BAD_MODEL, and the last line of stderr has the reason and
-the remedy.
+JOB is a `QuantizeJob` as JSON. Each line of stdout is a `QuantizeProgress` as JSON. If the model
+cannot be read, or cannot be stored, the exit code is that of ExitCode.BAD_MODEL, and the last line
+of stderr has the reason and the remedy.
 """
 
 from __future__ import annotations

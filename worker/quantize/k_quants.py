@@ -1,7 +1,7 @@
 """Quantises numbers to the K-quants Q4_K, Q5_K and Q6_K, whose blocks hold 256 weights.
 
-Layouts of the blocks: ggml-common.h of llama.cpp. As there, the scale of each sub-block is searched
-among several, for the least weighted square error.
+The layouts of the blocks are those of ggml-common.h in llama.cpp. As in llama.cpp, several scales
+are tried for each sub-block, and the one with the least weighted squared error is used.
 
 Legend: N blocks.
 """
@@ -61,8 +61,8 @@ def q6_k(values: Floats) -> Bytes:
 def _affine_blocks(values: Floats, top: int) -> tuple[Bytes, Bytes]:
     """Return the first 16 bytes of the blocks, and the integers [N, 256] up to `top`.
 
-    A sub-block of 32 has a scale and a minimum of six bits, which multiply the block's own:
-    weight = scale * integer - minimum.
+    weight = scale * integer - minimum. The scale and the minimum of a sub-block of 32 are six-bit
+    multiples of the block's own scale and minimum, which are float16.
     """
     subs = values.reshape(-1, 8, 32)
     scale, minimum = _affine_scale(subs, top)
@@ -92,8 +92,8 @@ def _packed_six_bits(scale: Bytes, minimum: Bytes) -> Bytes:
 def _affine_scale(subs: Floats, top: int) -> tuple[Floats, Floats]:
     """Return scale and minimum, both at least zero, of each sub-block [N, 8, 32].
 
-    Each candidate scale gives integers, for which the best scale and minimum are those of a
-    weighted linear regression. Large numbers weigh more.
+    Each candidate scale gives integers. A weighted linear regression then finds the best scale and
+    minimum for these integers. Large numbers weigh more.
     """
     mean_square = np.sqrt((subs * subs).mean(axis=2, keepdims=True))
     weight = mean_square + np.abs(subs)

@@ -1,7 +1,7 @@
 """Metadata of a model in a GGUF file: the inverse of `loading.gguf_config`.
 
-Everything is derived from the model's spec. What an architecture of GGUF files cannot store is
-found by reading the metadata back (`check_spec`), so that a file never means another model.
+Everything is derived from the model's spec. The architectures of GGUF files cannot store every
+spec. So the metadata are read back (`check_spec`), and a file never describes a different model.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def check_spec(spec: ModelSpec, found: ModelSpec, family: GGUFFamily) -> None:
 
 
 def _with_rope(found: LayerSpec, ours: LayerSpec) -> LayerSpec:
-    """Return `found` with our scaling, if a tensor has its factors: they are written later."""
+    """Return `found` with the rotary scaling of `ours`, if a tensor stores its factors. That tensor
+    is written after the check."""
     theirs, rope = found.attention.rope, ours.attention.rope
     if theirs is None or rope is None or not isinstance(theirs.scaling, FactorScaling):
         return found
@@ -164,7 +165,8 @@ def _with_rope(found: LayerSpec, ours: LayerSpec) -> LayerSpec:
 
 
 def _facts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field, also of nested objects, whose types count too."""
+    """Yield the name and value of each field, also of nested objects. The type of an object is
+    yielded as a value, too."""
     if is_dataclass(value):
         yield name or "model", type(value).__name__
         for each in fields(value):

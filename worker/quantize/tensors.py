@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, and the tensors of safetensors files that they are made from.
 
-Both lists come from `models.tensors`: the same model, once with the names and orders of rows of the
-files that are read, and once with those of GGUF.
+Both lists come from `models.tensors`. They are lists of the same model's tensors, once with the
+names and row orders of the files that are read, and once with those of GGUF.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class OutputTensor:
     first_row: int = 0
 
     def read(self, source: WeightSource) -> Iterator[Tensor]:
-        """Yield the numbers of each part, float32 [rows, columns] or [size], in the file's order of
-        rows."""
+        """Yield the numbers of each part, float32 [rows, columns] or [size], in the row order of
+        the GGUF file."""
         shape = self.shape[-2:] if len(self.shape) == 3 else self.shape
         for name, part in self.parts:
             whole = torch.empty((part.rows, *shape[1:]), dtype=torch.float32)
@@ -53,7 +53,7 @@ class OutputTensor:
 
 
 def in_file_order(rows: Tensor, order: RowOrder) -> Tensor:
-    """Return `rows`, which are in the model's order, in the order of a file."""
+    """Return `rows`, which are in the model's order, in the file's order `order`."""
     split = rows.reshape(*(order.shape[axis] for axis in order.axes), *rows.shape[1:])
     back = [*np.argsort(order.axes).tolist(), *range(len(order.axes), split.ndim)]
     return split.permute(back).reshape(rows.shape)
@@ -96,7 +96,8 @@ def _norm(ours: NormTensor, gguf: NormTensor, offset: float) -> Iterator[OutputT
 
 
 def _matrix(ours: FusedMatrix, gguf: FusedMatrix) -> Iterator[OutputTensor]:
-    """Yield the tensors of a matrix. Several of them may be rows of one part that is read."""
+    """Yield the tensors of a matrix. Several of them may be different rows of one tensor that is
+    read."""
     parts = iter(ours.parts)
     part, first = next(parts), 0
     for theirs in gguf.parts:
@@ -111,7 +112,7 @@ def _matrix(ours: FusedMatrix, gguf: FusedMatrix) -> Iterator[OutputTensor]:
 
 
 def _merged(tensors: list[OutputTensor]) -> list[OutputTensor]:
-    """Return the tensors, with the parts of equal names joined: these are experts."""
+    """Return the tensors. Those with equal names, the experts of a layer, are joined into one."""
     found: dict[str, OutputTensor] = {}
     for tensor in tensors:
         first = found.get(tensor.name)

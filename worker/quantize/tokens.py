@@ -1,9 +1,10 @@
 """Metadata of a tokenizer in a GGUF file: the inverse of `loading.gguf_tokenizer`.
 
-A GGUF file only names how the text is split before merging. A tokenizer whose rules have no name
-is refused, and so is one that would be read back as another. Both are compared part by part,
-because the library that could encode texts with them runs in the gateway. Differences that cannot
-change an id or an answer are ignored.
+A GGUF file does not store the rules by which a text is split before merging, only a name for them.
+A tokenizer whose rules have no name is refused, and so is one that would be read back from the file
+as a different tokenizer. The original and the one read back are compared part by part, because the
+library that could encode texts with them runs in the gateway. Differences that cannot change an id
+or an answer are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPTIONS = (
     "continuing_subword_prefix",
     "end_of_word_suffix",
 )
-"""Options of a BPE model that always have an effect, if they are not empty."""
+"""Options of a BPE model that always have an effect, unless they are empty."""
 
 
 def tokenizer_metadata(text: TextFacts, vocab_size: int) -> Values:
@@ -86,7 +87,8 @@ def _merges(model: Any) -> list[list[str]]:
 
 
 def _tokens(tokenizer: Any, vocab_size: int, kind: str) -> tuple[list[str], list[int]]:
-    """Return the tokens by id, and their types. Ids without a token get a name."""
+    """Return the tokens in the order of their ids, and their types. An id without a token gets a
+    name such as [PAD7]."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, index in token_ids(tokenizer).items():
@@ -190,7 +192,7 @@ def _template(processor: Any) -> list[Any]:
 def _added_ids(processor: Any) -> list[Any]:
     """Return the ids of each part of the template of a single text; None for the text itself.
 
-    A template of the text alone is empty, like no template.
+    Return [] for a template that consists of the text alone, as if there were no template.
     """
     steps = _flat(processor, "processors")
     named = {name: each for step in steps for name, each in step.get("special_tokens", {}).items()}
@@ -282,7 +284,8 @@ def _check_ids(rebuilt: Any, tokenizer: Any) -> None:
 
 
 def _check_added_tokens(found: dict[Any, Values], wanted: dict[Any, Values]) -> None:
-    """Raise UnusableModel, naming a token, if other tokens would be matched before merging."""
+    """Raise UnusableModel, naming a token, if the added tokens or their flags would change. Added
+    tokens are matched before merging."""
     for index, content in wanted:
         if (index, content) not in found:
             raise _refused(f"its added token {content!r:.40} would be lost")
@@ -310,7 +313,7 @@ def _added_tokens(tokenizer: Any) -> dict[Any, Values]:
 def _options(tokenizer: Any) -> Values:
     """Return the options of the model that have an effect.
 
-    The unknown token is never used if there is a token for every byte.
+    The options of the unknown token have no effect if there is a token for every byte.
     """
     model = tokenizer["model"]
     fallback = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -326,7 +329,7 @@ def _decoding(decoder: Any) -> list[Any]:
 
 
 def _steps(whole: Any, name: str) -> list[Any]:
-    """Return the steps without empty sequences."""
+    """Return the steps of `whole`, which is None, a step, or a sequence with the key `name`."""
     return [step for step in _flat(whole, name) if step.get("type")]
 
 

@@ -1,6 +1,6 @@
 """Chooses the type of each tensor in a quantised GGUF file, and quantises numbers to a type.
 
-Rules of the mixes: llama_tensor_get_type in llama-quant.cpp of llama.cpp.
+The rules of the mix Q4_K_M are those of llama_tensor_get_type in llama-quant.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ K_QUANTS: dict[Kind, Callable[[Floats], Bytes]] = {
     Kind.Q6_K: q6_k,
 }
 NARROWER = {Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}
-"""K-quant -> the type of a matrix whose rows are not multiples of 256."""
+"""K-quant -> the type used instead if the number of columns is not a multiple of 256."""
 FILE_TYPES = {
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
     "Q4_0": LlamaFileType.MOSTLY_Q4_0,
@@ -49,7 +49,7 @@ def tensor_kind(
 
     name     name of the tensor in the GGUF file
     wanted   the file's type, one of TYPES
-    tied     whether the embeddings are the output head, too
+    tied     whether the embeddings are also the output head
     """
     if len(shape) < 2 or any(part in name for part in DENSE):
         return Kind.F32

@@ -1,6 +1,6 @@
 """Writes a quantised GGUF file: header first, then tensor by tensor.
 
-The header is read back with our reader before any tensor is quantised, so that what a GGUF file
+The header is read back with our reader before any tensor is quantised, so a model that a GGUF file
 cannot store is refused at once. The file has a temporary name until it is complete.
 """
 
@@ -46,14 +46,15 @@ Kinds = dict[str, GGMLQuantizationType]
 Report = Callable[[str, int, int], None]
 """Called after each tensor with its name, the bytes written, and the bytes of all tensors."""
 Contents = Callable[[OutputTensor, GGMLQuantizationType], NDArray[np.uint8]]
-"""Returns the bytes of a tensor in a type."""
+"""Returns the bytes of a tensor, quantised to a type."""
 
 
 def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> None:
     """Write the safetensors model in a directory as a GGUF file of type `wanted`.
 
-    report is called with the progress. Raises UnusableModel if the model cannot be read, or if a
-    GGUF file cannot store it or its tokenizer. Raises OSError if the file cannot be written.
+    `report` is called after each tensor. Raises UnusableModel if the model cannot be read, if a
+    GGUF file cannot store the model or its tokenizer, or if the file would not fit on the disk.
+    Raises OSError if the file cannot be written.
     """
     header = read_header(model)
     if not isinstance(header, ModelHeader) or isinstance(header.files, GGUFFile):
@@ -66,8 +67,8 @@ def write_model(
 ) -> None:
     """Write the model with this header. `contents` returns the bytes of each tensor.
 
-    Raises UnusableModel if a GGUF file cannot store the model, and OSError if the file cannot be
-    written.
+    Raises UnusableModel if a GGUF file cannot store the model or would not fit on the disk, and
+    OSError if the file cannot be written.
     """
     spec = header.spec
     architecture = architecture_of(spec)
@@ -140,8 +141,8 @@ def _add(writer: GGUFWriter, name: str, value: Any) -> None:
 def _announce(
     writer: GGUFWriter, tensors: list[OutputTensor], kinds: Kinds, rope: RopeConfig | None
 ) -> int:
-    """Add the tensor table, and return the bytes of `tensors`. The factors of the rotation are in
-    the table but not in the sum."""
+    """Add the tensor table, and return the total bytes of `tensors`. The factors of the rotary
+    frequencies are in the table, but not in the total."""
     total = 0
     if rope is not None:
         values = _factors(rope)
@@ -190,7 +191,7 @@ def _check_header(writer: GGUFWriter, path: Path, total: int, spec: ModelSpec) -
 
 
 def quantized_weights(source: WeightSource) -> Contents:
-    """Return a function that returns the bytes of a tensor in a type, from the weights of `source`.
+    """Return a function that reads a tensor from `source` and returns its bytes in a type.
 
     The function raises UnusableModel for a tensor with a number that is not finite.
     """

@@ -41,7 +41,7 @@ class LogprobColumns:
     ranks: Tensor
     #: [N, K] the most likely tokens.
     top_ids: Tensor
-    #: [N, K] their logprobs.
+    #: [N, K] logprobs of `top_ids`.
     top_logprobs: Tensor
     #: [N] number of tokens named by the token's request; None: no request named tokens.
     asked_counts: Ints | None = None

@@ -44,6 +44,7 @@ def verify(tokens: Ints, finite: NDArray[np.bool_], drafts: Ints) -> VerifiedDra
 
     tokens, finite [S]   the token sampled at each place, and whether its logits were finite
     drafts [S]           the draft from which the next place was computed; NO_DRAFT at the last
+                         place of a row
     """
     ends = np.flatnonzero(drafts == NO_DRAFT)
     starts = np.concatenate(([0], ends[:-1] + 1))

@@ -204,7 +204,8 @@ def _parameter(name: str) -> SlotField:
 
 def _num_logprobs(params: SamplingParams) -> int:
     """Return how many of the most likely tokens to report with each sampled token, or NO_LOGPROBS.
-    The result is 0 if only `logprob_token_ids` is set, which also requests the sampled token's."""
+    The result is 0 if only `logprob_token_ids` is set, because it also requests the logprob of the
+    sampled token."""
     if params.logprobs is None and params.logprob_token_ids:
         return 0
     return _or_no_logprobs(params.logprobs)

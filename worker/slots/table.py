@@ -112,9 +112,9 @@ class SlotTable:
         self.device = device
         self._tensors = {f.name: self._new(f, device) for f in self.fields.values()}
         self._host = {f.name: self._host_copy(f) for f in self.fields.values() if f.host}
-        #: bound slot -> the generation of its binding
+        #: Bound slot -> the generation of its binding.
         self._occupants: dict[int, int] = {}
-        #: slot -> the last generation that was bound
+        #: Slot -> the last generation that was bound.
         self._generations: dict[int, int] = {}
         self._binds: dict[int, SlotInit] = {}
         self._items: list[SlotWrite] = []

@@ -46,7 +46,7 @@ class Figures(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """The figures of a comparison.
 
-    setting   one line that describes machine and versions
+    setting   one line: the model, the machine and the number of rounds
     servers   the figures of each server, Tidegate's first
     """
 

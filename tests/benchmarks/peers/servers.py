@@ -66,8 +66,8 @@ def tidegate(gguf: Path, options: Sequence[str]) -> list[Competitor]:
 
 
 def vllm(venv: Path, model: Path) -> Competitor:
-    """Return vLLM's CPU build, bound to our cores, with tcmalloc and its own OpenMP if they
-    exist."""
+    """Return vLLM's CPU build, bound to our cores. tcmalloc and the OpenMP runtime in `venv` are
+    preloaded if they exist."""
     first = [
         library
         for library in (ctypes.util.find_library("tcmalloc_minimal"), venv / "lib/libiomp5.so")
@@ -85,7 +85,8 @@ def vllm(venv: Path, model: Path) -> Competitor:
 
 
 def llama_cpp(binary: Path, gguf: Path) -> Competitor:
-    """Return `llama-server` with as many slots as there will be streams, which share one cache."""
+    """Return `llama-server` with a slot for each of max(STREAMS) streams. The slots share one
+    cache."""
     places, threads = str(max(STREAMS)), str(len(cores()))
     command = [str(binary), "--model", str(gguf), "--port", "{port}", "--parallel", places]
     command += ["--kv-unified", "--ctx-size", str(max(STREAMS) * 512), "--threads", threads]
@@ -123,7 +124,8 @@ def running(competitor: Competitor) -> Iterator[tuple[str, float]]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate the server; after a while, kill it and all of its descendants."""
+    """Terminate the server. When it has ended, or after STOP_S, kill what is left of its process
+    group."""
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
@@ -133,7 +135,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_bf16(gguf: Path, directory: Path) -> None:
-    """Write the same weights, dequantised to bfloat16, as a Hugging Face directory."""
+    """Write the weights of a GGUF file, dequantised to bfloat16, as a Hugging Face directory."""
     import torch
     from transformers import LlamaForCausalLM
 

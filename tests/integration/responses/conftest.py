@@ -14,7 +14,7 @@ REASONING_TEMPLATE = THINKING_TEMPLATE.replace(
     "{{ m.content }}",
     "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m.content }}",
 )
-"""A chat template that includes the earlier reasoning."""
+"""A chat template that renders the reasoning of earlier messages too."""
 
 
 @pytest.fixture(scope="package")
@@ -51,7 +51,7 @@ def client(gateway: GatewayProcess) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def elsewhere(twin: GatewayProcess) -> Iterator[OpenAI]:
-    """A client of the other process, with the same API key."""
+    """A client of `twin`, with the same API key as `client`."""
     with OpenAI(base_url=f"{twin.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
         yield client
 

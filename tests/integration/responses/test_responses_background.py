@@ -24,7 +24,7 @@ MODEL = "scripted"
 TEXT = "one two three four five six seven eight nine ten"
 KEY = {"Authorization": "Bearer k1"}
 SLOW_S = 1.0
-"""Seconds per step that let a test see a response in progress: TEXT then takes ten or more."""
+"""Seconds per step. TEXT then takes more than ten seconds, so a test sees it in progress."""
 
 
 def start(client: OpenAI, **options: Any) -> Any:
@@ -32,7 +32,7 @@ def start(client: OpenAI, **options: Any) -> Any:
 
 
 def awaited(client: OpenAI, name: str, wanted: Callable[[str], bool]) -> Any:
-    """Wait until the status of a response is `wanted`, and return the response."""
+    """Wait until `wanted` accepts the status of a response, and return the response."""
 
     def found() -> Any:
         response = client.responses.retrieve(name)
@@ -48,7 +48,7 @@ def is_over(status: str) -> bool:
 
 
 def frames_of(gateway: GatewayProcess, name: str, after: int | None = None) -> bytes:
-    """Return the stream of a stored response, up to its end."""
+    """Return the stream of a stored response after event number `after`; None: the whole stream."""
     params = {"stream": "true"} | ({} if after is None else {"starting_after": str(after)})
     answer = requests.get(
         f"{gateway.url}{RESPONSES}/{name}", params=params, headers=KEY, timeout=30
@@ -176,7 +176,7 @@ def workers_of(gateway: GatewayProcess) -> list[int]:
 def test_a_killed_process_leaves_no_response_open(
     engine: ScriptedEngine, doomed: GatewayProcess, client: OpenAI, twin: GatewayProcess
 ) -> None:
-    """The response has failed for every reader, and its stream has an end."""
+    """Every reader sees that the response failed, and its stream ends with `response.failed`."""
     engine.script = lambda generate: text_reply(TEXT * 100)
     engine.step_s = 0.01
     with OpenAI(base_url=f"{doomed.url}/v1", api_key="k1", max_retries=0) as sdk:

@@ -28,7 +28,7 @@ WEATHER: Any = {
 def test_a_chain_with_tools_has_the_prompt_of_the_explicit_history(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
-    """Three turns through `previous_response_id`, from two processes."""
+    """Three turns are chained by `previous_response_id`, and sent to two processes."""
     answers = iter(
         [
             "<think>\nI must look.\n</think>\n\nOne moment." + call("weather", {"city": "Rom"}),

@@ -1,7 +1,7 @@
 """Scenarios that a trustworthy server must pass, as a client sees them.
 
-The gateway is real, and the engine sends scripted tokens. Each test is named after its scenario and
-its number.
+The gateway is real, and the engine sends scripted tokens. A number in the name of a test is the
+number of its scenario.
 """
 
 from __future__ import annotations

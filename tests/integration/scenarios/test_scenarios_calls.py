@@ -102,7 +102,8 @@ def test_4_three_answers_interleaved_token_by_token_are_each_as_if_alone(
 def test_8_any_text_in_an_argument_arrives(
     value: str, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
-    """Markers in an argument are spelt in ordinary tokens; the marker's own token would end it."""
+    """Markers in the argument are spelt with ordinary tokens, because a marker's own token would be
+    parsed as markup."""
     head, tail = call("weather", {"city": "@"}).split("@")
     inner = json.dumps(value)[1:-1].encode()
     ids = [*marked_ids(head), *inner, *marked_ids(tail)]

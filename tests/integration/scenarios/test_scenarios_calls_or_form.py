@@ -1,6 +1,7 @@
-"""Scenarios of tools together with a form: the answer is either calls or of the form.
+"""Scenarios of tools together with a form, such as a JSON schema or a regular expression: an answer
+is either tool calls or a text of that form.
 
-The engine's masks constrain the model, whatever it would prefer.
+The scripted model prefers some tokens, but only those that the grammar's masks allow are sampled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scenarios of thinking: who turns it on, where it ends, how it is reported."""
+"""Scenarios of thinking: how it is turned on, where it ends, and how it is reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_logprobs_and_ids_cover_every_token_of_reasoning_calls_and_text(
 
 
 def thinks_for_ever(said: list[int]) -> list[int]:
-    """Prefer "x" until the answer has more than fifty tokens, then the end."""
+    """Return the tokens that the model prefers, best first: "x" until the answer has more than
+    fifty tokens, then EOS."""
     return [EOS if len(said) > 50 else ord("x"), *b'"}a:1{']
 
 

@@ -1,5 +1,5 @@
-"""Scenarios of text: it must be the same for every cut, have no broken characters, and cost linear
-time."""
+"""Scenarios of text: it must not depend on how its tokens are cut into deltas, have no broken
+characters, and cost linear time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Python imports this module at the start of every program under test, because `processes.Program`
-puts its folder on the path. A program that unpickles a class or a function prints its stack and
+adds this folder to PYTHONPATH. A program that unpickles a class or a function prints its stack and
 exits at once."""
 
 import os

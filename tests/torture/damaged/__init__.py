@@ -1,1 +1,1 @@
-"""Damages the files of models, and checks that each is read or refused in one line."""
+"""Damages files of models, and checks that each damaged model is loaded, or refused in one line."""

@@ -25,7 +25,7 @@ from typing import Any
 CPU_S = 20.0
 """CPU time in which a model must be read."""
 MEMORY_BYTES = 2 << 30
-"""Address space that the process may add to that after its imports."""
+"""Address space that the process may allocate while it reads models."""
 BAR_CHARS = 40
 
 
@@ -56,7 +56,8 @@ class DamageReport:
     failures: list[str] = field(default_factory=list)
     #: (CPU seconds, kind and index) of the slowest model.
     slowest: tuple[float, str] = (0.0, "")
-    #: (KiB by which the peak of the process's memory grew, kind and index) of the largest model.
+    #: (KiB by which the peak of the process's memory grew, kind and index) of the model that caused
+    #: the largest growth.
     largest: tuple[int, str] = (0, "")
 
     def add(self, result: dict[str, Any]) -> None:
@@ -76,7 +77,8 @@ class DamageReport:
 
 
 def run(report: DamageReport, seed: int, first: int, end: int) -> None:
-    """Read all models in processes with limits, and show the progress."""
+    """Read the models in processes with limits, add the results to `report`, and show the
+    progress."""
     at = first
     while at < end:
         numbers = ("--seed", str(seed), "--first", str(at), "--count", str(end - at))
@@ -111,7 +113,8 @@ def _show(done: int, total: int, failed: int) -> None:
 
 
 def read_models(seed: int, first: int, end: int) -> None:
-    """Read models with limits of time and memory. Print two JSON lines for each."""
+    """Read models with limits of time and memory. Print two JSON lines for each model: its kind and
+    index before it is read, and its result afterwards."""
     from tests.torture.damaged.cases import Originals, outcome_of
 
     logging.disable()  # refusals are raised, and warnings would hide the progress

@@ -1,4 +1,4 @@
-"""Models with one damaged file, and what reading such a model leads to."""
+"""Models with one damaged file, and the outcome of reading them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ TOKENS = [1, 2, 3]
 
 
 class WrongRefusal(Exception):
-    """Raised if the refusal of a model is not one short line."""
+    """Raised if the refusal of a model is not one short line, or if it has no remedy."""
 
 
 @dataclass(frozen=True)
 class DamagedModel:
     """A model of which one file is damaged.
 
-    kind    the file's kind: config.json, safetensors, gguf, ...
+    kind    name of the damaged file; "gguf" for all GGUF files
     path    the directory or GGUF file to serve
     """
 
@@ -96,8 +96,8 @@ class Originals:
         self._damaged: Path | None = None
 
     def damage(self, seed: int, index: int) -> DamagedModel:
-        """Damage a file and return its model. Equal numbers give equal damage. The file that was
-        damaged before is repaired first."""
+        """Damage a file and return its model. The same `seed` and `index` give the same damage. The
+        file that was damaged before is repaired first."""
         if self._damaged is not None:
             self._damaged.write_bytes(self._bytes[self._damaged])
         random = Random(f"{seed}/{index}")

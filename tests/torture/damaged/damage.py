@@ -13,15 +13,15 @@ ODD: tuple[Any, ...] = (
     *(0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf")),
     *([], {}, [[]], [None], ["x", 1], [-1, -1], {"type": "x"}, {"": None}, [1] * 1_000),
 )
-"""Values that a field may not expect."""
+"""Values that are unusual or invalid for most fields."""
 DEEP_TEXTS = ("[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "9" * 5_000, "1e999")
-"""JSON texts that cannot be written from values: deep nesting, and numbers out of range."""
+"""JSON texts that `json.dumps` cannot write: deep nesting, and numbers out of range."""
 PLACE = '"the place of another text"'
 NUMBERS = (0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 
 
 def damaged_bytes(data: bytes, random: Random, start: int = 0, end: int | None = None) -> bytes:
-    """Return `data` with one kind of damage in the range from `start` to `end`."""
+    """Return `data` with one kind of damage, which begins between `start` and `end`."""
     end = len(data) if end is None else end
     at = random.randrange(start, max(end, start + 1))
     size = random.choice((1, 2, 4, 8, 64, 1_000))
@@ -49,7 +49,8 @@ def damaged_bytes(data: bytes, random: Random, start: int = 0, end: int | None =
 
 
 def damaged_json(text: bytes, random: Random) -> bytes:
-    """Return a JSON object with a value that is odd, missing, doubled or too deep."""
+    """Return `text`, a JSON object, with one damaged entry: it is removed, its key occurs twice, or
+    its value is one of ODD or DEEP_TEXTS."""
     root = json.loads(text)
     parent, key = _place(root, random)
     kind = random.randrange(6)

@@ -1,4 +1,4 @@
-"""Writes GGUF headers, also wrong ones."""
+"""Splits a GGUF file into parts, damages its header, and joins the parts again."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from tests.torture.fuzz.sockets import TARGETS
 from tests.torture.fuzz.workers import worker_engine
 
 FRAMES_PER_WORKER = 50_000
-"""One worker is started per this many frames: it exits at the first malformed one and takes seconds
-to start."""
+"""One worker is started per this many frames, because a worker takes seconds to start and exits at
+the first malformed message."""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Sends changed JSON bodies to every POST route of a real gateway with a scripted engine.
 
-Each must be answered with 200 or a 4xx in time. The gateway process must stay alive, may not grow,
-and may not log a traceback.
+Each body must be answered with 200 or a 4xx in time. The gateway process must stay alive, may not
+grow, and may not log a traceback.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ RECORDED: dict[str, list[Any]] = {
     "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
 }
-"""Valid bodies by path. Bodies of the derender routes are made from other answers: `_derenders`."""
+"""Valid bodies by path. Those of the derender routes are missing: `_derenders` makes them from
+answers of other routes."""
 
 
 @contextmanager
@@ -148,8 +149,11 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
 
 
 def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
-    """Return valid (path, body) pairs for every POST route. Before that, send each body and check
-    that the status is 200, or 404 if the body names something that does not exist."""
+    """Return valid (path, body) pairs for every POST route of the gateway.
+
+    Raises AssertionError if a route has no pair, or if a body is answered with another status than
+    200 and 404. A 404 means that the request names something that does not exist.
+    """
     pairs = [(path, body) for path, bodies in RECORDED.items() for body in bodies]
     pairs += _derenders(gateway)
     for path, body in pairs:
@@ -226,7 +230,7 @@ def _ask_all(
 def _ask(
     gateway: GatewayProcess, pairs: list[tuple[str, Any]], count: int, seed: int
 ) -> Counter[int]:
-    """Send `count` changed bodies over one connection; return how often each status came."""
+    """Send `count` changed bodies over one connection. Return the number of answers by status."""
     chance, statuses = Random(seed), Counter[int]()
     order = chain.from_iterable(chance.sample(pairs, len(pairs)) for _ in cycle([0]))
     connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
@@ -250,7 +254,8 @@ def _mutilated(body: Any, chance: Random) -> bytes:
 
 
 def _post(connection: http.client.HTTPConnection, path: str, data: bytes) -> tuple[int, bytes]:
-    """Return (status, body). Connect again, once, if the server closed the connection before."""
+    """Send a request. Return (status, body). Connect again, once, if the server has closed the
+    connection."""
     for is_first in (True, False):
         try:
             connection.request("POST", path, data, {"Content-Type": "application/json"})

@@ -1,9 +1,9 @@
 """Sends malformed messages to the sockets of an engine and of a gateway.
 
-Each function sends about `count` messages. It raises AssertionError unless the process
+Each target sends about `count` messages. It raises AssertionError unless the process under test
 
 - stays alive and answers its other clients meanwhile,
-- refuses exactly the messages that are malformed,
+- refuses exactly the messages that are malformed (`engine_worker`: all messages),
 - does not grow, and
 - still answers correctly afterwards.
 """
@@ -129,11 +129,11 @@ def engine_worker(count: int, seed: int) -> Outcome:
 
 
 LOSING = (EngineStopped, Refused, Welcome, Pong)
-"""After any of these, a gateway gives up the requests that it has at this engine."""
+"""Messages that can make a gateway end all of its requests at this engine with an error."""
 
 
 class NoisyEngine(ScriptedEngine):
-    """A scripted engine that also sends the messages in `noise`, between its own."""
+    """A scripted engine that also sends the messages in `noise`, between its own messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

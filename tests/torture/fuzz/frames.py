@@ -24,10 +24,11 @@ Frames = list[bytes]
 
 
 class Nonsense:
-    """An endless iterator of changed messages.
+    """An endless iterable of changed messages.
 
     direction   the union of messages that the receiver decodes
-    never       kinds that are not sent while still valid: they would end the process under test
+    never       kinds of messages that are skipped if they are still valid after the changes, for
+                example because they would end the process under test
     """
 
     def __init__(self, direction: Any, chance: Random, never: tuple[type[Message], ...] = ()):
@@ -80,7 +81,8 @@ BATCH = 250
 
 
 def batches(nonsense: Nonsense, count: int, outcome: Outcome) -> Iterator[list[Frames]]:
-    """Yield batches until `outcome` counts `count` messages. It counts a batch before yielding."""
+    """Yield batches of messages until `outcome.sent` is `count`. Each batch is added to `outcome`
+    before it is yielded."""
     drawn = iter(nonsense)
     while outcome.sent < count:
         batch = list(islice(drawn, min(BATCH, count - outcome.sent)))
@@ -94,7 +96,8 @@ def _as_bytes(message: Message) -> Frames:
 
 
 def _restructured(frame: bytes, chance: Random) -> bytes:
-    """Return the frame with a change in its map, or in its bytes if it holds no map any more."""
+    """Return the frame with a change in its MessagePack value, or in its bytes if this value cannot
+    be read or written."""
     try:
         value = msgpack.unpackb(frame[1:], strict_map_key=False)
         return frame[:1] + msgpack.packb(changed(value, chance))

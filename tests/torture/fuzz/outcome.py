@@ -14,7 +14,7 @@ FLAT_KIB = 64 << 10
 exceeds it after 700,000 messages."""
 
 PATIENCE_S = 60.0
-"""A process that has not answered by then is taken to hang."""
+"""A process that does not answer within this time is taken to hang."""
 
 
 @dataclass
@@ -22,7 +22,9 @@ class Outcome:
     """The counts of one target.
 
     malformed    messages sent that the receiver has to refuse
-    counted      messages that the receiver has counted as refused
+    counted      messages that the receiver has counted as refused. For `kv_reader`: failed
+                 transfers; for `worker_engine`: workers that ended with an error; for `bodies`:
+                 answers with an error status, which are its `malformed` as well
     notes        further counts for the table, such as answers by status
     """
 
@@ -48,7 +50,7 @@ def watched(outcome: Outcome, pid: Callable[[], int]) -> Iterator[Callable[[], N
     """Measure the duration of the `with` block and the growth of the process `pid()`.
 
     Yields a function to call when the process is warm; growth before that does not count. Raises
-    AssertionError if the process has grown, or if another process has replaced it.
+    AssertionError if the process has grown by FLAT_KIB, or if another process has replaced it.
     """
     began, first = monotonic(), pid()
     before = [anonymous_kib(first)]
@@ -60,6 +62,6 @@ def watched(outcome: Outcome, pid: Callable[[], int]) -> Iterator[Callable[[], N
 
 
 def anonymous_kib(pid: int) -> int:
-    """Return the KiB of resident memory that the process does not share."""
+    """Return the resident memory of a process in KiB, without files and shared memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])

@@ -10,7 +10,7 @@ from tests.torture.fuzz.strangers import cluster
 from tests.torture.fuzz.workers import kv_reader, kv_server, worker_engine
 
 Target = Callable[[int, int], Outcome]
-"""Takes the number of messages and a seed."""
+"""Takes the number of messages (for `worker_engine` the number of workers) and a seed."""
 
 TARGETS: dict[str, Target] = {
     "engine-clients": engine_clients,

@@ -32,9 +32,10 @@ from tests.torture.fuzz.outcome import PATIENCE_S, Outcome, watched
 from tests.torture.fuzz.values import damaged
 
 NUM_UNREAD = 20
-"""Messages of each batch that are sent without a key, and again with another cluster's key."""
+"""Messages of each batch that are sent again without a key. As many others are sent again with
+another cluster's key."""
 NUM_BAD_GREETINGS = 10
-"""Connections of each batch that send something else than a ZeroMQ greeting."""
+"""Connections in each batch that send random bytes or a damaged ZeroMQ greeting."""
 OTHER = ClusterKey(b"another cluster's" * 2)
 
 _FAILED = (
@@ -50,8 +51,8 @@ _NULL = _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
 def cluster(count: int, seed: int) -> Outcome:
-    """Send malformed messages to the engine's port: with the right key, with another key and
-    without."""
+    """Send malformed messages to the engine's port: with the right key, with another key, and
+    without a key."""
     outcome = Outcome("engine, over a network")
     chance = Random(seed)
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -108,7 +109,8 @@ def _send_unread(address: str, batch: list[Frames], key: ClusterKey | None) -> N
 
 
 def _send_bad_greeting(address: str, chance: Random) -> None:
-    """Send bytes that are not a greeting, and wait until the engine closes the connection."""
+    """Send random bytes or a ZeroMQ greeting, which is damaged in most cases. Wait until the engine
+    closes the connection."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if chance.random() < 0.2:
         data = chance.randbytes(chance.choice([1, 12, 64, 5000]))

@@ -30,7 +30,8 @@ def changed(value: Any, chance: Random, *, exact: bool = False) -> Any:
 
 
 def _paths(value: Any, path: Path = ()) -> list[Path]:
-    """Return the path of `value` itself and of every value inside it."""
+    """Return the path of `value` itself and of the values inside it. Of a list, only the first 20
+    values count."""
     found = [path]
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -1,4 +1,4 @@
-"""Sends malformed messages to the sockets of a worker. The checks are those of `decisions`."""
+"""Sends malformed messages to the sockets of a worker."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LEASE, OTHER_LEASE = b"l" * 16, b"the lease of others"
 
 
 def kv_server(count: int, seed: int) -> Outcome:
-    """Send malformed messages to a worker as a peer that reads its K/V. Afterwards another worker
-    reads K/V from it."""
+    """Send malformed messages to a worker as a peer that reads its K/V. It must drop all malformed
+    ones, must not grow, and must still send correct K/V to another worker afterwards."""
     outcome = Outcome("worker, from readers")
     with _kv_address() as (context, address), Peer(SHAPE, address, "zmq") as peer:
         peer.export(LEASE, [1, 2, 3, 4, 5, 6, 7, 8], readers=1000)
@@ -86,7 +86,7 @@ def kv_reader(count: int, seed: int) -> Outcome:
 def _send_nonsense(
     router: zmq.Socket[bytes], nonsense: Nonsense, outcome: Outcome, stop: threading.Event
 ) -> None:
-    """Answer each message with three malformed ones, until `stop` is set."""
+    """Answer each message with up to three changed ones, until `stop` is set."""
     drawn = iter(nonsense)
     while not stop.is_set():
         if not router.poll(20):
@@ -105,7 +105,7 @@ def _send_nonsense(
 
 @contextmanager
 def _kv_address() -> Iterator[tuple[zmq.Context[zmq.Socket[bytes]], str]]:
-    """Yield a context, whose sockets are closed at the end, and the address of a new socket."""
+    """Yield a context, whose sockets are closed at the end, and an address for a new socket."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,8 @@ def worker_engine(count: int, seed: int) -> Outcome:
 
 
 def _run_worker(router: zmq.Socket[bytes], program: Program, drawn: Any, outcome: Outcome) -> str:
-    """Send messages until the worker exits; return how it ended."""
+    """Send messages until one is malformed, or until the worker fails or exits. Return how the
+    worker ended."""
     decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
     for expected in (TokenizerRead, WorkerReady):
         assert router.poll(int(PATIENCE_S * 1000)), program.output

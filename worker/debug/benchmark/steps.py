@@ -43,7 +43,7 @@ TOKENS = 97
 def assemble_benchmark(config: StepBench) -> StepBenchmark:
     """Build a worker for the largest step of `config`. Call it once per process.
 
-    Raises UnusableModel if the model or the memory does not suffice.
+    Raises UnusableModel if the model cannot be used, or if memory is too small.
     """
     runner, ready = assemble(worker_config(config), StartupTiming())
     gc.collect()
@@ -140,8 +140,8 @@ class StepBenchmark:
         self._runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
-        """Return a request whose blocks alternate with those of the other requests, as if all
-        requests had grown together."""
+        """Return the binding of a request whose blocks alternate with those of the other requests,
+        as if all requests had grown together."""
         columns = -(-(known + 1) // self._ready.block_tokens)
         num_blocks = columns * num_column_blocks(self._ready.kv_groups)
         return SlotInit(

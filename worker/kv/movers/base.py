@@ -33,7 +33,7 @@ class Mover(Protocol):
     name: str
 
     def advance(self) -> PollHint:
-        """Do some of the work. Return when to call again. Raises DamagedTransfer if the data is
+        """Do some of the work, and return when to call again. Raises DamagedTransfer if the data is
         damaged, and TransferLost if the peer's memory can no longer be read."""
         ...
 

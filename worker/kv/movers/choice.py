@@ -42,10 +42,10 @@ class MoverFactory:
     def create(
         self, ids: Ids, theirs: Ids, offers: Sequence[Offer], request: Callable[[int], None]
     ) -> Mover:
-        """Return a mover that copies the blocks `theirs` of the peer to our blocks `ids`. `request`
-        requests a chunk by its number.
+        """Return a mover that copies the blocks `theirs` of the peer to our blocks `ids`.
+        `request(n)` must request chunk n from the peer.
 
-        If one offer raises TransferLost, the next accepted offer is tried. Raises NoCommonMover,
+        If an offer fails with TransferLost, the next accepted offer is tried. Raises NoCommonMover,
         DamagedTransfer, or the TransferLost of the last offer.
         """
         wanted = ORDER[self._name]

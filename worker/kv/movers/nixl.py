@@ -30,8 +30,8 @@ class NoNixl(Exception):
 
 
 class Agent:
-    """A NIXL agent of this worker, for one thread and one cache, rows uint8 [R, B, P]. Raises
-    NoNixl with one line of advice if the library is not available."""
+    """A NIXL agent of this worker, for one thread and one cache, rows uint8 [R, B, P]. The
+    constructor raises NoNixl if the library is not installed, or does not start."""
 
     def __init__(self, rows: Tensor) -> None:
         nixl = _library()
@@ -59,7 +59,7 @@ class Agent:
         )
 
     def make_progress(self) -> None:
-        """Do this worker's part of the reads in which other workers read its memory."""
+        """Do this worker's part when other workers read its memory."""
         self._agent.get_new_notifs()
 
     def read(self, offer: NixlOffer, ids: Ids, theirs: Ids) -> Any:
@@ -122,8 +122,8 @@ class Agent:
 
 
 class NixlMover:
-    """Copies the blocks `theirs` of the peer's cache to our blocks `ids`, some at a time. Raises
-    DamagedTransfer if a block is outside the offered cache."""
+    """Copies the blocks `theirs` of the peer's cache to our blocks `ids`, some at a time. The
+    constructor raises DamagedTransfer if a block is outside the offered cache."""
 
     name = "nixl"
 

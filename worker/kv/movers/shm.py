@@ -21,8 +21,8 @@ SLICE_BYTES = 4 << 20
 class ShmMover:
     """Copies the blocks `theirs` [B] of the peer's cache to our blocks `ids` [B].
 
-    Raises TransferLost if the memory cannot be mapped, and DamagedTransfer if the offer contradicts
-    the blocks.
+    The constructor raises TransferLost if the memory cannot be mapped, and DamagedTransfer if the
+    offer contradicts itself or the blocks.
     """
 
     name = "shm"

@@ -20,8 +20,8 @@ from worker.kv.movers.base import DamagedTransfer, PollHint
 from worker.kv.transfer.exports import Ids
 
 CHUNK_BYTES = 1 << 20
-"""Size of the chunks that this worker sends. A chunk of this size stays in a core's cache while it
-is gathered, checksummed and sent."""
+"""Most bytes of a chunk that this worker sends, unless one piece is larger. A chunk of this size
+stays in a core's cache while it is gathered, checksummed and sent."""
 
 
 class Cut(NamedTuple):
@@ -68,7 +68,7 @@ class Cuts:
 
 
 def cuts_of(blocks: CacheBlocks, num_blocks: int, chunk_bytes: int) -> Cuts:
-    """Return the chunks of `num_blocks` blocks. Both ends compute the same chunks."""
+    """Return the chunks of `num_blocks` blocks of a cache. Both ends compute the same chunks."""
     return Cuts(
         num_rows=blocks.num_rows,
         piece_bytes=blocks.piece_bytes,

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 
 class Changes:
-    """The contents that were added to or removed from a tier. Only the latest change of each is
-    kept."""
+    """The contents that were added to or removed from a tier. Only the latest change of each
+    content is kept."""
 
     def __init__(self) -> None:
         self._is_there: dict[bytes, bool] = {}

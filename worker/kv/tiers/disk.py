@@ -10,8 +10,8 @@ DIR/                              mode 0700, owned by this user
 
 There are no other files and no lock. Names are derived from contents, so two servers that share a
 directory cannot disagree. A server notices the other's changes at its next scan: after a minute, or
-after it has itself written 1/32 of the limit. So with each additional server the directory can grow
-by another 1/32 of the limit for a while.
+after it has itself written 1/32 of the limit. So each additional server can make the directory
+exceed the limit by another 1/32 for a while.
 
 A file starts with a header that identifies its block. The block's bytes follow:
 
@@ -146,7 +146,7 @@ class DiskIndex:
         return evicted
 
     def replace(self, found: Mapping[BlockKey, tuple[float, int]]) -> None:
-        """Make the index equal to the directory's blocks: block -> (last use, size)."""
+        """Make the index equal to the directory's blocks `found`: block -> (last use, size)."""
         for key in [key for key in self._sizes if key not in found]:
             self.remove(key)
         for key, (_, size) in sorted(found.items(), key=lambda item: item[1][0]):

@@ -23,7 +23,8 @@ from worker.kv.blocks import Pieces
 from worker.kv.tiers.changes import Changes
 
 SLAB_BYTES = 64 << 20
-"""Size of the slabs of memory. A slab is allocated when one of its places is first needed."""
+"""Largest size of a slab of memory, unless one block is larger. A slab is allocated when one of its
+places is first needed."""
 
 
 class HostMemory:
@@ -57,7 +58,7 @@ class HostMemory:
             into.copy_(source, non_blocking=True)
 
     def mark(self) -> DeviceEvent:
-        """Return an event that is done after all copies queued so far."""
+        """Return an event that is done when all copies queued so far are done."""
         return mark(self._rows.device)
 
     def _place(self, place: int) -> Tensor:
@@ -100,7 +101,7 @@ class HostTier:
         return len(self._places)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (added, removed) contents since the last call."""
+        """Return the contents (added, removed) since the last call."""
         with self._lock:
             return self._changes.drain()
 

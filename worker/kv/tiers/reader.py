@@ -42,11 +42,11 @@ class TierOrder:
 
 
 class TierReader:
-    """Thread that runs the jobs in their order.
+    """Thread that runs the jobs in the order in which they were queued.
 
     blocks    the cache's blocks
     host      None: blocks are read from disk only, and are not kept in host memory
-    scratch   a place of `memory` for blocks that have no place in `host`
+    scratch   a place of `memory` that `host` does not use, for blocks that get no place in `host`
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TierReader:
         self._open.discard(job)
 
     def close(self) -> None:
-        """Stop the thread after the current block. The remaining jobs are not reported."""
+        """Stop the thread after the current block. The jobs that remain fail as cancelled."""
         self._open.clear()
         self._orders.put(None)
         self._thread.join()
@@ -127,8 +127,8 @@ class TierReader:
             raise TierReadEnded("lost", f"block {content.hex()[:12]} is no longer in host memory")
 
     def _load_from_disk(self, disk: DiskTier, content: bytes, block: Ids) -> None:
-        """Load a block from disk through host memory. Keep it there if there is a host tier with a
-        place for it."""
+        """Load a block from disk through host memory. Keep the block there if there is a host tier
+        with a place for it."""
         place = None if self._host is None else self._host.reserve()
         via = self._scratch if place is None else place
         try:

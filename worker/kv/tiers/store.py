@@ -1,6 +1,6 @@
 """The tiers of a worker, as its loop uses them.
 
-`store`, `touch`, `fetch` and `cancel` return at once. Their results appear in the reports.
+`store`, `touch`, `fetch` and `cancel` do not wait for the disk. Their results are in the reports.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TierStore:
         reports: ReportQueue,
     ) -> Self | None:
         """Return the configured tiers, or None if none is configured. Raises OSError if the
-        directory cannot be used, and ValueError if the configured memory or disk space is less than
-        a block, or the memory more than is free."""
+        directory cannot be used. Raises ValueError if the configured memory or disk space is less
+        than a block, or if the memory is more than is free."""
         if not config.kv_host_gib and not config.kv_disk:
             return None
         host_bytes = int(config.kv_host_gib * GIB)

@@ -25,14 +25,14 @@ CLOSE_S = 3.0
 """Time limit for writing the waiting blocks at shutdown."""
 UNWRITTEN_BYTES = 256 << 20
 MIN_UNWRITTEN = 8
-"""Blocks of UNWRITTEN_BYTES in all, but at least MIN_UNWRITTEN blocks, may wait to be written to
-disk."""
+"""Limit of the blocks that may wait to be written to disk: UNWRITTEN_BYTES in total, but at least
+MIN_UNWRITTEN blocks."""
 REPORT_EVERY = 32
-"""Written blocks are reported after every REPORT_EVERY of them, and when no block waits."""
+"""A report is requested about every REPORT_EVERY written blocks, and when no block waits."""
 
 
 def max_unwritten(block_bytes: int) -> int:
-    """Return the number of blocks that may wait to be written to disk."""
+    """Return the most blocks that may wait to be written to disk."""
     return max(UNWRITTEN_BYTES // block_bytes, MIN_UNWRITTEN)
 
 

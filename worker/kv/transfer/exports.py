@@ -18,7 +18,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """Result of the last message of a reader.
+    """Result of a reader's last message, KVDone.
 
     is_live    the data that the reader has received is valid
     is_taken   this was the last reader that the lease waited for
@@ -32,9 +32,10 @@ class EndedLease:
 class ExportedLease:
     """A lease that readers can open.
 
-    blocks   [B] ids, in the order of the sequence
-    opened   reader -> [first, end), indexes of the blocks that it reads
-    done     readers that have finished
+    blocks        [B] ids, in the order of the sequence
+    num_readers   number of readers that the lease waits for
+    opened        reader -> [first, end), indexes of the blocks that the reader reads
+    done          readers that have finished
     """
 
     blocks: Ids

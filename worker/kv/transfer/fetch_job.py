@@ -24,7 +24,7 @@ class FetchJobEvent(Enum):
     EXPIRED = auto()  # P reported that the lease has ended
     UNLIKE = auto()  # the caches or the movers of both workers do not match
     PLACED = auto()  # the mover has put all blocks in place
-    DAMAGED = auto()  # data or an answer is not as sent or requested
+    DAMAGED = auto()  # data is not as sent, or an answer is not as requested
     LOST = auto()  # P cannot be reached
     LATE = auto()  # the deadline has passed
     CANCEL = auto()  # the engine cancelled the job
@@ -61,8 +61,8 @@ NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
 }
 
 PEER_EVENTS = {FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.LIVE}
-"""Events that P causes by a message. P is another process, so an impossible one counts as damage
-and not as a bug of this worker."""
+"""Events that P causes by a message. P is another process, so if one is impossible in a state, this
+counts as damage and not as a bug of this worker."""
 
 
 class FetchJob:

@@ -1,9 +1,8 @@
 """Fetches blocks from other workers: one thread runs all transfers of this worker concurrently.
 
 Every queued fetch ends in exactly one report, once nothing writes into its blocks any more. Only
-`close` drops fetches without a report.
-The thread starts with the first fetch. A transfer is a socket, a mover, and the state machine of
-fetch_job.py.
+`close` drops fetches without a report: those that have not started. The thread starts with the
+first fetch. A transfer is a socket, a mover, and the state machine of fetch_job.py.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from worker.kv.transfer.fetch_job import FetchJob, FetchJobEvent, FetchJobState
 from worker.slots.staging import integers
 
 MAX_TRANSFERS = 64
-"""Most transfers that run at the same time, because each needs sockets. Further orders wait, while
-their timeouts run."""
+"""Most transfers that run at the same time. They are limited because each needs sockets. Further
+fetches wait, and their timeouts count while they wait."""
 SOON_MS = 1
 IDLE_MS = 60_000
 
@@ -67,8 +66,9 @@ class TransferContext:
 class Transfer:
     """One transfer, which starts when the object is created.
 
-    The transfer never waits: `poll` does everything that can be done now, and sets `poll_hint`, the
-    time of the next call. Raises ValueError or zmq.ZMQError if no connection is possible.
+    The transfer never waits: `poll` does everything that can be done now, and sets `poll_hint`,
+    which says when to call again. The constructor raises ValueError or zmq.ZMQError if it cannot
+    start to connect.
 
     source     the source of `fetch`
     fence      the blocks may be written only after it (CacheBlocks.fence)
@@ -302,7 +302,7 @@ class Fetcher:
                 transfer.cancel()
 
     def _start_waiting(self) -> None:
-        """Start waiting orders until MAX_TRANSFERS run. Orders past their deadline fail."""
+        """Start the waiting orders until MAX_TRANSFERS run. Orders past their deadline fail."""
         waiting: deque[FetchOrder] = deque()
         for order in self._waiting:
             job = order.fetch.job
@@ -345,7 +345,7 @@ class Fetcher:
             self._poller.unregister(socket)
 
     def _poll_timeout_ms(self) -> int:
-        """Return the milliseconds that the thread may sleep if no socket becomes readable."""
+        """Return how many milliseconds the thread may sleep if no socket becomes readable."""
         if self._waiting and len(self._transfers) < MAX_TRANSFERS:
             return 0  # some transfers have just ended, so others can start
         hints = {transfer.poll_hint for transfer in self._transfers.values()}

@@ -58,7 +58,8 @@ class KVServer:
 
     socket   a ROUTER whose queues hold SEND_QUEUE messages; the thread uses and closes it
     offers   the movers by which readers can get the blocks
-    helper   the NIXL agent, which must make progress while its memory is read (movers/nixl.py)
+    helper   the NIXL agent, which must make progress while its memory is read (movers/nixl.py);
+             None if NIXL is not used
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class KVServer:
         *,
         helper: Agent | None = None,
     ) -> None:
-        self.num_dropped = 0  # invalid messages, and unread answers
+        self.num_dropped = 0  # invalid messages, and answers that could not be sent
         self._socket = socket
         self._endpoint = endpoint
         self._blocks = blocks

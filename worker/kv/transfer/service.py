@@ -41,8 +41,8 @@ KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 class KVTransferService:
     """Owns the threads that move K/V. Use it as a context manager.
 
-    numerics   of the model's card; blocks that are stored on disk are found only with the same
-    endpoint   goes into WorkerReady; its address is "" if this worker exports nothing
+    numerics   ModelCard.numerics; blocks that were stored on disk with another value are not used
+    endpoint   describes this worker in WorkerReady; its address is "" if the worker exports nothing
 
     Raises NoNixl if NIXL is configured but not available, zmq.ZMQError if the address cannot be
     bound, and OSError or ValueError if a configured tier cannot be used.
@@ -97,7 +97,8 @@ class KVTransferService:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of invalid messages from other workers plus that of unread answers."""
+        """Return the number of dropped messages: invalid ones from other workers, and answers that
+        could not be sent."""
         return 0 if self._server is None else self._server.num_dropped
 
     @property
@@ -113,8 +114,9 @@ class KVTransferService:
     def apply(self, message: KVMessage) -> None:
         """Apply a message of the engine, without waiting.
 
-        Raises ValueError if a KVExport names blocks that do not exist, or if a KVStore or KVUsed
-        arrives and this worker has no tiers. A fetch from a tier is reported as lost then.
+        Raises ValueError if a KVExport names blocks that do not exist or a lease that exists
+        already, or if a KVStore or KVUsed arrives and this worker has no tiers. A fetch from a tier
+        is reported as lost if there are no tiers.
         """
         match message:
             case KVExport(lease=lease, blocks=blocks, readers=readers):

@@ -3,7 +3,7 @@
 The memory is an anonymous file (memfd). It has no name that could remain in a directory, is not
 limited by the size of /dev/shm, and is freed when the last process that has it open ends. Pages are
 zero and cost nothing until they are touched. Other processes open `/proc/PID/fd/N`, which the
-kernel allows to processes that may also debug this one. They check the inode, because in another
+kernel allows for processes that may also debug this one. They check the inode, because in another
 PID namespace the same PID may belong to another process.
 
 The file is sealed so that it cannot shrink, because the kernel kills a process that reads a mapping
@@ -67,8 +67,8 @@ class SharedMemory:
 
 
 def map_offered(offer: ShmOffer) -> mmap.mmap:
-    """Map offered memory for reading. Raises TransferLost with the reason if that is not
-    possible."""
+    """Map offered memory for reading. Raises TransferLost, with the reason, if it cannot be
+    mapped."""
     if BOOT_ID.read_text().strip() != offer.boot:
         raise TransferLost("the memory is on another host")
     try:

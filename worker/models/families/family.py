@@ -33,7 +33,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Names that configs use; all those of gelu_tanh are one function."""
+"""Activation's name in a config -> our name. The names that map to gelu_tanh mean the same
+function."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_ONCE = "attention"
 """The name of FULL in older configs."""
@@ -75,7 +76,7 @@ class ConfigFields(Fields):
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of key/value heads. If null, it is `num_heads`."""
+        """Return the number of key/value heads: `num_heads` if the config's value is null."""
         return self.integer("num_key_value_heads", self.num_heads)
 
     @property

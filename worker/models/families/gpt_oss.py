@@ -19,7 +19,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Rotary embeddings of a config that has no parameters of them."""
+"""Rope parameters for a config that has none."""
 
 
 def read_gpt_oss(config: ConfigFields) -> ModelSpec:

@@ -1,5 +1,6 @@
-"""Families that differ from Llama by biases, factors and layers without positions: Llama, SmolLM2
-and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3, dense Granite 4 and Seed-OSS."""
+"""Llama, and families that differ from it only by biases, factors or layers without positions:
+SmolLM2 and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3, dense Granite 4 and
+Seed-OSS."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def read_smollm3(config: ConfigFields) -> ModelSpec:
 
 BIASES = {"attention_bias": False, "mlp_bias": False}
 LINEAR = "linear_attention"
-"""Layers that a config of Granite 4 has if it names none: state-space layers."""
+"""Kind of all layers if a config of Granite 4 has no list of kinds: state-space layers."""
 MULTIPLIERS = {
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
