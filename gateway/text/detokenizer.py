@@ -156,14 +156,15 @@ class WindowDetokenizer:
     the new text.
 
     decode  returns the text of a list of ids, decoded at once by the library `tokenizers`
+    before  ids of text that is not returned; the new ids follow it
     """
 
     __slots__ = ("_context", "_decode", "_ids")
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._context = 0
+        self._ids: list[int] = [*before]
+        self._context = len(before)
 
     @classmethod
     def from_state(cls, decode: Decode, state: WindowState) -> WindowDetokenizer:

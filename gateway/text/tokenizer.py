@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import Any, cast
 
 import tokenizers
@@ -140,8 +142,7 @@ class Tokenizer:
     ) -> Detokenizer:
         """Return a detokenizer for one choice.
 
-        continues  the ids follow other text, so the blank before a first word is kept; without a
-                   `codec`, this has no effect
+        continues  the ids follow other text, so the blank before a first word is kept
         state      the state of another detokenizer, from which this one continues; None: a new one
         """
         if self._tables is not None:
@@ -155,7 +156,13 @@ class Tokenizer:
 
         if isinstance(state, WindowState):
             return WindowDetokenizer.from_state(decode, state)
-        return WindowDetokenizer(decode)
+        return WindowDetokenizer(decode, self._any_word if continues else ())
+
+    @cached_property
+    def _any_word(self) -> Sequence[int]:
+        """The id of the first token that is a word. It stands for the text before an answer."""
+        ids = range(self._vocab_size)
+        return [*islice((i for i in ids if self._inner.decode([i]).isalpha()), 1)]
 
     def token_piece(self, token_id: int) -> str:
         """Return a token's string in the vocabulary, such as "Ġworld"; "" for an unknown id."""

@@ -9,6 +9,7 @@ the first worker's step times with and without a transfer.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import statistics
@@ -183,6 +184,9 @@ def move(worker: Worker, stepper: MoveStepper, count: int) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("PYTHONPATH", str(ROOT))
     for mover in MOVERS:

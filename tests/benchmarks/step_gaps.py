@@ -8,6 +8,7 @@ Streams use ZeroMQ, so no HTTP process takes part.
 
 from __future__ import annotations
 
+import argparse
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,6 +40,9 @@ def answer(engine: Client, number: int) -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for streams in STREAMS:
         for steps_in_flight in STEPS_IN_FLIGHT:
             result = measure(streams, steps_in_flight)

@@ -139,6 +139,15 @@ def test_a_decoder_that_is_not_understood_goes_through_a_window_and_still_joins(
         assert joined(tok, cuts(ids, seed), skip=True) == tok.decode(ids)
 
 
+def test_a_window_that_continues_a_text_keeps_the_blank_before_its_first_word() -> None:
+    tok = tokenizer("wordpiece")
+    hello, suffix = tok.token_id("Hello") or 0, tok.token_id("##ing") or 0
+    assert joined(tok, [[hello], [hello]], skip=False) == "Hello Hello"
+    for ids, text in (([hello, hello], " Hello Hello"), ([suffix, hello], "ing Hello")):
+        continuing = tok.detokenizer(continues=True)
+        assert continuing.push(ids) + continuing.finish() == text
+
+
 def test_the_window_does_not_grow_with_tokens_that_have_no_text() -> None:
     tok = tokenizer("wordpiece")
     hello, end = tok.token_id("Hello") or 0, tok.token_id("</s>") or 0

@@ -248,9 +248,9 @@ def shared_lexicon(markers: tuple[str, ...], parts: tuple[str, ...] = ()) -> Lex
 def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
     """Yield all vocabularies in which the answer has the same meaning."""
     yield lexicon(sample, tokens=True)
-    if sample.spelt_ok and means_the_same_spelt_out(sample, fixture):
+    if sample.spelt_ok and means_the_same_spelt_out(fixture):
         yield lexicon(sample, tokens=False)
-    if sample.parts and means_the_same_spelt_out(sample, fixture):
+    if sample.parts and means_the_same_spelt_out(fixture):
         yield lexicon_of_parts(sample)
 
 
@@ -432,7 +432,7 @@ def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Le
         row.compare(found, short.events, partial(difference, short, [head[:at], head[at:]], found))
 
 
-def means_the_same_spelt_out(sample: Sample, fixture: Fixture) -> bool:
+def means_the_same_spelt_out(fixture: Fixture) -> bool:
     """Return whether the answer has the same meaning if no marker is a token. Prose about a marker
     does not, because the parser would find the marker in it."""
     return "prose" not in fixture.name

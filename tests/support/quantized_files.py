@@ -188,7 +188,7 @@ def int_quantized(*, symmetric: bool) -> QuantFormat:
     return QuantFormat(config, write, "INT8")
 
 
-def floats(weight: Floats, scales: Tensor, by_number: Tensor) -> tuple[Tensor, Floats]:
+def floats(weight: Floats, by_number: Tensor) -> tuple[Tensor, Floats]:
     """Return (float8 numbers, the numbers that they stand for). `by_number` has a scale for each
     number."""
     codes = (torch.from_numpy(weight) / by_number).to(torch.float8_e4m3fn)
@@ -210,7 +210,7 @@ def fp8(
         ]
         scales = torch.tensor(np.array(parts), dtype=torch.float32)
         by_number = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)[:rows, :columns]
-        codes, numbers = floats(weight, scales, by_number)
+        codes, numbers = floats(weight, by_number)
         tensors = {"weight": codes, end: scales if block else scales.reshape(())}
         return tensors | ({"input_scale": torch.ones(())} if is_static else {}), numbers
 
@@ -222,7 +222,7 @@ def fp8(
 def float_quantized() -> QuantFormat:
     def write(weight: Floats) -> Written:
         scales = torch.from_numpy(np.abs(weight).max(axis=1, keepdims=True) / 448).bfloat16()
-        codes, numbers = floats(weight, scales, scales.float())
+        codes, numbers = floats(weight, scales.float())
         return {"weight": codes, "weight_scale": scales}, numbers
 
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

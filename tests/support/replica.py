@@ -316,8 +316,10 @@ def replica_as_served(*, max_slots: int = 16) -> Iterator[Replica]:
     cpu, flags = torch.device("cpu"), cpu_flags()
     kernels = select_kernels("auto", cpu, cpu_flags=flags)
     loaded = load(smollm2_gguf(), choose_dtype("auto", cpu, cpu_flags=flags), kernels=kernels)
-    yield Replica(loaded, max_slots=max_slots)
-    torch.set_num_threads(before)
+    try:
+        yield Replica(loaded, max_slots=max_slots)
+    finally:
+        torch.set_num_threads(before)
 
 
 def slot_table(

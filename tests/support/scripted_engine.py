@@ -247,10 +247,13 @@ class ScriptedEngine:
         self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
 
     def reset(self) -> None:
-        """Restore the engine's initial behaviour, and empty `generates`. Open requests remain."""
+        """Restore the engine's initial behaviour, and empty what it has recorded. Open requests
+        remain."""
         for name, value in self._first.items():
             setattr(self, name, value)
-        self.generates.clear()
+        for recorded in (self.generates, self.aborts, self.kept, self.released):
+            recorded.clear()
+        self.goodbyes = 0
 
     def __enter__(self) -> Self:
         self._stopping = False

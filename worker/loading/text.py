@@ -212,4 +212,4 @@ def _tokens(card: Vocabulary) -> tuple[Any, dict[str, int]]:
     """Return everything in tokenizer.json that assigns ids: vocabulary and added tokens."""
     tokenizer = msgspec.json.decode(card.tokenizer)
     added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-    return tokenizer["model"].get("vocab"), added
+    return (tokenizer.get("model") or {}).get("vocab"), added

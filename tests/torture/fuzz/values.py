@@ -23,10 +23,10 @@ OTHERS: list[Any] = [None, True, False, [], {}, [[]], {"": {}}, [None], {"kind":
 DEEP, MANY = 60, 400
 
 
-def changed(value: Any, chance: Random, *, exact: bool = False) -> Any:
+def changed(value: Any, chance: Random) -> Any:
     """Return a copy of `value` with a change in one place."""
     path = chance.choice(_paths(value))
-    return _replaced(value, path, lambda old: _another(old, chance, exact))
+    return _replaced(value, path, lambda old: _another(old, chance))
 
 
 def _paths(value: Any, path: Path = ()) -> list[Path]:
@@ -50,7 +50,7 @@ def _replaced(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     return copy
 
 
-def _another(old: Any, chance: Random, exact: bool) -> Any:
+def _another(old: Any, chance: Random) -> Any:
     """Return another value, of the same type or of another one."""
     if chance.random() < 0.25:
         return chance.choice([*NUMBERS, *STRINGS, *OTHERS])

@@ -355,5 +355,7 @@ class Fetcher:
             return SOON_MS
         deadlines = [transfer.deadline for transfer in self._transfers.values()]
         deadlines += [order.deadline for order in self._waiting]
-        left_s = min(deadlines, default=monotonic() + IDLE_MS) - monotonic()
+        if not deadlines:
+            return IDLE_MS
+        left_s = min(deadlines) - monotonic()
         return max(0, min(IDLE_MS, int(left_s * 1000) + 1))
