@@ -5,7 +5,7 @@ request sets all state that the worker stores for the request. So the results of
 executed in order do not depend on what the slots and blocks contained before.
 
 Legend: R rows (requests) of the step, decode rows (one token) first; S rows that sample; D drafts;
-N, M, K, A: counts. A sampled place is a position where a token is sampled. Each row that samples
+B, N, M, K, A: counts. A sampled place is a position where a token is sampled. Each row that samples
 has one, plus one for each of its drafts. They are in row order.
 """
 

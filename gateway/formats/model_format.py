@@ -231,8 +231,11 @@ def _calls_that_end(format: Format) -> tuple[str, ...]:
 
 
 def check_names(tools: str, reasoning: str) -> None:
-    """Raise ValueError if one of the operator's names is unknown (the error lists the known names),
-    or if the two cannot be combined."""
+    """Check the format names that the operator chose with --tool-format and --reasoning-format.
+
+    Raise ValueError if a name is unknown (the error lists the known names), or if the two formats
+    cannot be combined.
+    """
     if OWN not in (tools, reasoning):
         format_of(_chosen(tools, None), _chosen(reasoning, None))
     elif not {tools, reasoning} <= {OWN, AUTO}:

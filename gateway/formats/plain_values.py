@@ -132,8 +132,12 @@ class PlainValues:
     def _beside_any_string(
         self, others: Sequence[SchemaCase], kinds: Sequence[str], path: str, apart: Ranges
     ) -> Form:
-        """Return the form of a value of `others`, which have limits, or of any string. The parser
-        must not read the string as one of `others`."""
+        """Return the form of a string, or of a value of one of `others` (cases with limits), and
+        of the marker that ends it.
+
+        The string has no limits, but does not start with a character in `apart` or RESERVED_FIRST,
+        or with one that could start a value of `others`. So the parser reads it as a string.
+        """
         taken = [*apart, *(span for case in others for span in FIRST_CHARS[case.kind])]
         first = StringEscapes(never=merged([*RESERVED_FIRST, *self._careful.never, *taken])).any()
         return self._either(

@@ -285,7 +285,8 @@ class ChoiceGroup:
             self.fail(error_from(last.error))
 
     def _note_progress(self, choice: Choice, output: Output) -> None:
-        """Record the times of the group's first token and of a reported usage."""
+        """Record the time of the group's first token, and the time of a usage that is reported
+        before the last output."""
         if output.tokens and not self._has_tokens:
             self._has_tokens = True
             self.timeline.note(TimelineMoment.FIRST_TOKEN)

@@ -1,12 +1,15 @@
 """`python -P -m gateway.sandbox`: runs templates and tokenizers for the gateway that started it.
 
 The stdin of this process is a socket to the gateway, from which it reads calls and to which it
-writes replies. It opens no other file or socket. The kernel enforces these limits, so no template
-has to be inspected:
+writes replies. It uses no other socket. It opens files only to read them: its own modules and, on
+Linux, /proc/self/statm.
 
-    memory    RLIMIT_AS limits the address space to its size at the start plus --memory-bytes.
-              Beyond that Python raises MemoryError, which is reported. The process then ends, so
-              that the next call gets a process with a clean heap.
+The kernel enforces these limits, so no template has to be inspected:
+
+    memory    On Linux, RLIMIT_AS limits the address space to its size at the start plus
+              --memory-bytes. Beyond that Python raises MemoryError, which is reported. The process
+              then ends, so that the next call gets a process with a clean heap. It also ends after
+              a call if it has grown by RETIRE_BYTES.
     CPU time  Each call has a timer, whose signal ends the process.
     files     No file can be written, and no core is dumped.
     lifetime  When the gateway ends, Linux sends SIGKILL to this process. The process also ends when

@@ -1,5 +1,7 @@
-"""Keys and values rounded to eight bits. test_kernels.py and test_attention.py compare the compiled
-kernels with this reference."""
+"""Tests of worker/kv/rounding.py, which rounds keys and values to eight bits with torch.
+
+test_kernels.py and test_attention.py use it as the reference for the compiled kernels.
+"""
 
 from __future__ import annotations
 

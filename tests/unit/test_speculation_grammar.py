@@ -78,8 +78,8 @@ def test_constrained_answers_are_the_same_with_and_without_drafts() -> None:
 
 
 def test_the_mask_of_each_place_admits_its_draft() -> None:
-    """The grammar admits every draft that is verified. Free text has masks too, if the thinking
-    budget forces a token or may force one."""
+    """Each draft is admitted by the mask of its place, and a token can follow the last draft. A row
+    with drafts has a mask at every place, even in free text under a thinking budget."""
     fast, _ = serve("ngram")
     num_places = 0
     for plan, masks in fast.executed:

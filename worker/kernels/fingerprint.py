@@ -22,11 +22,12 @@ _CHOOSES_BY = ("avx512f", "avx2", "fma", "fma4")
 def fingerprint(
     library: Path, dtype: str, *, rounded: Collection[str], cpu_flags: frozenset[str]
 ) -> str:
-    """Return HEX_DIGITS hex digits. With equal fingerprints, a model gives the same bits.
+    """Return the fingerprint, HEX_DIGITS hex digits. With equal fingerprints, a model gives the
+    same bits.
 
     library   file of the compiled kernels; its whole content counts, so kernels from another
               compiler differ
-    rounded   names of what is rounded to eight bits
+    rounded   names of the data that is rounded to eight bits
     """
     libc = os.confstr(_LIBC) if _LIBC in os.confstr_names else "unknown"
     flags = [flag for flag in _CHOOSES_BY if flag in cpu_flags]

@@ -21,7 +21,7 @@ class Fields:
 
     A field that is null reads like a missing field, except that `in` finds it. Reading a field that
     is missing and has no default, or that has the wrong type, raises UnusableModel, which names the
-    field. The constructor raises UnusableModel if `values` is not a mapping.
+    field. `get` checks nothing. The constructor raises UnusableModel if `values` is not a mapping.
 
     source   name of the mapping in error messages
     """

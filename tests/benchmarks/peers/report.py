@@ -1,6 +1,7 @@
-"""Writes the tables, ratios and picture of a comparison from a file with its figures.
+"""Prints the table of a comparison, with ratios, from a file with its measurements. With `--svg`,
+also draws its picture.
 
-python -m tests.benchmarks.peers.report FIGURES.json [--svg FILE]     prints them again
+    python -m tests.benchmarks.peers.report FIGURES.json [--svg FILE]
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _tier_report(
     num_bytes: int,
     counts: Counter[tuple[Tier, Kind]],
 ) -> KVTierNews | None:
-    """Return the report of one tier, or None if nothing has changed in it."""
+    """Return the report of one tier, or None if there is nothing to report."""
     stored, lost = changes
     num = {kind: counts[tier, kind] for kind in KINDS}
     if not (stored or lost or any(num.values())):
