@@ -79,8 +79,8 @@ def _chat_logprob(
 
 
 def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
-    data = tokenizer.token_bytes(token_id)
-    return TopLogprob(data.decode("utf-8", "replace"), json_logprob(logprob), list(data))
+    text, numbers = tokenizer.spelling(token_id)
+    return TopLogprob(text, json_logprob(logprob), numbers)
 
 
 class TextOffsets:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, cast
 
@@ -38,6 +38,8 @@ BYTES_PER_TOKEN = 32
 """Maximum length of a text in bytes, for each token of the model's context. Ordinary text has about
 four bytes per token. Longer texts are refused before they are encoded, because encoding a megabyte
 of the worst input takes more than half a second."""
+MAX_SPELLINGS = 1 << 14
+"""Maximum number of tokens whose `spelling` is cached: about 3 MB."""
 
 
 class Tokenizer:
@@ -65,6 +67,9 @@ class Tokenizer:
         self.codec = _codec_of(self._inner)
         self._tables = self._make_tables(self.codec) if self.codec else None
         self._vocab_size = card.vocab_size
+        #: Return a token's `token_text` and its `token_bytes` as a list. The list is cached, so it
+        #: must not be changed.
+        self.spelling = lru_cache(MAX_SPELLINGS)(self._spelling)
 
     def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
         """Return the table for each value of `skip_special_tokens`."""
@@ -176,6 +181,10 @@ class Tokenizer:
         if self._tables is not None:
             return self._tables[False][token_id]
         return self._inner.decode([token_id], skip_special_tokens=False).encode()
+
+    def _spelling(self, token_id: int) -> tuple[str, list[int]]:
+        data = self.token_bytes(token_id)
+        return data.decode("utf-8", "replace"), list(data)
 
     def token_text(self, token_id: int) -> str:
         """Return `token_bytes` as text, with U+FFFD for bytes that are not whole characters."""

@@ -26,7 +26,7 @@ from gateway.api.openai.responses import (
     ToolCallPart,
     error_body,
 )
-from gateway.api.openai.stream import ChunkStream, whole_response
+from gateway.api.openai.stream import AnswerChunks, ChunkStream, whole_response
 from gateway.formats.choice_parser import ReadOptions
 from gateway.formats.events import (
     Content,
@@ -376,6 +376,36 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
             usage=usage,
         )
         assert received.data == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 2])
+@pytest.mark.parametrize("name", ["m", "\0\1"])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_template_with_logprobs_has_the_bytes_of_the_struct(
+    is_chat: bool, name: str, num_logprobs: int | None
+) -> None:
+    """The chunks of `AnswerChunks` are encoded whole."""
+    group = new_choice_group(n=2)
+    builders: list[ResponseBuilder] = [
+        chat_builder(num_logprobs) if is_chat else _text_builder(num_logprobs, None) for _ in "12"
+    ]
+    received = ReceivedChunks(group, builders[0], name)
+    encoded = AnswerChunks(group, builders[1], replace(ENVELOPE, model=name))
+    for number, text in enumerate([*TEXTS, "\1", "end"]):
+        events: list[Event] = [Content(text)]
+        if is_chat:
+            events += [Reasoning(text), ToolArguments(0, text), ToolArguments(3, text)]
+        ids = [72, 230, 151, 165][: number % 5]  # none, whole characters and parts of one
+        logprobs = [scripted_logprob(token, 2) for token in ids]
+        for event in events:
+            delta = OutputDelta([event], ids, logprobs if num_logprobs is not None else [])
+            received.data = b""
+            received.stream.delta(group.choices[number % 2], delta)
+            frames = [
+                b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+                for chunk in encoded.push(group.choices[number % 2], delta)
+            ]
+            assert received.data == b"".join(frames)
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])

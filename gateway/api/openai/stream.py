@@ -10,14 +10,14 @@ yet), or a delta of a call's arguments. The chunks of several choices interleave
 - The first chunks (a chat's role, an echoed prompt) are sent with the first token. If they were
   sent earlier, clients would measure a time to first token that is too short.
 - After an error, one `{"error": ...}` event and [DONE] close the stream.
-- Chunks that differ only in their text are encoded once, as a template of bytes. Later texts are
-  inserted into the template.
+- Chunks that differ only in their text and logprobs are encoded once, as a template of bytes. Later
+  texts and logprobs are inserted into the template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -52,10 +52,20 @@ TemplateKey = tuple[int, type[Event], int]
 """(index of the choice, type of the event, index of the tool call)"""
 _SENT = OutputDelta()
 """Replaces a delta after its tokens were sent with a chunk."""
-_HOLE = "\0"
-"""Placeholder for the text in a template."""
+_HOLE, _LOGPROBS_HOLE = "\0", "\1"
+"""Placeholders for the text and the logprobs in a template."""
 MAX_TEMPLATES = 1 << 10
 """Maximum number of templates that a stream keeps. When it is reached, all of them are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTemplate:
+    """The frame of a chunk that contains only text, and logprobs if they were requested."""
+
+    #: The frame, cut where the text is inserted, up to the logprobs or to its end.
+    around_text: list[bytes]
+    #: The rest of the frame, after the logprobs. None: chunks have no logprobs.
+    after_logprobs: bytes | None
 
 
 class ChunkStreamState(msgspec.Struct):
@@ -111,10 +121,10 @@ class AnswerChunks:
         self._includes_ids = options.get("includes_ids", False)
         self._new_chunk = partial(builder.chunk, **envelope.head)
         self.state = state or ChunkStreamState()
-        #: Whether chunks contain no logprobs, no token ids and no usage so far.
-        self.is_plain = (
-            not (self._repeats_usage or self._includes_ids) and builder.num_logprobs is None
-        )
+        #: Whether chunks contain no token ids and no usage so far.
+        self.is_regular = not (self._repeats_usage or self._includes_ids)
+        #: Whether they contain no logprobs either.
+        self.is_plain = self.is_regular and builder.num_logprobs is None
 
     def start(self) -> list[Any]:
         """Return the first chunk of each choice; nothing if they were returned before."""
@@ -234,7 +244,7 @@ class ChunkStream:
         self._write = write
         self._finish = finish
         self._chunks = AnswerChunks(group, builder, envelope, **options)
-        self._templates: dict[TemplateKey, list[bytes]] = {}
+        self._templates: dict[TemplateKey, ChunkTemplate] = {}
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         if len(delta.events) == 1:
@@ -248,23 +258,32 @@ class ChunkStream:
                 key = choice.index, type(event), index
                 template = self._templates.get(key) or self._new_template(key, choice, event)
                 if template is not None:
-                    self._write(encode(text).join(template))
+                    frame = encode(text).join(template.around_text)
+                    if template.after_logprobs is not None:
+                        logprobs = self._builder.logprobs(choice, delta)
+                        frame += encode(logprobs) + template.after_logprobs
+                    self._write(frame)
                     return
         if chunks := self._chunks.push(choice, delta):
             self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
 
-    def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> list[bytes] | None:
-        """Return the frame of a chunk that contains only text, cut where the text is inserted.
-        Return None if the next chunk must contain anything else."""
-        if not (self._chunks.is_plain and self._chunks.state.has_started):
+    def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> ChunkTemplate | None:
+        """Return the template of a chunk with an event like `event`. Return None if the next chunk
+        must contain anything else than text and logprobs."""
+        if not (self._chunks.is_regular and self._chunks.state.has_started):
             return None
         part = self._builder.part(with_text(event, _HOLE))
         assert part is not None, "an answer has only events that its API sends"
-        frame = sse.frame(encode(self._chunks.chunk(choice, part)))
+        has_logprobs = self._builder.num_logprobs is not None
+        logprobs = _LOGPROBS_HOLE if has_logprobs else None
+        frame = sse.frame(encode(self._chunks.chunk(choice, part, logprobs)))
+        after_logprobs = None
+        if has_logprobs:  # they follow the text
+            frame, after_logprobs = frame.rsplit(encode(_LOGPROBS_HOLE), 1)
+        around_text = frame.rsplit(encode(_HOLE), 2 if type(event) is Reasoning else 1)
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
-        template = frame.rsplit(encode(_HOLE), 2 if type(event) is Reasoning else 1)
-        self._templates[key] = template
+        template = self._templates[key] = ChunkTemplate(around_text, after_logprobs)
         return template
 
     def end(self) -> None:
