@@ -26,8 +26,10 @@ overhead      work before the forward pass: the plan, the slots, and the step's 
 
 
 class StepBench(Config, frozen=True, kw_only=True):
-    """The steps to time: every batch size with every context length. Raises ValueError if there
-    are none."""
+    """The steps to time: every batch size with every context length.
+
+    Raises ValueError if there are none.
+    """
 
     worker: Annotated[WorkerConfig, about("config of the worker to measure", wiring=True)]
     batch: Annotated[

@@ -177,7 +177,8 @@ def add_flags(
     title: str,
     without: Collection[str] = (),
 ) -> None:
-    """Add the options of `config` to `parser`, in a group of their own.
+    """Add the options of `config` to `parser`, in a group of their own. The first line of the
+    config's docstring describes the group.
 
     title     title of the group
     without   fields that do not become options

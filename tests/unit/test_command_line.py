@@ -15,13 +15,16 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
+from protocol.api_keys import KeyEntry
+from protocol.bench import StepBench
 from protocol.cluster_key import read_cluster_key
 from protocol.config.base import about
 from protocol.config.gateway import GatewayConfig
-from protocol.config.serve import ServeConfig
+from protocol.config.serve import ServeConfig, SoloConfig
 from protocol.config.worker import WorkerConfig
 from tests.support.processes import ROOT
 from tools.__main__ import COMMANDS, build_parser, main
+from tools.bench.config import BenchConfig
 from tools.commands.models import resolve
 from tools.commands.serve import CONFIGS, plan
 from tools.failure import Failure
@@ -29,6 +32,8 @@ from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
 from tools.models.fetch import home
 from tools.other_servers import OPTIONS, REPLACEMENTS
 
+OTHER_CONFIGS = (SoloConfig, BenchConfig, StepBench, KeyEntry)
+"""Configs that are options of commands other than `serve`."""
 OURS = {flag.name for _, config in CONFIGS for flag in flags_of(config)}
 
 
@@ -119,6 +124,16 @@ def test_a_missing_model_is_refused_with_a_command_to_run(
 
 
 # ---- options
+@pytest.mark.parametrize("config", [*(config for _, config in CONFIGS), *OTHER_CONFIGS])
+def test_the_first_line_of_a_configs_docstring_is_a_sentence_for_users(
+    config: type[msgspec.Struct],
+) -> None:
+    """`--help` shows this line alone."""
+    line = (config.__doc__ or "").partition("\n")[0]
+    assert line.endswith(".")
+    assert "Raises" not in line
+
+
 FLAGS = [flag for _, config in CONFIGS for flag in flags_of(config)]
 NUMBERS = [flag for flag in FLAGS if hasattr(flag.shape, "ge")]
 
