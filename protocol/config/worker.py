@@ -77,8 +77,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         Activations,
         about(
             "int8: round the inputs of quantised weights in the layers to eight bits, which "
-            "multiplies 4-bit weights about twice as fast but loses some quality "
-            "(docs/performance.md); bfloat16: keep them in --dtype; auto: bfloat16"
+            "computes prompts faster (on CPUs without AVX-512-BF16, also answers) but loses some "
+            "quality (docs/performance.md); bfloat16: keep them in --dtype; auto: bfloat16"
         ),
     ] = "auto"
     kv_dtype: Annotated[

@@ -6,8 +6,9 @@ Each mutation puts one kernel back to an order of sums that depends on how a pos
 The kernels are compiled with it in a temporary folder, for the best instruction set of this
 machine, and tests/differential/test_same_bits.py runs on them, for two small models. It must fail.
 It must pass on the unchanged source, which is compiled in the same way. The command prints a row
-for each mutation, and exits with 1 if there is a complaint. It takes minutes, and needs a C++
-compiler. `tests/unit/test_mutated_kernels.py` checks that each text is still in the source.
+for each mutation, and exits with 1 if there is a complaint. Mutations of code that this processor
+cannot run are left out. It takes minutes, and needs a C++ compiler.
+`tests/unit/test_mutated_kernels.py` checks that each text is still in the source.
 """
 
 from __future__ import annotations
@@ -30,18 +31,25 @@ from worker.kernels import library
 from worker.kernels.cpuinfo import cpu_flags
 
 TEST = "tests/differential/test_same_bits.py"
-TESTS = (TEST, "-k", "weights_of_every_kind and float32")
+FILTER = "weights_of_every_kind and {dtype}"
 PASSED, FAILED = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED
 COLUMNS = {"mutation": 44, "test": 0}
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one file of csrc: pairs of a text, which occurs once, and its replacement."""
+    """A change of one file of csrc.
+
+    changes   pairs of a text, which occurs once, and its replacement
+    dtype     dtype of the models that the test computes
+    needs     features of the processor without which the changed code is not compiled
+    """
 
     name: str
     file: str
     changes: tuple[tuple[str, str], ...]
+    dtype: str = "float32"
+    needs: frozenset[str] = frozenset()
 
     def apply(self, folder: Path) -> None:
         """Change the copy of csrc in `folder`. Raises ValueError unless each text occurs once."""
@@ -107,6 +115,19 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation(
+        "linears in pairs of many rows: the last columns first",
+        "pair_rows.h",
+        (
+            (
+                "for (int p = 0; p < GROUP / 2; p++)\n",
+                "for (int i = 0, p; "
+                "i < GROUP / 2 && (p = ROWS > 2 ? GROUP / 2 - 1 - i : i, true); i++)\n",
+            ),
+        ),
+        dtype="bfloat16",
+        needs=frozenset({"avx512_bf16"}),
+    ),
 )
 
 
@@ -158,6 +179,7 @@ def outcomes(mutations: list[Mutation]) -> Iterator[MutationRow]:
                 yield MutationRow(mutation, pytest.ExitCode.INTERNAL_ERROR, str(error))
                 continue
             command = [sys.executable, "-m", "tests.torture.mutated_kernels", "--test", folder]
+            command += ["--dtype", mutation.dtype]
             ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             yield MutationRow(mutation, ran.returncode, ran.stdout.strip()[-400:])
 
@@ -170,12 +192,15 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--only", default="", help="mutations whose name contains this text")
     parser.add_argument("--test", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.test:
+        chosen_tests = (TEST, "-k", FILTER.format(dtype=options.dtype))
         return pytest.main(
-            ["-q", "-p", "no:cacheprovider", *TESTS], [KernelFolder(Path(options.test))]
+            ["-q", "-p", "no:cacheprovider", *chosen_tests], [KernelFolder(Path(options.test))]
         )
-    chosen = [each for each in MUTATIONS if options.only in each.name]
+    flags = cpu_flags()
+    chosen = [each for each in MUTATIONS if options.only in each.name and each.needs <= flags]
     return print_table(COLUMNS, outcomes(chosen), 1.0)
 
 

@@ -44,7 +44,26 @@ template <class By, class X> struct Run {
     int64_t ldsums;                     // numbers from row to row of xsums
     float *sums;                        // [rows, PANEL]; the products are added
     bool is_first = true;               // whether this is the first tile of rows, which prefetches
+
+    // Returns the operands of the rows from `row` on.
+    INLINE Run from_row(int64_t row) const {
+        Run rest = *this;
+        rest.x += row * ldx;
+        rest.xsums += row * ldsums;
+        rest.sums += row * PANEL;
+        rest.is_first = row == 0;
+        return rest;
+    }
 };
+
+// Adds the product `part` of LANES outputs and a block of columns to their sums, times the outputs' scales,
+// and the block's sum of x times their minima.
+template <bool MINIMA>
+INLINE void add_scaled(float *sums, Floats part, const float *scales, const float *minima, float xsum) {
+    Floats total = load(sums) + load(scales) * part;
+    if (MINIMA) total += load(minima) * xsum;
+    store(sums, total);
+}
 
 // Multiplies a tile of ROWS rows by weights with BLOCKS scales for each row of a group, and with as many
 // minima if MINIMA.
@@ -60,17 +79,12 @@ INLINE void multiply_scaled(const Run<By, X> &run) {
                 multiply_columns<ROWS, COUNT, By>(run.weights + first * PANEL + o,
                                                   run.x + g * GROUP + b * COUNT, run.ldx, part);
                 forget_memory(); // otherwise the compiler keeps sums in the registers that `part` needs
-                for (int j = 0; j < TILE_VECTORS; j++) {
-                    const Floats scale = load(run.unpacked->scales[g][b] + o + j * LANES);
-                    const Floats minimum =
-                        MINIMA ? load(run.unpacked->minima[g][b] + o + j * LANES) : Floats{};
-                    for (int m = 0; m < ROWS; m++) {
-                        float *at = run.sums + m * PANEL + o + j * LANES;
-                        Floats total = load(at) + scale * part[m][j];
-                        if (MINIMA) total += minimum * run.xsums[m * run.ldsums + g * BLOCKS + b];
-                        store(at, total);
-                    }
-                }
+                for (int j = 0; j < TILE_VECTORS; j++)
+                    for (int m = 0; m < ROWS; m++)
+                        add_scaled<MINIMA>(run.sums + m * PANEL + o + j * LANES, part[m][j],
+                                           run.unpacked->scales[g][b] + o + j * LANES,
+                                           run.unpacked->minima[g][b] + o + j * LANES,
+                                           MINIMA ? run.xsums[m * run.ldsums + g * BLOCKS + b] : 0);
             }
         }
 }
@@ -112,12 +126,7 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
 template <class By, class X>
 __attribute__((noinline)) void multiply_rows(int64_t rows, const Run<By, X> &run) {
     in_tiles(rows, TILE_ROWS, [&](int64_t first, int64_t count) {
-        Run<By, X> tile = run;
-        tile.x += first * run.ldx;
-        tile.xsums += first * run.ldsums;
-        tile.sums += first * PANEL;
-        tile.is_first = first == 0;
-        multiply_tile<TILE_ROWS>(count, tile);
+        multiply_tile<TILE_ROWS>(count, run.from_row(first));
     });
 }
 

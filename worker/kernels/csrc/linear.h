@@ -2,11 +2,11 @@
 //
 // Quantised weights are unpacked (unpack.h), a run of groups at a time, into integers in the number type of
 // the multiplication, which represents them exactly. The type is pairs of bfloat16 if x is bfloat16 and the
-// hardware multiplies such pairs, and float otherwise. Scales are applied to the sum of the weights that
-// share one, not to each weight, so quantised weights cause no rounding beyond that of float sums.
+// hardware multiplies such pairs (pair_rows.h), and float otherwise. Scales are applied to the sum of the
+// weights that share one, not to each weight, so quantised weights cause no rounding beyond that of float sums.
 //
 // If the matrix says so (Packed.rounds_inputs), x is rounded to eight bits (rounded.h), and the integers are
-// multiplied as such, which is about twice as fast.
+// multiplied as such, which is faster: most for many rows.
 //
 // Every output is summed in the same order for any number of rows and threads, so a row has the same
 // bits alone and in any batch.
@@ -16,6 +16,7 @@
 
 #include "float_tiles.h"
 #include "integer_tiles.h"
+#include "pair_rows.h"
 #include "team.h"
 
 namespace {
@@ -113,6 +114,13 @@ void multiply_panel(const Place &at, int64_t inputs, int64_t count, const N *x, 
     const float *xsums = s.xsums[blocks - 1].data();
     in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
         using Weight = typename By::Weight;
+#if defined(__AVX512BF16__)
+        if constexpr (By::COLUMNS == 2) {
+            const Run<By, N> run{format, some, nullptr, nullptr, packed, x + g * GROUP, inputs,
+                                 xsums + g * blocks, groups * blocks, s.sums};
+            if (multiply_without_storing(count, header, run)) return;
+        }
+#endif
         if (!direct) unpack_run<Weight>(format, header, packed, some, s.unpacked);
         const auto *weights = (const Weight *)(direct ? (const void *)packed : s.unpacked.weights);
         multiply_rows(count, Run<By, N>{format, some, weights, &s.unpacked, packed, x + g * GROUP, inputs,

@@ -53,9 +53,12 @@ INLINE void store_pair(float *to, int p, int o, Ints even, Ints odd) {
     store(to + (2 * p + 1) * PANEL + o, __builtin_convertvector(odd, Floats));
 }
 #if defined(__AVX512BF16__)
+// Returns two columns as a pair of bfloat16.
+INLINE Words joined(Ints even, Ints odd) {
+    return words(__builtin_convertvector(even, Floats)) >> 16 | words(__builtin_convertvector(odd, Floats));
+}
 INLINE void store_pair(uint32_t *to, int p, int o, Ints even, Ints odd) {
-    store_as(to + p * PANEL + o, words(__builtin_convertvector(even, Floats)) >> 16 |
-                                     words(__builtin_convertvector(odd, Floats)));
+    store_as(to + p * PANEL + o, joined(even, odd));
 }
 #endif
 
@@ -100,23 +103,42 @@ INLINE void unpack_bf16(const uint8_t *from, float *to) {
 }
 
 #if defined(__AVX512BF16__)
-// Looks up both columns of a pair at once, in a table of bfloat16.
-template <Nibbles N> INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
+// Returns the integers of nibbles in bfloat16, twice: a lookup reads five bits, of which the highest belongs
+// to the next nibble.
+template <Nibbles N> INLINE __m512i pairs_table() {
     alignas(64) uint16_t numbers[32];
     for (int i = 0; i < 32; i++) {
         const float value = INTEGERS[N][i % 16];
         memcpy(numbers + i, (const char *)&value + 2, 2);
     }
-    const __m512i table = _mm512_load_si512(numbers), low = _mm512_set1_epi16(15);
+    return _mm512_load_si512(numbers);
+}
+
+// Looks up both columns of a pair at once: nibble s of each half of the words.
+INLINE Words nibble_pair(__m512i table, Words word, int s) {
+    return (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)word, 4 * s), table);
+}
+
+template <Nibbles N> INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
+    const __m512i table = pairs_table<N>();
     for (int o = 0; o < PANEL; o += LANES)
         for (int j = 0; j < 4; j++) {
-            const __m512i word = load_as<__m512i>(from + (j * PANEL + o) * 4);
-            for (int s = 0; s < 4; s++) {
-                const __m512i nibble = _mm512_and_si512(_mm512_srli_epi16(word, 4 * s), low);
-                store_as(to + (4 * j + s) * PANEL + o, _mm512_permutexvar_epi16(nibble, table));
-            }
+            const Words word = load_as<Words>(from + (j * PANEL + o) * 4);
+            for (int s = 0; s < 4; s++) store_as(to + (4 * j + s) * PANEL + o, nibble_pair(table, word, s));
         }
 }
+
+// Reads pairs of columns from the words of a quantised group.
+template <int64_t FORMAT> struct PairReader {
+    static constexpr Traits T = TRAITS[FORMAT];
+    const __m512i table = pairs_table<T.nibbles>();
+
+    // Returns columns 2 p and 2 p + 1 as bfloat16.
+    INLINE Words pair(const Words (&word)[T.bits], int p) const {
+        if constexpr (T.bits == 4) return nibble_pair(table, word[p / 4], p % 4);
+        else return joined(field<T.bits, T.is_signed>(word, 2 * p), field<T.bits, T.is_signed>(word, 2 * p + 1));
+    }
+};
 
 // Pairs of bfloat16 are multiplied as they are stored.
 INLINE void unpack_bf16(const uint8_t *from, uint32_t *to) {
