@@ -19,6 +19,7 @@ from protocol.errors import InvalidRequest
 from tests.support.processes import free_port
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tests.support.waiting import eventually
 from tools.__main__ import main
 
 PROMPT = [5, 9, 2]
@@ -81,10 +82,15 @@ def test_one_profile_runs_at_a_time_and_a_client_that_gives_up_ends_its_own(
         errors = [future.exception() for future in requests]
     assert {type(error) for error in errors} == {TimeoutError, InvalidRequest}
     assert any("another profile" in str(error) for error in errors)
-    assert main([*profile, "--wait-s", "0.1"]) == 1
-    assert "no profile after 0.1 s" in capsys.readouterr().err
+
+    def gives_up() -> bool:
+        assert main([*profile, "--wait-s", "0.1"]) == 1
+        return "no profile after 0.1 s" in capsys.readouterr().err
+
+    # The engine may receive a new client's request before it learns that another has given up.
+    assert eventually(gives_up)
     with busy(server):
-        assert main([*profile, "--steps", "3"]) == 0
+        assert eventually(lambda: main([*profile, "--steps", "3"]) == 0)
 
 
 def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
