@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeVar
 
 import gevent
@@ -192,11 +192,12 @@ class BodyReader:
                 raise too_large
             pieces.append(piece)
             excess = counter.push(piece)
-            if large is None and num_bytes > SMALL_BYTES:
+            if large is None and num_bytes > SMALL_BYTES and not excess:
                 num_held = self._max_bytes if length is None else length
                 self._memory.acquire(num_held, WAIT_S)
                 held.callback(self._memory.release, num_held)
-                large = held.enter_context(mmap(-1, num_held))
+                private = MAP_PRIVATE | MAP_ANONYMOUS
+                large = held.enter_context(mmap(-1, num_held, private))
             if large is not None:
                 large.write(b"".join(pieces))
                 pieces.clear()
@@ -223,8 +224,8 @@ def _check_type(request: Request) -> None:
 
 
 def _decode_large(data: bytes | memoryview) -> Any:
-    """Decode a large body, and then pause for as long as that took. While large bodies are decoded
-    one after the other, other greenlets so have at least half of the time."""
+    """Decode a large body, and then pause for as long as that took, so that other greenlets get as
+    much time as the decoding of large bodies."""
     gevent.sleep(PAUSE_S)
     started_at = time.perf_counter()
     try:

@@ -39,7 +39,7 @@ BYTES_PER_TOKEN = 32
 four bytes per token. Longer texts are refused before they are encoded, because encoding a megabyte
 of the worst input takes more than half a second."""
 MAX_SPELLINGS = 1 << 14
-"""Maximum number of tokens whose `spelling` is cached: about 3 MB."""
+"""Maximum number of tokens whose `spelling` is cached: about 6 MB."""
 
 
 class Tokenizer:
@@ -165,9 +165,13 @@ class Tokenizer:
 
     @cached_property
     def _any_word(self) -> Sequence[int]:
-        """The id of the first token that is a word. It stands for the text before an answer."""
-        ids = range(self._vocab_size)
-        return [*islice((i for i in ids if self._inner.decode([i]).isalpha()), 1)]
+        """The id of the first token that is a word, which stands for the text before an answer; no
+        id if no token is a word."""
+        decode = self._inner.decode
+        words = (
+            i for i in range(self._vocab_size) if decode([i]).isalpha() and " " in decode([i, i])
+        )
+        return [*islice(words, 1)]
 
     def token_piece(self, token_id: int) -> str:
         """Return a token's string in the vocabulary, such as "Ġworld"; "" for an unknown id."""

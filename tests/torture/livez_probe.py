@@ -1,5 +1,5 @@
 """Requests /livez of a server all the time, until standard input ends. Then it prints the longest
-time in milliseconds. It prints READY after the first response.
+time in milliseconds. After the first response it prints "ready".
 
     python -m tests.torture.livez_probe HOST:PORT GATEWAY_PID
 

@@ -109,9 +109,9 @@ class Witnesses:
     def __exit__(self, *exception: object) -> None:
         self._is_over.set()
         self._pool.shutdown()
+        self._witnessed.livez_ms = self._probe.stop()
         for job in self._running:
             job.result()
-        self._witnessed.livez_ms = self._probe.stop()
         eventually(self._is_flat, within_s=SHRINK_TIMEOUT_S)
         self._witnessed.after = self._sizes()
 
@@ -155,7 +155,12 @@ class ProbeProcess:
     def stop(self) -> float:
         """Stop the process, and return the longest time of a request in milliseconds."""
         assert self._process is not None, "not started"
-        printed, _ = self._process.communicate(timeout=livez_probe.REQUEST_TIMEOUT_S)
+        with self._process:
+            try:
+                printed, _ = self._process.communicate(timeout=livez_probe.REQUEST_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                raise
         assert not self._process.returncode, "a request of /livez failed"
         return float(printed)
 

@@ -379,7 +379,7 @@ def test_the_template_of_a_completions_text_has_the_bytes_of_the_struct(
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0, 2])
-@pytest.mark.parametrize("name", ["m", "\0\1"])
+@pytest.mark.parametrize("name", ["m", "\0", "\1"])
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_template_with_logprobs_has_the_bytes_of_the_struct(
     is_chat: bool, name: str, num_logprobs: int | None

@@ -269,7 +269,7 @@ class ChunkStream:
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> ChunkTemplate | None:
         """Return the template of a chunk with an event like `event`. Return None if the next chunk
-        must contain anything else than text and logprobs."""
+        must contain anything other than text and logprobs."""
         if not (self._chunks.is_regular and self._chunks.state.has_started):
             return None
         part = self._builder.part(with_text(event, _HOLE))
