@@ -1,8 +1,8 @@
 """Stores measurements in files, so that a worker measures only at its first start on a machine.
 
-A file's name is a hash of everything that its measurement depends on. A file that cannot be read or
-does not belong to the measurement is replaced. If several workers measure at the same time, the
-first to finish writes the file and all use its content, so that all choose alike.
+A file's name is a hash of everything that its measurement depends on. A file that does not contain
+a valid measurement is replaced. If several workers measure at the same time, the first to finish
+writes the file and all use its content, so that all choose alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,11 +22,22 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class StoredMeasurement(msgspec.Struct, frozen=True):
+class MeasurementFile(msgspec.Struct, frozen=True):
     """Content of a file. `of` lists everything that `value`, a JSON value, depends on."""
 
     of: list[str]
     value: msgspec.Raw
+
+
+class Measured(NamedTuple, Generic[T]):
+    """A measurement, and whether later starts and other workers will find it."""
+
+    value: T
+    is_stored: bool
+
+
+class _Invalid(Exception):
+    """A file that can be read does not contain a valid measurement."""
 
 
 def stored_or_measured(
@@ -35,7 +46,7 @@ def stored_or_measured(
     kind: type[T],
     measure: Callable[[], T],
     is_valid: Callable[[T], bool] = lambda value: True,
-) -> T:
+) -> Measured[T]:
     """Return the stored measurement; if there is no valid one, measure and store it.
 
     folder     directory of the files; None: measure, and store nothing
@@ -44,54 +55,61 @@ def stored_or_measured(
     is_valid   returns whether a stored value is complete
     """
     if folder is None:
-        return measure()
+        return Measured(measure(), False)
     path = folder / f"{hashlib.sha256(_joined(of)).hexdigest()[:32]}.json"
-    if (found := _read(path, of, kind, is_valid)) is not None:
-        return found
+    is_replaced = False
+    try:
+        return Measured(_read(path, of, kind, is_valid), True)
+    except FileNotFoundError:
+        pass
+    except _Invalid as error:
+        log.warning("%s is measured again, because it is not valid: %s", path, error)
+        is_replaced = True
+    except OSError as error:
+        log.warning("cannot read %s: %s", path, error)
     value = measure()
-    if _write(path, StoredMeasurement(list(of), msgspec.Raw(msgspec.json.encode(value)))):
-        return value
-    found = _read(path, of, kind, is_valid)
-    return value if found is None else found
+    try:
+        _write(
+            path, MeasurementFile(list(of), msgspec.Raw(msgspec.json.encode(value))), is_replaced
+        )
+        return Measured(_read(path, of, kind, is_valid), True)
+    except (OSError, _Invalid) as error:
+        log.warning("cannot store a measurement in %s: %s", folder, error)
+        return Measured(value, False)
 
 
 def _joined(of: Sequence[str]) -> bytes:
     return "\n".join(of).encode()
 
 
-def _read(path: Path, of: Sequence[str], kind: type[T], is_valid: Callable[[T], bool]) -> T | None:
-    """Return the value of a file, or None if there is none. An invalid file is removed."""
+def _read(path: Path, of: Sequence[str], kind: type[T], is_valid: Callable[[T], bool]) -> T:
+    """Return the value of a file. Raises OSError and _Invalid."""
     try:
-        stored = msgspec.json.decode(path.read_bytes(), type=StoredMeasurement)
+        stored = msgspec.json.decode(path.read_bytes(), type=MeasurementFile)
         value = msgspec.json.decode(stored.value, type=kind)
-        if stored.of == list(of) and is_valid(value):
-            return value
-        reason = "it is incomplete or belongs to another measurement"
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
-        reason = str(error)
-    log.warning("cannot use %s, so it is measured again: %s", path, reason)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("cannot remove %s: %s", path, error)
-    return None
+    except msgspec.DecodeError as error:  # a ValidationError is a DecodeError
+        raise _Invalid(str(error)) from None
+    if stored.of != list(of) or not is_valid(value):
+        raise _Invalid("it is incomplete or belongs to another measurement")
+    return value
 
 
-def _write(path: Path, stored: StoredMeasurement) -> bool:
-    """Write the file atomically. Return False if another worker was faster; its file stays."""
+def _write(path: Path, content: MeasurementFile, is_replaced: bool) -> None:
+    """Write the file atomically. Keep the file of another worker that was faster, unless
+    `is_replaced`. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(content))
+        if is_replaced:
+            os.replace(name, path)
+            return
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(stored))
-            os.link(name, path)  # fails if the file exists
-        finally:
-            os.unlink(name)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        log.warning("cannot store a measurement in %s: %s", path.parent, error)
-    return True
+            os.link(name, path)
+        except FileExistsError:
+            return
+        except OSError:  # the file system has no hard links
+            os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

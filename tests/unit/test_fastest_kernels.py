@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Iterable
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -13,8 +16,10 @@ from protocol.config.worker import KernelSet
 from tests.support.kernels import native_kernels
 from worker.kernels import select
 from worker.kernels.fastest import ROWS, SetTimes, choose, fastest, measure
+from worker.kernels.library import NoKernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.select import select_kernels
+from worker.kernels.sets import InstructionSet
 from worker.measurements import stored_or_measured
 
 CPU = torch.device("cpu")
@@ -100,9 +105,56 @@ def test_another_processor_is_measured_again(tmp_path: Path) -> None:
 
 def test_workers_that_measure_at_the_same_time_use_the_result_of_the_first(tmp_path: Path) -> None:
     def measured_second() -> int:
-        assert stored_or_measured(tmp_path, ["x"], int, lambda: 1) == 1
+        assert stored_or_measured(tmp_path, ["x"], int, lambda: 1) == (1, True)
         return 2
 
-    assert stored_or_measured(tmp_path, ["x"], int, measured_second) == 1
-    assert stored_or_measured(tmp_path, ["x"], int, lambda: 3) == 1
+    assert stored_or_measured(tmp_path, ["x"], int, measured_second) == (1, True)
+    assert stored_or_measured(tmp_path, ["x"], int, lambda: 3) == (1, True)
     assert len([*tmp_path.iterdir()]) == 1, "no temporary file is left"
+
+
+def test_a_file_is_written_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: str, target: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", link)
+    assert stored_or_measured(tmp_path, ["x"], int, lambda: 1) == (1, True)
+    assert stored_or_measured(tmp_path, ["x"], int, lambda: 2) == (1, True)
+
+
+def test_times_that_cannot_be_stored_do_not_decide(tmp_path: Path) -> None:
+    """The slower set comes first, so a measurement would choose the other."""
+    taken = tmp_path / "a file"
+    taken.touch()
+    sets = [native_kernels(RIVAL), native_kernels(BEST)]
+    for folder in (taken, taken / "below"):
+        assert chooser(folder)(sets).name == RIVAL
+    assert chooser(tmp_path)(sets).name == BEST
+
+
+def test_incomplete_times_are_measured_again(tmp_path: Path) -> None:
+    sets = [native_kernels(BEST), native_kernels(RIVAL)]
+    chooser(tmp_path)(sets)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes().replace(b'"seconds":[', b'"seconds":[0,'))
+    assert chooser(tmp_path)(sets).name == BEST
+    assert b"[0," not in file.read_bytes()
+
+
+def test_a_rival_from_another_version_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    best = native_kernels(BEST)
+    monkeypatch.setattr(select, "RIVALS", {BEST: RIVAL})
+
+    def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
+        if [each.name for each in sets] == [RIVAL]:
+            raise NoKernels("compiled from another version")
+        return best.name, best.library, best.file
+
+    monkeypatch.setattr(select, "load", load)
+    kernels = select_kernels("auto", CPU, cpu_flags=FLAGS, choose=chooser(tmp_path))
+    assert kernels.name == BEST
+    assert "kernels for generic are not compared: compiled from another version" in caplog.text

@@ -51,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         model = str(resolve(options.model, home()))
-        worker = build(WorkerConfig, {**vars(options), **dict.fromkeys(FIXED)}, model=model)
+        worker = build(
+            WorkerConfig,
+            {**vars(options), **dict.fromkeys(FIXED)},
+            model=model,
+            measurements=str(home() / "measurements"),  # so the kernels are those of a server
+        )
         config = build(StepBench, vars(options), worker=worker)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from math import prod
 from pathlib import Path
-from time import process_time
+from time import thread_time
 
 import msgspec
 import numpy as np
@@ -41,6 +41,10 @@ class SetTimes(msgspec.Struct, frozen=True):
     name: str
     seconds: list[float]
 
+    @property
+    def is_valid(self) -> bool:
+        return len(self.seconds) == len(ROWS) and all(each > 0 for each in self.seconds)
+
 
 def fastest(
     sets: Sequence[NativeKernels],
@@ -51,7 +55,8 @@ def fastest(
     folder: Path,
 ) -> NativeKernels:
     """Return the set that multiplies fastest. The times are stored in `folder`, and read from there
-    at later starts.
+    at later starts. Return the first set if they cannot be stored, because the choice must not
+    change between starts.
 
     sets            at least one; the first is preferred
     dtype           of the inputs
@@ -60,14 +65,14 @@ def fastest(
     """
     names = [each.name for each in sets]
     of = ["instruction sets", *names, processor, str(dtype), str(rounds_inputs), str(VERSION)]
-    times = stored_or_measured(
+    times, is_stored = stored_or_measured(
         folder,
         of,
         list[SetTimes],
         lambda: measure(sets, dtype, rounds_inputs=rounds_inputs),
-        lambda times: [time.name for time in times] == names,
+        lambda times: [time.name for time in times if time.is_valid] == names,
     )
-    chosen = choose(times)
+    chosen = choose(times) if is_stored else names[0]
     if chosen != names[0]:
         log.info("kernels for %s are faster here than those for %s", chosen, names[0])
     return sets[names.index(chosen)]
@@ -101,11 +106,11 @@ def measure(
     y = torch.empty(max(ROWS), OUTPUTS, dtype=dtype)
 
     def seconds(kernels: NativeKernels, matrix: PackedMatrix, rows: int) -> float:
-        started_at = process_time()
+        started_at = thread_time()
         kernels.library.linear_same(
             DTYPE_CODES[dtype], 1, address(x), rows, byref(matrix.struct), None, address(y)
         )
-        return process_time() - started_at
+        return thread_time() - started_at
 
     turns = [
         [[seconds(*each, rows) for rows in ROWS] for each in zip(sets, matrices, strict=True)]

@@ -16,7 +16,7 @@ from worker.kernels.base import Kernels
 from worker.kernels.library import NoKernels, is_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
-from worker.kernels.sets import INSTRUCTION_SETS
+from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,23 @@ def select_kernels(
         except NoKernels as error:
             log.warning("serving with torch's kernels, which are several times slower: %s", error)
             return TorchKernels()
-        rivals = [each for each in sets if each.name == RIVALS.get(best.name)]
-        if choose is None or not is_compiled(rivals):
-            return best
-        return choose([best, NativeKernels(*load(rivals))])
+        rival = None if choose is None else _rival(best, sets)
+        return best if choose is None or rival is None else choose([best, rival])
     if wanted not in (each.name for each in sets):
         raise UnusableModel(f"this processor cannot run kernels {wanted!r}")
     try:
         return NativeKernels(*load(each for each in INSTRUCTION_SETS if each.name == wanted))
     except NoKernels as error:
         raise UnusableModel(f"kernels {wanted!r}: {error}") from error
+
+
+def _rival(best: NativeKernels, sets: Sequence[InstructionSet]) -> NativeKernels | None:
+    """Return the kernels of the set's rival; None if it has none, or if they cannot be loaded."""
+    rivals = [each for each in sets if each.name == RIVALS.get(best.name)]
+    if not is_compiled(rivals):
+        return None
+    try:
+        return NativeKernels(*load(rivals))
+    except (NoKernels, OSError) as error:
+        log.warning("kernels for %s are not compared: %s", rivals[0].name, error)
+        return None

@@ -48,13 +48,14 @@ def row_times(
     inputs       [max(ROWS), in] for each linear
     folder       directory of the files; None disables the cache
     """
-    return stored_or_measured(
+    table, _ = stored_or_measured(
         folder,
         ["linears of a step", *of],
         list[RowTime],
         lambda: measure(packed, read_dense() if read_dense is not None else None, inputs),
         lambda table: tuple(time.rows for time in table) == ROWS,
     )
+    return table
 
 
 @torch.inference_mode()

@@ -138,9 +138,9 @@ def assemble(
 
 
 def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
-    """Return the function that chooses the fastest instruction set. Return None if the best is not
-    slower for this dtype, or if the choice could not be stored: it must not change between starts,
-    because bits depend on it."""
+    """Return the function that chooses the fastest instruction set. Return None if the newest is
+    the fastest for this dtype, or if there is no directory for the choice: it must not change
+    between starts, because bits depend on it."""
     if dtype != torch.bfloat16 or not config.measurements:
         return None
     return partial(

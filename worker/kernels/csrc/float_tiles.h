@@ -113,8 +113,10 @@ template <int ROWS, class By, class X> INLINE void multiply_tile(int64_t rows, c
         const Traits &traits = TRAITS[run.format];
         if (traits.blocks == 0) multiply_plain<ROWS>(run);
         else if (traits.blocks == 1) {
-            if (traits.has_minima) multiply_scaled<ROWS, 1, true>(run);
-            else multiply_scaled<ROWS, 1, false>(run);
+            if constexpr (By::COLUMNS == 1) { // pairs are multiplied in pair_rows.h
+                if (traits.has_minima) multiply_scaled<ROWS, 1, true>(run);
+                else multiply_scaled<ROWS, 1, false>(run);
+            }
         } else {
             if (traits.has_minima) multiply_scaled<ROWS, 2, true>(run);
             else multiply_scaled<ROWS, 2, false>(run);

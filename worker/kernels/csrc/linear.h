@@ -2,7 +2,8 @@
 //
 // Quantised weights are unpacked (unpack.h), a run of groups at a time, into integers in the number type of
 // the multiplication, which represents them exactly. The type is pairs of bfloat16 if x is bfloat16 and the
-// hardware multiplies such pairs (pair_rows.h), and float otherwise. Scales are applied to the sum of the
+// hardware multiplies such pairs, and float otherwise. Pairs are unpacked in registers (pair_rows.h), unless a
+// group has several scales; other integers in the first-level cache. Scales are applied to the sum of the
 // weights that share one, not to each weight, so quantised weights cause no rounding beyond that of float sums.
 //
 // If the matrix says so (Packed.rounds_inputs), x is rounded to eight bits (rounded.h), and the integers are
@@ -21,7 +22,7 @@
 
 namespace {
 
-constexpr int BLOCK_ROWS = 132; // most rows that use a run of weights after it is unpacked once
+constexpr int BLOCK_ROWS = 132; // most rows that use a run of weights while it is in the first-level cache
 
 // What happens with a result r: y = r, or y += r with r rounded to y's type first, as in torch.
 enum Then { STORE, ADD };

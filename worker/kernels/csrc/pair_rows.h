@@ -1,8 +1,7 @@
 // Multiplies rows by quantised weights in pairs of bfloat16, without storing the unpacked weights.
 //
 // For formats with one scale for each row of a group, it takes less time to unpack the weights for each tile of
-// rows than to store and load them. The operations and their order are those of float_tiles.h, so a row has
-// the same bits in both.
+// rows than to store and load them. The operations and their order are those of float_tiles.h.
 #pragma once
 
 #include "float_tiles.h"

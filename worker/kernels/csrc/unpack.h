@@ -119,15 +119,6 @@ INLINE Words nibble_pair(__m512i table, Words word, int s) {
     return (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)word, 4 * s), table);
 }
 
-template <Nibbles N> INLINE void unpack_nibbles(const uint8_t *from, uint32_t *to) {
-    const __m512i table = pairs_table<N>();
-    for (int o = 0; o < PANEL; o += LANES)
-        for (int j = 0; j < 4; j++) {
-            const Words word = load_as<Words>(from + (j * PANEL + o) * 4);
-            for (int s = 0; s < 4; s++) store_as(to + (4 * j + s) * PANEL + o, nibble_pair(table, word, s));
-        }
-}
-
 // Reads pairs of columns from the words of a quantised group.
 template <int64_t FORMAT> struct PairReader {
     static constexpr Traits T = TRAITS[FORMAT];
@@ -276,7 +267,7 @@ INLINE void unpack_as(const uint8_t *header, const uint8_t *from, int64_t groups
         if constexpr (std::is_same<W, Quad>::value) {
             if constexpr (T.blocks > 0)
                 unpack_quads<FORMAT>(integers, (Quad *)to.weights + g * quad_words<FORMAT>());
-        } else {
+        } else if constexpr (!std::is_same<W, uint32_t>::value || T.blocks != 1) { // else: pair_rows.h
             W *weights = (W *)to.weights + g * group_words<W>();
             if constexpr (T.bits == 4) unpack_nibbles<T.nibbles>(integers, weights);
             else if constexpr (T.bits == 16) unpack_bf16(integers, weights);
