@@ -96,11 +96,11 @@ MUTATIONS = (
         "attention.h",
         (
             (
-                "add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * "
+                "add_values<Q, N>(scores, tile.values, tile.first, tile.count, dim, floats + g * "
                 "dim);",
                 "const int64_t half = (tile.first + tile.count) / 2;\n"
-                "    add_values<Q>(scores, tile.values, half, tile.count, dim, floats + g * dim);\n"
-                "    add_values<Q>(scores, tile.values, tile.first, half, dim, floats + g * dim);",
+                "    add_values<Q, N>(scores, tile.values, half, tile.count, dim, floats + g * dim);\n"
+                "    add_values<Q, N>(scores, tile.values, tile.first, half, dim, floats + g * dim);",
             ),
         ),
     ),

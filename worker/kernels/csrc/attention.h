@@ -171,7 +171,7 @@ INLINE void decode_heads(const Attend<N, S> &a, const typename Dots<N>::Query *q
         add_weights(own, from, to, tile.first, tile.count, sums_at(floats, g + m, a.heads), dim);
         apply_scales<S>(own, from, to, tile.value_scales);
     }
-    add_values<Q>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
+    add_values<Q, N>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
 }
 
 // Computes the sums of a piece and all query heads that share a key/value head.

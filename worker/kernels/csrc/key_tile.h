@@ -115,13 +115,13 @@ INLINE void transpose_keys(const N *const *keys, int64_t first, int64_t count, i
 
 // ---- Scores.
 
-constexpr int KEYS_AHEAD = 12; // a key is prefetched this many keys before it is read
+constexpr int KEYS_AHEAD = 32; // a key is prefetched this many keys before it is read
 
 // Prefetches `size` items. The same head of the next token is far away in memory, so the processor
 // does not prefetch it by itself.
 template <class S> INLINE void prefetch(const S *row, int64_t size) {
     for (int64_t byte = 0; byte < size * (int64_t)sizeof(S); byte += 64)
-        __builtin_prefetch((const char *)row + byte);
+        __builtin_prefetch((const char *)row + byte, 0, 2);
 }
 
 // Writes the scales of rounded keys or values [first, count) of a tile. Does nothing for other heads.
@@ -298,10 +298,68 @@ INLINE void values_across(const float *weights, const V *const *values, int64_t 
         for (int i = 0; i < ACROSS; i++) store(sums + m * dim + d + i * LANES, own[m][i]);
 }
 
-// Adds the values [first, count) times their weights [Q][TILE_KEYS] to the sums [Q, D].
+#if defined(__AVX512BF16__)
+// The same for 2 * PAIRS vectors, in pairs of bfloat16: of keys 2 i and 2 i + 1, and of their weights, which are
+// rounded. Of a pair of which only one key is seen, the other gets weight 0 and the same value.
+template <int Q, int PAIRS, class V>
+INLINE void value_pairs_across(const uint32_t *weights, const V *const *values, int64_t first, int64_t count,
+                               int64_t dim, int64_t d, float *sums) {
+    // A vector of interleaved values has four dimensions of each eight: `low` the first four.
+    const __m512i whole[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+                              _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+    const __m512i halves[2] = {_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                               _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)};
+    __m512 own[Q][PAIRS][2];
+    for (int m = 0; m < Q; m++)
+        for (int i = 0; i < PAIRS; i++) {
+            float *at = sums + m * dim + d + i * 2 * LANES;
+            const __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + LANES);
+            for (int h = 0; h < 2; h++) own[m][i][h] = _mm512_permutex2var_ps(a, halves[h], b);
+        }
+    for (int64_t j = first / 2 * 2; j < count; j += 2) {
+        const V *even = values[j < first ? j + 1 : j], *odd = values[j + 1 < count ? j + 1 : j];
+        __m512bh value[PAIRS][2];
+        for (int i = 0; i < PAIRS; i++) {
+            const __m512i a = Dots<bf16>::key(even + d + i * 2 * LANES), b = Dots<bf16>::key(odd + d + i * 2 * LANES);
+            value[i][0] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+            value[i][1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        }
+        for (int m = 0; m < Q; m++) {
+            const __m512bh weight = (__m512bh)_mm512_set1_epi32((int)weights[(m * TILE_KEYS + j) / 2]);
+            for (int i = 0; i < PAIRS; i++)
+                for (int h = 0; h < 2; h++) own[m][i][h] = _mm512_dpbf16_ps(own[m][i][h], value[i][h], weight);
+        }
+    }
+    for (int m = 0; m < Q; m++)
+        for (int i = 0; i < PAIRS; i++)
+            for (int h = 0; h < 2; h++)
+                _mm512_storeu_ps(sums + m * dim + d + (2 * i + h) * LANES,
+                                 _mm512_permutex2var_ps(own[m][i][0], whole[h], own[m][i][1]));
+}
+
 template <int Q, class V>
+INLINE void add_value_pairs(const float *weights, const V *const *values, int64_t first, int64_t count,
+                            int64_t dim, float *sums) {
+    alignas(64) bf16 rounded[Q * TILE_KEYS];
+    for (int m = 0; m < Q; m++)
+        for (int64_t j = first / LANES * LANES; j < count; j += LANES)
+            store(rounded + m * TILE_KEYS + j, load(weights + m * TILE_KEYS + j));
+    const uint32_t *pairs = (const uint32_t *)rounded;
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        value_pairs_across<Q, 2>(pairs, values, first, count, dim, d, sums);
+    for (; d < dim; d += 2 * LANES) value_pairs_across<Q, 1>(pairs, values, first, count, dim, d, sums);
+}
+#endif
+
+// Adds the values [first, count) times their weights [Q][TILE_KEYS] to the sums [Q, D]. The weights of other keys
+// in the same vectors are 0. N: numbers of queries.
+template <int Q, class N, class V>
 INLINE void add_values(const float *weights, const V *const *values, int64_t first, int64_t count,
                        int64_t dim, float *sums) {
+#if defined(__AVX512BF16__)
+    if constexpr (Dots<N>::By::COLUMNS == 2) return add_value_pairs<Q>(weights, values, first, count, dim, sums);
+#endif
     constexpr int MOST = across<Q>();
     int64_t d = 0;
     for (; d + MOST * LANES <= dim; d += MOST * LANES)

@@ -18,7 +18,7 @@ template <class N> struct TileScratch {
     std::vector<Query> queries;                      // [Q, D]
     std::vector<float> sums[2], peaks[2], totals[2]; // [Q, D], [Q], [Q]
     alignas(64) uint32_t keys[MAX_DIM * TILE_KEYS];  // [columns, TILE_KEYS]
-    alignas(64) float values[TILE_KEYS * MAX_DIM];   // [TILE_KEYS, D]
+    alignas(64) Query values[TILE_KEYS * MAX_DIM];   // [TILE_KEYS, D]
     alignas(64) float scores[QUERIES_AT_ONCE * TILE_KEYS];
     alignas(64) float key_scales[TILE_KEYS], value_scales[TILE_KEYS]; // of rounded keys and values
 
@@ -85,7 +85,7 @@ void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int
     for (int64_t t = 0; t < tokens; t++)
         convert_row(a.q + (item.first + t) * a.q_stride + kv_head * group * dim,
                     s.queries.data() + t * group * dim, group * dim);
-    const float *values[TILE_KEYS];
+    const typename Dots<N>::Query *values[TILE_KEYS];
     for (int j = 0; j < TILE_KEYS; j++) values[j] = s.values + j * dim;
     const int64_t start = a.scoring.first_key(before); // the first key that any query sees
     for (int64_t tile = start / TILE_KEYS * TILE_KEYS; tile < before + tokens; tile += TILE_KEYS) {
@@ -121,7 +121,7 @@ void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int
                 apply_scales<S>(scores, low, high, s.value_scales);
             }
             float *sums = s.sums[PIECE_SUMS].data() + query * dim;
-            add_values<QUERIES_AT_ONCE>(s.scores, values, least, most, dim, sums);
+            add_values<QUERIES_AT_ONCE, N>(s.scores, values, least, most, dim, sums);
         }
     }
     end_piece(s, queries, dim);
