@@ -23,6 +23,7 @@ IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
 
 SIGNATURES = {
+    "time_parts": "p",
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
     "place_kv": "iiiippppppp",

@@ -1,5 +1,6 @@
 """Times the parts of a step. The code that computes is unchanged: each part is called through a
-`TimedPart`, which runs a clock.
+`TimedPart`, which runs a clock. If a step is one call of the compiled kernels, the kernels measure
+its parts themselves (`timed_kernels`).
 
 A part's time excludes the timed parts that it calls. A device with its own queue is synchronised at
 every change of part, so that its work counts for the part that queued it. This slows the step down;
@@ -8,11 +9,17 @@ every change of part, so that its work counts for the part that queued it. This 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
+
+from protocol.bench import PARTS
+from worker.kernels.native import NativeKernels
+
+_KERNELS = "kernels"
 
 
 class PartsClock:
@@ -82,6 +89,27 @@ class WatchedModel(TimedPart):
     def __init__(self, model: Any, clock: PartsClock) -> None:
         super().__init__(model, clock, "other layers", then="sampling")
         self.logits = TimedPart(model.logits, clock, "head", then="sampling")
+
+
+@contextmanager
+def timed_kernels(kernels: NativeKernels, clock: PartsClock) -> Iterator[None]:
+    """Inside the `with` block, let the compiled calls measure their parts. Afterwards, `clock` has
+    the time of these parts, of the caller before a call as `overhead` if it says so, and after a
+    call as `sampling`. What a call takes beside its parts, to start threads, is overhead, too."""
+    library = kernels.library
+    times = (ctypes.c_int64 * (len(PARTS) - 1))()
+    library.time_parts(ctypes.addressof(times))
+    kernels.library = TimedPart(library, clock, _KERNELS, then="sampling")
+    try:
+        yield
+    finally:
+        kernels.library = library
+        library.time_parts(None)
+    seconds = clock.seconds
+    measured = {part: time / 1e9 for part, time in zip(PARTS, times, strict=False)}
+    beside = seconds.pop(_KERNELS, 0.0) - sum(measured.values())
+    for part, time in {**measured, "overhead": beside}.items():
+        seconds[part] = seconds.get(part, 0.0) + time
 
 
 @contextmanager

@@ -26,8 +26,15 @@ from protocol.config.worker import WorkerConfig
 from protocol.kv_window import num_column_blocks
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
-from worker.debug.benchmark.parts import PartsClock, TimedPart, WatchedModel, watched_linears
+from worker.debug.benchmark.parts import (
+    PartsClock,
+    TimedPart,
+    WatchedModel,
+    timed_kernels,
+    watched_linears,
+)
 from worker.kv.rounding import round_heads
+from worker.models.decoder import DecoderModel
 from worker.startup.assembly import assemble
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
@@ -111,13 +118,19 @@ class StepBenchmark:
         seconds."""
         components, times = self.components, []
         clock = PartsClock(_clock_of(components.slots.device))
-        runner = Runner(
-            WatchedModel(components.model, clock),
-            components.slots,
-            TimedPart(components.cache, clock, "attention"),  # type: ignore[arg-type]
-            TimedPart(components.attention, clock, "attention"),
-        )
-        with watched_linears(components.model, clock):
+        model, runner = components.model, self._runner
+        whole = model.whole if isinstance(model, DecoderModel) else None
+        if whole is not None and whole.is_for(plan.row_slots.shape[0] * self._config.new_tokens):
+            timed = timed_kernels(whole.kernels, clock)
+        else:
+            timed = watched_linears(model, clock)
+            runner = Runner(
+                WatchedModel(model, clock),
+                components.slots,
+                TimedPart(components.cache, clock, "attention"),  # type: ignore[arg-type]
+                TimedPart(components.attention, clock, "attention"),
+            )
+        with timed:
             for _ in range(self._config.steps):
                 started = perf_counter()
                 with clock.part("overhead"):

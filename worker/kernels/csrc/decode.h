@@ -72,12 +72,12 @@ template <class N>
 INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t rows, N *normed,
                            float *y) {
     const int64_t hidden = head.weight.inputs;
-    team.share(rows, [&](int64_t t) {
+    team.share(HEAD, rows, [&](int64_t t) {
         norm_row<N>(x + t * hidden, head.norm, normed + t * hidden, hidden, (float)head.eps);
     });
-    linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE});
+    linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE}, HEAD);
     if (head.scale == 1 && head.soft_cap == 0) return;
-    team.share(rows, [&](int64_t t) {
+    team.share(HEAD, rows, [&](int64_t t) {
         float *row = y + t * head.weight.outputs;
         for (int64_t i = 0; i < head.weight.outputs; i++) row[i] *= (float)head.scale;
         if (head.soft_cap == 0) return;
@@ -128,7 +128,7 @@ template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows
     together(threads, pass.num_phases() + 4, [&](Team &team) {
         pass.run(team);
         compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits);
-        if (d.tokens) team.share(rows, [&](int64_t row) { choose_token(d, row); });
+        if (d.tokens) team.share(SAMPLING, rows, [&](int64_t row) { choose_token(d, row); });
     });
 }
 

@@ -131,7 +131,7 @@ template <class N> struct Pass {
     }
 
     INLINE void norm(Team &team, const Norm &norm) {
-        team.share(f.tokens, [&](int64_t t) { norm_x(t, norm); });
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { norm_x(t, norm); });
     }
 
     // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
@@ -168,7 +168,7 @@ template <class N> struct Pass {
         const float scale = (float)f.residual_scale;
         linear(team, Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
                                       post.weight ? STORE : ADD, scale});
-        if (post.weight) team.share(f.tokens, [&](int64_t t) { add_delta(t, post); });
+        if (post.weight) team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { add_delta(t, post); });
     }
 
     // Adds a token's row of `delta` to x, through the norm after the block if there is one.
@@ -185,7 +185,7 @@ template <class N> struct Pass {
         const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
         norm(team, layer.attention_norm);
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
-        team.share(f.tokens, [&](int64_t t) {
+        team.share(ATTENTION, f.tokens, [&](int64_t t) {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
         });
@@ -205,7 +205,7 @@ template <class N> struct Pass {
     // Computes the activations of `rows` rows.
     INLINE void activate(Team &team, const Layer &layer, int64_t rows) {
         const int64_t width = layer.mlps[0].gate_up.outputs, inner = layer.mlps[0].down.inputs;
-        team.share(rows, [&](int64_t i) {
+        team.share(OTHER_LAYERS, rows, [&](int64_t i) {
             activate_row(layer.activation, (const N *)f.gate_up + i * width, (N *)f.active + i * inner, inner);
         });
     }
@@ -216,11 +216,11 @@ template <class N> struct Pass {
         const int64_t width = layer.mlps[0].gate_up.outputs;
         N *scores = (N *)f.scores, *gathered = (N *)f.gathered;
         linear(team, Linear<N, N>{normed(), layer.router, (const N *)layer.router_bias, scores, f.tokens, STORE});
-        team.share(f.tokens, [&](int64_t t) {
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
             routing.choose(t, scores + t * layer.num_experts, layer.renormalize);
         });
-        team.share(1, [&](int64_t) { routing.group(); });
-        team.share(f.tokens, [&](int64_t t) {
+        team.share(OTHER_LAYERS, 1, [&](int64_t) { routing.group(); });
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
             for (int64_t i = t * top_k; i < (t + 1) * top_k; i++)
                 memcpy(gathered + routing.places[(size_t)i] * hidden, normed() + t * hidden,
                        (size_t)hidden * sizeof(N));
@@ -238,7 +238,7 @@ template <class N> struct Pass {
             return Linear<N, float>{(const N *)f.active + first * inner, mlp.down, (const N *)mlp.down_bias,
                                     f.parts + first * hidden, rows, STORE};
         });
-        team.share(f.tokens, [&](int64_t t) {
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
             memset(f.delta + t * hidden, 0, (size_t)hidden * sizeof(float));
             for (int64_t i = t * top_k; i < (t + 1) * top_k; i++)
                 add_scaled_row(f.delta + t * hidden, f.parts + routing.places[(size_t)i] * hidden, hidden,
@@ -248,7 +248,7 @@ template <class N> struct Pass {
     }
 
     void run(Team &team) {
-        team.share(f.tokens, [&](int64_t t) { start_row(t); });
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { start_row(t); });
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             attention(team, layer);

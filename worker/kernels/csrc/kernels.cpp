@@ -33,10 +33,14 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 14; }
+EXPORT int64_t kernels_version() { return 15; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
+
+// Adds the nanoseconds of the parts of later calls to times [5], in the order of StepPart (team.h). Null: does not
+// measure them.
+EXPORT void time_parts(int64_t *times) { part_times() = times; }
 
 // Adds delta, if it is not null, to x [rows, size], and writes the norm of x times weight [size] to out.
 EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t size, void *x,
@@ -44,7 +48,7 @@ EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t siz
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         together(threads, 1, [&](Team &team) {
-            team.share(rows, [&](int64_t t) {
+            team.share(OTHER_LAYERS, rows, [&](int64_t t) {
                 N *row = (N *)x + t * size;
                 if (delta) add_row(row, (const N *)delta + t * size, size);
                 rms_row(row, (const N *)weight, (N *)out + t * size, size, (float)eps);
@@ -59,7 +63,7 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         together(threads, 1, [&](Team &team) {
-            team.share(rows, [&](int64_t t) {
+            team.share(OTHER_LAYERS, rows, [&](int64_t t) {
                 gated_row<Silu>((const N *)gate_up + t * 2 * inner, (N *)out + t * inner, inner);
             });
         });
@@ -77,7 +81,7 @@ EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_
         using N = decltype(zero);
         const Heads h = *heads;
         together(threads, 1, [&](Team &team) {
-            team.share(rows, [&](int64_t t) {
+            team.share(ATTENTION, rows, [&](int64_t t) {
                 const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
                 N *row = (N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
                 rotate_row(row, c, s, h, h.dim);
@@ -162,7 +166,7 @@ EXPORT void pack_blocks(int64_t threads, int64_t kind, const uint8_t *blocks, in
     const int64_t groups = inputs / GROUP, size = panel_bytes(PACKED_AS[kind], groups);
     const int64_t row_bytes = groups / groups_of(kind) * BLOCK_BYTES[kind];
     together(threads, 1, [&](Team &team) {
-        team.share(panels_of(outputs), [&](int64_t panel) {
+        team.share(OTHER_LAYERS, panels_of(outputs), [&](int64_t panel) {
             for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
                 pack_row(kind, blocks + o * row_bytes, groups, to + panel * size, o % PANEL);
         });
@@ -175,7 +179,7 @@ EXPORT void gather_rows(int64_t numbers, int64_t threads, const Packed *matrix, 
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         together(threads, 1, [&](Team &team) {
-            team.share(count, [&](int64_t i) { gather_row(*matrix, rows[i], (N *)to + i * matrix->inputs); });
+            team.share(OTHER_LAYERS, count, [&](int64_t i) { gather_row(*matrix, rows[i], (N *)to + i * matrix->inputs); });
         });
     });
 }
@@ -187,7 +191,7 @@ EXPORT void pack_dense(int64_t numbers, int64_t threads, const void *values, int
         using N = decltype(zero);
         const int64_t groups = inputs / GROUP, size = group_bytes(numbers == IS_FLOAT ? F32 : BF16);
         together(threads, 1, [&](Team &team) {
-            team.share(panels_of(outputs), [&](int64_t panel) {
+            team.share(OTHER_LAYERS, panels_of(outputs), [&](int64_t panel) {
                 for (int64_t o = panel * PANEL; o < outputs && o < (panel + 1) * PANEL; o++)
                     for (int64_t g = 0; g < groups; g++)
                         pack_values((const N *)values + o * inputs + g * GROUP,

@@ -191,10 +191,10 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
 }
 
 // Computes a linear. All threads of the team call this.
-template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l) {
+template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l, StepPart part = LINEARS) {
     RowScratch &s = row_scratch();
     int64_t block = -1;
-    team.share(items_of(l), [&](int64_t item) { compute_item(l, item, s, block); });
+    team.share(part, items_of(l), [&](int64_t item) { compute_item(l, item, s, block); });
 }
 
 // Computes the linears linear_of(0), ..., linear_of(count - 1) in one phase. All threads of the team call
@@ -203,7 +203,7 @@ template <class LinearOf> INLINE void linears(Team &team, int64_t count, LinearO
     RowScratch &s = row_scratch();
     int64_t total = 0, index = 0, first = 0, block = -1; // first: the first item of linear `index`
     for (int64_t i = 0; i < count; i++) total += items_of(linear_of(i));
-    team.share(total, [&](int64_t item) { // the items of one thread are ascending
+    team.share(LINEARS, total, [&](int64_t item) { // the items of one thread are ascending
         for (int64_t items; item >= first + (items = items_of(linear_of(index))); index++) {
             first += items;
             block = -1;

@@ -142,7 +142,7 @@ INLINE void attend(Team &team, const Attend<N, S> &a, const Rows &rows, const Wo
     const int64_t tiles = work.num_tiles * kv_heads, some = work.heads_per_item(a.heads, width * (int64_t)sizeof(S));
     const int64_t parts = (kv_heads + some - 1) / some;
     const int64_t pieces = ((int64_t)work.items.size() - work.num_tiles) * parts;
-    team.share(tiles + pieces, [&](int64_t i) {
+    team.share(ATTENTION, tiles + pieces, [&](int64_t i) {
         if (i < tiles) return prefill_item(a, rows, work.items[(size_t)(i / kv_heads)], i % kv_heads);
         const Item &item = work.items[(size_t)(work.num_tiles + (i - tiles) / parts)];
         const int64_t first = (i - tiles) % parts * some;
@@ -151,7 +151,7 @@ INLINE void attend(Team &team, const Attend<N, S> &a, const Rows &rows, const Wo
             decode_item(a, rows, item, head, head == first ? (end - first) * width : width, partials);
     });
     if (!work.num_partials) return;
-    team.share((int64_t)work.items.size(), [&](int64_t i) {
+    team.share(ATTENTION, (int64_t)work.items.size(), [&](int64_t i) {
         const Item &item = work.items[(size_t)i];
         if (item.partial < 0 || item.first) return;
         const int64_t count = (rows.context_lens[item.row] + PIECE - 1) / PIECE;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -27,6 +28,37 @@ inline Parallel &runtime() {
     static Parallel loaded = nullptr;
     return loaded;
 }
+
+// The parts of a step, whose times can be measured. worker/debug/benchmark has the same order.
+enum StepPart : int { LINEARS, ATTENTION, HEAD, SAMPLING, OTHER_LAYERS };
+
+// Returns where the nanoseconds of each part are added up. Null: no times are measured.
+inline int64_t *&part_times() {
+    static int64_t *times = nullptr;
+    return times;
+}
+
+// Adds up the time of each part, as one thread sees it: its own work, and the waits for the others.
+class PartClock {
+  public:
+    explicit PartClock(int64_t *times) : times_(times), since_(times ? now() : 0) {}
+
+    // Counts the time since the last call for `part`.
+    INLINE void count_for(StepPart part) {
+        if (!times_) return;
+        const int64_t at = now();
+        times_[part] += at - since_;
+        since_ = at;
+    }
+
+  private:
+    static int64_t now() {
+        const auto since = std::chrono::steady_clock::now().time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+    }
+
+    int64_t *times_, since_;
+};
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -81,27 +113,31 @@ class Phase {
 // One thread's view of the phases: the phase that it computes next.
 class Team {
   public:
-    explicit Team(Phase *phases) : phase_(phases) {}
+    Team(Phase *phases, int64_t *times) : phase_(phases), clock_(times) {}
 
-    // Computes items [0, count) together with the other threads, and returns when all are computed.
-    // Results must not depend on which thread computes an item.
-    template <class Work> INLINE void share(int64_t count, Work &&work) {
+    // Computes items [0, count) together with the other threads, and returns when all are computed. Its time
+    // counts for `part`. Results must not depend on which thread computes an item.
+    template <class Work> INLINE void share(StepPart part, int64_t count, Work &&work) {
         (phase_++)->share((int)count, work);
+        clock_.count_for(part);
     }
 
   private:
     Phase *phase_;
+    PartClock clock_;
 };
 
 // Runs body(Team&) in at most `threads` threads. The body calls `share` at most num_phases times.
 template <class Body> void together(int64_t threads, int64_t num_phases, Body &&body) {
+    static thread_local char of_thread; // its address identifies the thread
     struct Call {
         Body &body;
         std::vector<Phase> phases;
-    } call{body, std::vector<Phase>((size_t)num_phases)};
+        const char *caller;
+    } call{body, std::vector<Phase>((size_t)num_phases), &of_thread};
     auto run = [](void *data) {
         Call &call = *static_cast<Call *>(data);
-        Team team(call.phases.data());
+        Team team(call.phases.data(), call.caller == &of_thread ? part_times() : nullptr);
         call.body(team);
     };
     if (threads <= 1 || runtime() == nullptr) run(&call);
