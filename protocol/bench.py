@@ -20,7 +20,8 @@ linears       the matrix products of the layers
 attention     attention itself, and writing the step's keys and values to the KV cache
 head          the final norm and the logits
 sampling      from logits to sampled tokens on the host
-other layers  the rest of the forward pass: norms, rotation, activations, embeddings
+other layers  the rest of the forward pass: norms, activations, embeddings; with torch's kernels
+              also the rotation of queries and keys, which otherwise counts as attention
 overhead      work before the forward pass: the plan, the slots, and the step's tensors
 """
 

@@ -76,9 +76,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     activations: Annotated[
         Activations,
         about(
-            "int8: round the inputs of quantised weights in the layers to eight bits, which "
-            "computes prompts faster (on CPUs without AVX-512-BF16, also answers) but loses some "
-            "quality (docs/performance.md); bfloat16: keep them in --dtype; auto: bfloat16"
+            "int8: round the inputs of quantised weights to eight bits, which is faster and loses "
+            "a little quality (docs/performance.md); bfloat16: keep them in --dtype; auto: int8 "
+            "if the dtype is bfloat16 and the CPU kernels multiply integers faster"
         ),
     ] = "auto"
     kv_dtype: Annotated[

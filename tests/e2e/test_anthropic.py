@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from tests.support.anthropic import prompt_tokens
+from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.server import SERVED_NAME, Server
 
 ASKED: dict[str, Any] = {
@@ -17,7 +18,7 @@ ASKED: dict[str, Any] = {
     "extra_body": {"temperature": 0},  # no longer a parameter of the client
     "system": "You are a helpful assistant.",
 }
-PARIS: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[Any] = [{"role": "user", "content": FRUITS}]
 WEATHER: Any = {
     "name": "weather",
     "description": "Tells the weather of a city.",
@@ -48,14 +49,14 @@ def said(message: anthropic.types.Message) -> list[Any]:
     return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
 
 
-def test_the_capital_of_france_whole_streamed_and_counted(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(**ASKED, messages=PARIS)
-    result = streamed(client, **ASKED, messages=PARIS)
-    assert "Paris" in whole.content[0].text
+def test_three_fruits_whole_streamed_and_counted(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASKED, messages=QUESTION)
+    result = streamed(client, **ASKED, messages=QUESTION)
+    assert names_a_fruit(whole.content[0].text)
     assert said(result) == said(whole)
     assert result.stop_reason == whole.stop_reason == "end_turn"
     counted = client.messages.count_tokens(
-        model=SERVED_NAME, system=ASKED["system"], messages=PARIS
+        model=SERVED_NAME, system=ASKED["system"], messages=QUESTION
     )
     for usage in (whole.usage, result.usage):
         assert prompt_tokens(usage.model_dump()) == counted.input_tokens
@@ -95,13 +96,13 @@ def test_a_session_with_a_tool(client: anthropic.Anthropic) -> None:
 def test_an_answer_in_a_form(client: anthropic.Anthropic) -> None:
     schema = {
         "type": "object",
-        "properties": {"capital": {"enum": ["Paris", "Rome"]}},
-        "required": ["capital"],
+        "properties": {"fruit": {"enum": ["banana", "brick"]}},
+        "required": ["fruit"],
         "additionalProperties": False,
     }
     form: Any = {"format": {"type": "json_schema", "schema": schema}}
-    message = client.messages.create(**ASKED, messages=PARIS, output_config=form)
-    assert '"Paris"' in message.content[0].text
+    message = client.messages.create(**ASKED, messages=QUESTION, output_config=form)
+    assert '"banana"' in message.content[0].text
 
 
 def test_a_stop_sequence_and_a_limit(client: anthropic.Anthropic) -> None:

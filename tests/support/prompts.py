@@ -39,3 +39,11 @@ PROMPTS = [
     "\n".join(f"line {i}: the value is {i * i}" for i in range(12)),
 ]
 NUM_TOKENS = 64
+FRUITS = "Name three fruits."
+"""A question that the default model answers well on every instruction set."""
+
+
+def names_a_fruit(answer: str) -> bool:
+    """Return whether an answer to FRUITS names a fruit. Which fruits the model names depends on the
+    instruction set."""
+    return any(fruit in answer.lower() for fruit in ("apple", "banana", "grape", "orange"))

@@ -99,8 +99,9 @@ MUTATIONS = (
                 "add_values<Q, N>(scores, tile.values, tile.first, tile.count, dim, floats + g * "
                 "dim);",
                 "const int64_t half = (tile.first + tile.count) / 2;\n"
-                "    add_values<Q, N>(scores, tile.values, half, tile.count, dim, floats + g * dim);\n"
-                "    add_values<Q, N>(scores, tile.values, tile.first, half, dim, floats + g * dim);",
+                "    float *to = floats + g * dim;\n"
+                "    add_values<Q, N>(scores, tile.values, half, tile.count, dim, to);\n"
+                "    add_values<Q, N>(scores, tile.values, tile.first, half, dim, to);",
             ),
         ),
     ),
@@ -127,6 +128,28 @@ MUTATIONS = (
         ),
         dtype="bfloat16",
         needs=frozenset({"avx512_bf16"}),
+    ),
+    Mutation(
+        "linears in integers of many rows: the last groups first",
+        "integer_tiles.h",
+        (
+            (
+                "for (int64_t g = 0; g < run.groups; g++) {",
+                "for (int64_t i = 0; i < run.groups; i++) {\n"
+                "            const int64_t g = ROWS > 1 ? run.groups - 1 - i : i;",
+            ),
+        ),
+    ),
+    Mutation(
+        "remainders: as many groups as there are rows",
+        "linear.h",
+        (
+            (
+                "for (const RefinedOrder::Group &each : s.order.groups) {",
+                "for (const RefinedOrder::Group &each : s.order.groups) {\n"
+                "        if (count > 1 && &each > &s.order.groups[0]) break;",
+            ),
+        ),
     ),
 )
 

@@ -14,6 +14,8 @@ from worker.loading.quant_blocks import BlockKind
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP = 32
+REFINED_OF = 24
+"""One group of this many is refined."""
 MOST_ROWS = 140
 """More than one block of rows."""
 
@@ -26,17 +28,31 @@ def native(request: pytest.FixtureRequest) -> NativeKernels:
 
 
 def rounded(x: Tensor, *, is_fused: bool) -> Tensor:
-    """Return x [N, inputs] with each group of 32 numbers rounded to eight bits, in float64.
+    """Return x [N, inputs] as the kernels round it, in float64: each group of 32 numbers to eight
+    bits, and the remainders of the groups with the greatest scales as well.
 
     is_fused   whether the products are rounded to integers directly, as by fused multiply-add
                instructions, and not to float32 first
     """
     groups = x.float().view(len(x), -1, GROUP)
+    integers, scales = to_eight_bits(groups, is_fused=is_fused)
+    whole = integers * scales.double()
+    num_refined = -(-groups.shape[1] // REFINED_OF)
+    order = scales.squeeze(-1).sort(dim=1, descending=True, stable=True).indices[:, :num_refined]
+    is_refined = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, order, True)
+    removed = groups.double() - whole if is_fused else groups - integers.float() * scales
+    integers, scales = to_eight_bits(removed.float(), is_fused=is_fused)
+    remainders = integers * scales.double() * is_refined.unsqueeze(-1)
+    return (whole + remainders).view(x.shape)
+
+
+def to_eight_bits(groups: Tensor, *, is_fused: bool) -> tuple[Tensor, Tensor]:
+    """Return the integers of groups [N, groups, GROUP] float32, in float64, and the scales
+    [N, groups, 1] float32."""
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # `127 / largest` rounds twice
     products = groups.double() * inverse.double() if is_fused else (groups * inverse).double()
-    integers = products.nan_to_num(0, posinf=0, neginf=0).round()
-    return (integers * (largest / 127).double()).view(x.shape)
+    return products.nan_to_num(0, posinf=0, neginf=0).round(), largest / 127
 
 
 def odd_rows(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +68,7 @@ def odd_rows(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", BlockKind)
-@pytest.mark.parametrize(("outputs", "blocks_of_row"), [(32, 1), (70, 5)])
+@pytest.mark.parametrize(("outputs", "blocks_of_row"), [(32, 1), (70, 5), (32, 30)])
 def test_integers_give_the_result_of_the_rounded_inputs(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind, outputs: int, blocks_of_row: int
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.config.worker import Activations
+from protocol.config.worker import Activations, KernelSet
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import NAMES, assert_near, native_kernels, randn
 from tests.support.paged import PagedRow, attention_batch, scattered
@@ -169,25 +169,34 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
         load(path, native_kernels(), torch.float32, "packed")
 
 
-def test_the_inputs_of_the_layers_are_rounded_on_request_and_never_that_of_the_head(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("activations", "dtype", "kernels", "rounds"),
+    [
+        ("auto", torch.bfloat16, "avx2", True),
+        ("auto", torch.bfloat16, "generic", False),
+        ("auto", torch.float32, "avx2", False),
+        ("int8", torch.bfloat16, "generic", True),
+        ("int8", torch.float32, "avx2", True),
+        ("bfloat16", torch.bfloat16, "avx2", False),
+    ],
+)
+def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
+    tmp_path: Path, activations: Activations, dtype: torch.dtype, kernels: KernelSet, rounds: bool
 ) -> None:
-    small_model(tmp_path, "Q4_1", torch.bfloat16)
-    cases: list[tuple[Activations, bool]] = [("auto", False), ("int8", True), ("bfloat16", False)]
-    for activations, rounds in cases:
-        loaded = load_model(
-            tmp_path / "small.gguf",
-            dtype=torch.bfloat16,
-            device=CPU,
-            kernels=native_kernels("avx2"),
-            activations=activations,
-        )
-        assert isinstance(loaded.model, DecoderModel)
-        weights = loaded.model.weights
-        for linear, expected in ((weights.layers[0].qkv, rounds), (weights.head, False)):
-            assert isinstance(linear, PackedLinear)
-            assert linear.matrix.struct.rounds_inputs == expected
-        assert [*loaded.rounded] == (["inputs"] if rounds else [])
+    small_model(tmp_path, "Q4_1", dtype)
+    loaded = load_model(
+        tmp_path / "small.gguf",
+        dtype=dtype,
+        device=CPU,
+        kernels=native_kernels(kernels),
+        activations=activations,
+    )
+    assert isinstance(loaded.model, DecoderModel)
+    weights = loaded.model.weights
+    for linear in (weights.layers[0].qkv, weights.head):
+        assert isinstance(linear, PackedLinear)
+        assert linear.matrix.struct.rounds_inputs == rounds
+    assert [*loaded.rounded] == (["inputs"] if rounds else [])
 
 
 def test_without_quantised_weights_nothing_is_rounded_and_the_option_changes_no_bits(

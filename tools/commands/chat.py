@@ -30,7 +30,7 @@ EXAMPLES = """\
 examples:
   tidegate chat
   tidegate chat --system "Answer in one sentence." --temperature 0
-  echo "What is the capital of France?" | tidegate chat
+  echo "Name three fruits." | tidegate chat
 """
 
 HELP = """\

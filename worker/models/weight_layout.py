@@ -37,6 +37,8 @@ from worker.startup.kv_budget import FREE_SHARE
 
 log = logging.getLogger(__name__)
 
+SLOW_WITH_INTEGERS = "generic"
+"""The instruction set whose products of integers take longer than those of floats."""
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
 times are too short to be reliable."""
@@ -64,19 +66,14 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", packed weights of the layers round their inputs. The head's inputs are
-    never rounded: that would save little time, and would cause a third of the total loss of
-    quality. "auto" does not round, because rounding changes which of two almost equally likely
-    tokens wins (docs/performance.md). Raises UnusableModel if activations are "int8" and the
-    weights are dense.
+    With activations "int8", quantised weights round their inputs. "auto" does so in bfloat16 if
+    the kernels multiply integers faster (docs/performance.md). Raises UnusableModel if activations
+    are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        return PackedLayout(
-            kernels,
-            dtype,
-            may_copy=form == "both",
-            rounds_inputs=activations == "int8",
-        )
+        is_faster = dtype == torch.bfloat16 and kernels.name != SLOW_WITH_INTEGERS
+        rounds = activations == "int8" or (activations == "auto" and is_faster)
+        return PackedLayout(kernels, dtype, may_copy=form == "both", rounds_inputs=rounds)
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
     if activations == "int8":
@@ -99,26 +96,23 @@ class PackedLayout:
         """Make layers for a model of dtype `dtype`.
 
         may_copy        wrap linears so that `settle` can add dense copies
-        rounds_inputs   round the inputs of the layers' quantised weights to eight bits
+        rounds_inputs   round the inputs of quantised weights to eight bits
         """
         self._kernels, self._dtype, self._may_copy = kernels, dtype, may_copy
         self._rounds_inputs = rounds_inputs
         self._dense = DenseLayout()
 
     def linear(self, matrix: Matrix) -> Linear:
-        return self._linear(matrix, rounds_inputs=self._rounds_inputs)
-
-    def head(self, matrix: Matrix) -> Linear:
-        return self._linear(matrix, rounds_inputs=False)
-
-    def _linear(self, matrix: Matrix, *, rounds_inputs: bool) -> Linear:
-        packed_matrix = pack(self._kernels, matrix, rounds_inputs=rounds_inputs)
+        packed_matrix = pack(self._kernels, matrix, rounds_inputs=self._rounds_inputs)
         if packed_matrix is None:
             return self._dense.linear(matrix)
         linear = PackedLinear(self._kernels, packed_matrix, matrix.bias)
         if not self._may_copy:
             return linear
         return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
+
+    def head(self, matrix: Matrix) -> Linear:
+        return self.linear(matrix)
 
     def embedding(self, matrix: Matrix) -> Embedding:
         blocks = _sound_blocks(matrix)
@@ -271,11 +265,10 @@ def _circumstances(
 
 
 def rounds_inputs(weights: DecoderWeights) -> bool:
-    """Return whether any linear of the layers rounds its inputs."""
-    return any(
-        _rounds_inputs(getattr(owner, name))
-        for layer in weights.layers
-        for owner, name in layer.linears
+    """Return whether any linear of the model rounds its inputs."""
+    layers = (slot for layer in weights.layers for slot in layer.linears)
+    return _rounds_inputs(weights.head) or any(
+        _rounds_inputs(getattr(owner, name)) for owner, name in layers
     )
 
 

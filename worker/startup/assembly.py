@@ -146,7 +146,7 @@ def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
     return partial(
         fastest,
         dtype=dtype,
-        rounds_inputs=config.activations == "int8",
+        rounds_inputs=config.activations != "bfloat16",
         processor=machine.cpu_name(),
         folder=Path(config.measurements),
     )

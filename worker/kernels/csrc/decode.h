@@ -67,15 +67,17 @@ struct DecodeRows {
     }
 };
 
-// Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this.
+// Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this. rounded: has room
+// for the rows.
 template <class N>
 INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t rows, N *normed,
-                           float *y) {
+                           float *y, RoundedRows &rounded) {
     const int64_t hidden = head.weight.inputs;
     team.share(HEAD, rows, [&](int64_t t) {
         norm_row<N>(x + t * hidden, head.norm, normed + t * hidden, hidden, (float)head.eps);
+        if (reads_rounded(head.weight)) round_row(normed + t * hidden, t, hidden, rounded);
     });
-    linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE}, HEAD);
+    linear(team, Linear<N, float>{normed, head.weight, nullptr, y, rows, STORE, 1, &rounded}, HEAD);
     if (head.scale == 1 && head.soft_cap == 0) return;
     team.share(HEAD, rows, [&](int64_t t) {
         float *row = y + t * head.weight.outputs;
@@ -125,9 +127,10 @@ INLINE void choose_token(const Decode &d, int64_t row) {
 template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows, int64_t threads) {
     Pass<N> pass(decode_rows.pass);
     const int64_t rows = decode_rows.pass.tokens;
+    pass.rounded.fit(rows, d.head.weight.inputs);
     together(threads, pass.num_phases() + 4, [&](Team &team) {
         pass.run(team);
-        compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits);
+        compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits, pass.rounded);
         if (d.tokens) team.share(SAMPLING, rows, [&](int64_t row) { choose_token(d, row); });
     });
 }

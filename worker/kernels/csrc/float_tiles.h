@@ -58,10 +58,9 @@ template <class By, class X> struct Run {
 
 // Adds the product `part` of LANES outputs and a block of columns to their sums, times the outputs' scales,
 // and the block's sum of x times their minima.
-template <bool MINIMA>
-INLINE void add_scaled(float *sums, Floats part, const float *scales, const float *minima, float xsum) {
-    Floats total = load(sums) + load(scales) * part;
-    if (MINIMA) total += load(minima) * xsum;
+template <bool MINIMA> INLINE void add_scaled(float *sums, Floats part, const Scaling &scaling, float xsum) {
+    Floats total = load(sums) + scaling.scale * part;
+    if (MINIMA) total += scaling.minimum * xsum;
     store(sums, total);
 }
 
@@ -72,19 +71,19 @@ INLINE void multiply_scaled(const Run<By, X> &run) {
     constexpr int COUNT = GROUP / BLOCKS;
     for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES)
         for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0 && run.is_first) prefetch_after(run.format, run.packed, g);
+            if (o == 0 && run.is_first) prefetch_after(run.format, run.packed + g * group_bytes(run.format));
             for (int b = 0; b < BLOCKS; b++) {
                 const int64_t first = (g * GROUP + b * COUNT) / By::COLUMNS;
                 Floats part[ROWS][TILE_VECTORS] = {};
                 multiply_columns<ROWS, COUNT, By>(run.weights + first * PANEL + o,
                                                   run.x + g * GROUP + b * COUNT, run.ldx, part);
                 forget_memory(); // otherwise the compiler keeps sums in the registers that `part` needs
-                for (int j = 0; j < TILE_VECTORS; j++)
+                for (int j = 0; j < TILE_VECTORS; j++) {
+                    const Scaling scaling = run.unpacked->template scaling<MINIMA>(g, b, o + j * LANES);
                     for (int m = 0; m < ROWS; m++)
-                        add_scaled<MINIMA>(run.sums + m * PANEL + o + j * LANES, part[m][j],
-                                           run.unpacked->scales[g][b] + o + j * LANES,
-                                           run.unpacked->minima[g][b] + o + j * LANES,
+                        add_scaled<MINIMA>(run.sums + m * PANEL + o + j * LANES, part[m][j], scaling,
                                            MINIMA ? run.xsums[m * run.ldsums + g * BLOCKS + b] : 0);
+                }
             }
         }
 }
@@ -97,7 +96,7 @@ template <int ROWS, class By, class X> INLINE void multiply_plain(const Run<By, 
             for (int j = 0; j < TILE_VECTORS; j++)
                 part[m][j] = load(run.sums + m * PANEL + o + j * LANES);
         for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0 && run.is_first) prefetch_after(run.format, run.packed, g);
+            if (o == 0 && run.is_first) prefetch_after(run.format, run.packed + g * group_bytes(run.format));
             multiply_columns<ROWS, GROUP, By>(run.weights + g * group_words<typename By::Weight>() + o,
                                               run.x + g * GROUP, run.ldx, part);
         }

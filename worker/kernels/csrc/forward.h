@@ -81,19 +81,39 @@ template <class N> struct Pass {
     // Of each layer. A thread that is late may enter a phase when the others compute a later layer, and has
     // to find the same number of items as they did.
     std::vector<Routing> routings;
+    RoundedRows &rounded; // the input of the next linear, if that reads rounded rows
 
-    explicit Pass(const Forward &forward) : f(forward), work(forward.rows) {
+    explicit Pass(const Forward &forward) : f(forward), work(forward.rows), rounded(rounded_rows()) {
+        for (int64_t i = 0; i < f.num_layers; i++) {
+            const Layer &layer = f.layers[i];
+            for (const Packed *each : {&layer.qkv, &layer.output, &layer.mlps[0].gate_up, &layer.mlps[0].down})
+                if (reads_rounded(*each)) rounded.fit(f.tokens, each->inputs);
+        }
         partials.resize((size_t)(work.num_partials * f.heads.kv_heads * group_floats(f.heads)));
         for (int64_t i = 0; i < f.num_layers; i++)
             routings.emplace_back(f.tokens, f.layers[i].num_experts, f.layers[i].top_k);
     }
 
+    // Returns memory of the calling thread for rounded rows, which is kept for the next pass.
+    static RoundedRows &rounded_rows() {
+        static thread_local RoundedRows rows;
+        return rows;
+    }
+
     N *normed() const { return (N *)f.normed; }
+
+    // Rounds row t of x, the input of `reader`, if that reads rounded rows.
+    INLINE void round(const N *x, int64_t t, const Packed &reader) {
+        if (reads_rounded(reader)) round_row(x + t * reader.inputs, t, reader.inputs, rounded);
+    }
+    INLINE void round_all(Team &team, const N *x, const Packed &reader) {
+        if (reads_rounded(reader)) team.share(LINEARS, f.tokens, [&](int64_t t) { round(x, t, reader); });
+    }
     float *x() const { return f.x; }
 
-    // Returns the most phases (team.h) of a pass: one at the start, and sixteen per layer. Of these, seven
+    // Returns the most phases (team.h) of a pass: one at the start, and seventeen per layer. Of these, eight
     // are for attention, its linears and norms, one for the MLP's norm, and eight for experts.
-    int64_t num_phases() const { return 1 + f.num_layers * 16; }
+    int64_t num_phases() const { return 1 + f.num_layers * 17; }
 
     // Writes a token's embedding to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
@@ -130,8 +150,12 @@ template <class N> struct Pass {
         else convert_row(x() + t * f.hidden, to, f.hidden);
     }
 
-    INLINE void norm(Team &team, const Norm &norm) {
-        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { norm_x(t, norm); });
+    // Computes the input of `reader`, the norm of x.
+    INLINE void norm(Team &team, const Norm &norm, const Packed &reader) {
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
+            norm_x(t, norm);
+            round(normed(), t, reader);
+        });
     }
 
     // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
@@ -163,11 +187,12 @@ template <class N> struct Pass {
         attend(team, all, rows, work, partials.data());
     }
 
-    // Adds the result of a block to x: its last linear, through the norm after the block if there is one.
+    // Adds the result of a block to x: its last linear, through the norm after the block if there is one. The
+    // input is rounded already if the linear reads rounded rows.
     INLINE void add(Team &team, const N *input, const Packed &weight, const void *bias, const Norm &post) {
         const float scale = (float)f.residual_scale;
         linear(team, Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
-                                      post.weight ? STORE : ADD, scale});
+                                      post.weight ? STORE : ADD, scale, &rounded});
         if (post.weight) team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { add_delta(t, post); });
     }
 
@@ -183,30 +208,37 @@ template <class N> struct Pass {
     INLINE void attention(Team &team, const Layer &layer) {
         N *qkv = (N *)f.qkv;
         const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
-        norm(team, layer.attention_norm);
-        linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE});
+        norm(team, layer.attention_norm, layer.qkv);
+        linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE, 1, &rounded});
         team.share(ATTENTION, f.tokens, [&](int64_t t) {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
         });
         if (f.rounds_kv) attend_as<Rounded>(team, layer);
         else attend_as<N>(team, layer);
+        round_all(team, (const N *)f.attended, layer.output);
         add(team, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }
 
+    // Adds the MLP to x. Its input is rounded already, except in a parallel layer.
     INLINE void mlp(Team &team, const Layer &layer) {
         const Mlp &mlp = layer.mlps[0];
         N *gate_up = (N *)f.gate_up;
-        linear(team, Linear<N, N>{normed(), mlp.gate_up, (const N *)mlp.gate_up_bias, gate_up, f.tokens, STORE});
-        activate(team, layer, f.tokens);
+        if (layer.is_parallel) round_all(team, normed(), mlp.gate_up);
+        linear(team, Linear<N, N>{normed(), mlp.gate_up, (const N *)mlp.gate_up_bias, gate_up, f.tokens, STORE, 1,
+                                  &rounded});
+        activate(team, layer, f.tokens, true);
         add(team, (const N *)f.active, mlp.down, mlp.down_bias, layer.post_mlp_norm);
     }
 
-    // Computes the activations of `rows` rows.
-    INLINE void activate(Team &team, const Layer &layer, int64_t rows) {
-        const int64_t width = layer.mlps[0].gate_up.outputs, inner = layer.mlps[0].down.inputs;
+    // Computes the activations of `rows` rows, and rounds them for the next linear if `rounds`.
+    INLINE void activate(Team &team, const Layer &layer, int64_t rows, bool rounds) {
+        const Packed &down = layer.mlps[0].down;
+        const int64_t width = layer.mlps[0].gate_up.outputs, inner = down.inputs;
+        N *active = (N *)f.active;
         team.share(OTHER_LAYERS, rows, [&](int64_t i) {
-            activate_row(layer.activation, (const N *)f.gate_up + i * width, (N *)f.active + i * inner, inner);
+            activate_row(layer.activation, (const N *)f.gate_up + i * width, active + i * inner, inner);
+            if (rounds) round(active, i, down);
         });
     }
 
@@ -231,7 +263,7 @@ template <class N> struct Pass {
             return Linear<N, N>{gathered + first * hidden, mlp.gate_up, (const N *)mlp.gate_up_bias,
                                 (N *)f.gate_up + first * width, rows, STORE};
         });
-        activate(team, layer, f.tokens * top_k);
+        activate(team, layer, f.tokens * top_k, false);
         linears(team, layer.num_experts, [&](int64_t e) {
             const Mlp &mlp = layer.mlps[e];
             const int64_t first = routing.starts[(size_t)e], rows = routing.starts[(size_t)e + 1] - first;
@@ -252,7 +284,7 @@ template <class N> struct Pass {
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             attention(team, layer);
-            if (!layer.is_parallel) norm(team, layer.mlp_norm);
+            if (!layer.is_parallel) norm(team, layer.mlp_norm, layer.mlps[0].gate_up);
             if (layer.num_experts > 1) experts(team, layer, routings[(size_t)i]);
             else mlp(team, layer);
         }

@@ -1,5 +1,10 @@
-// Multiplies tiles of rows that are rounded to eight bits (rounded.h) by unpacked quads of weights, in
-// integers. Sums of integers are exact in any order; scales are applied to the sums of blocks.
+// Multiplies tiles of rows that are rounded to eight bits (rounded.h) by quads of weights, in integers.
+//
+// Sums of integers are exact in any order. The sum of a block is multiplied by its scales, and these products
+// are added in the order of the blocks. Then the remainders of refined groups are added, in their order.
+//
+// Nibbles and bytes are unpacked in registers, for each tile of rows. Other integers are unpacked in the
+// first-level cache, a run of groups at a time.
 #pragma once
 
 #include "rounded.h"
@@ -11,20 +16,20 @@ namespace {
 // tiles would take long to compile. Without AVX2, tiles would be slow to compile and not faster.
 constexpr int INTEGER_ROWS = LANES > 4 ? 6 : 1;
 
-// The operands of a multiplication: rows of x, a run of groups, and the sums so far.
-struct IntegerRun {
-    int64_t format, groups;
-    const Quad *weights;      // unpacked
-    const Unpacked *unpacked; // their scales and minima
-    const uint8_t *packed;    // the same groups as stored
-    const uint8_t *x;         // starts at the run's first column
-    int64_t ldx;              // bytes from row to row of x
-    const float *xscales;     // of groups of x
-    const int32_t *xtotals;   // the sum of integers of each block of x
-    const float *xsums;       // the same, times the scale
-    int64_t num_groups;       // of a row of x
-    float *sums;              // [rows, PANEL]; the products are added
-    bool is_first = true;     // whether this is the first tile of rows, which prefetches
+// Groups of a panel, as they are stored, and unpacked if the format is not read in place.
+struct GroupRun {
+    int64_t format, first, groups; // groups [first, first + groups)
+    const uint8_t *panel;
+    const Unpacked *unpacked;
+};
+
+// The operands of a tile: rows of x, a run of groups, and the sums so far.
+struct IntegerTile {
+    GroupRun weights;
+    RoundedGroups x;
+    int64_t at[INTEGER_ROWS];   // of each row: the group of x that is multiplied by the run's first group
+    float *sums[INTEGER_ROWS];  // [PANEL] of each row; the products are added
+    Ahead ahead;
 };
 
 // A block: the columns of a group that share a scale. What differs between formats is the number of blocks
@@ -34,19 +39,67 @@ template <int BLOCKS, int GREATEST> struct QuadBlock {
     static constexpr int PLANES = planes_of(GREATEST);
     // Words whose products are added before `in_32_bits`. A sum in 16 bits gets two products of each.
     static constexpr int SUMS = MOST_SHORT / (2 * 127 * (PLANES == 2 ? 15 : GREATEST));
-    static constexpr int DEPTH = ADDS_IN_SHORTS && SUMS < WORDS ? SUMS : WORDS;
-    static_assert(WORDS % DEPTH == 0, "a block is cut evenly");
+    static constexpr int depth() {
+        int depth = WORDS; // a power of two, so a block is cut evenly
+        while (ADDS_IN_SHORTS && depth > SUMS) depth /= 2;
+        return depth;
+    }
+    static constexpr int DEPTH = depth();
 };
 
-// Multiplies ROWS rows of x by a block, given the words [PLANES][GROUP / 4][PANEL] of its first plane, and
-// adds the products to `total`.
-template <int ROWS, class K>
-INLINE void multiply_quads(const Quad *w, const uint8_t *x, int64_t ldx, Ints (&total)[ROWS][TILE_VECTORS]) {
+// Reads a group whose integers are nibbles or bytes, as it is stored.
+template <int64_t FORMAT> struct GroupInPlace {
+    static constexpr Traits T = TRAITS[FORMAT];
+    static constexpr bool MINIMA = T.has_minima;
+    static constexpr int BLOCKS = T.blocks;
+    typedef QuadBlock<BLOCKS, greatest_of(T)> Block;
+    const uint8_t *header, *group;
+
+    INLINE GroupInPlace(const GroupRun &run, int64_t g)
+        : header(header_at(FORMAT, run.panel, run.first + g)), group(group_at(FORMAT, run.panel, run.first + g)) {}
+
+    // Returns word `w` of a block for outputs o, ...: of the lower nibbles in plane 0, of the higher in plane 1.
+    INLINE Words quad(int b, int plane, int w, int o) const {
+        const int word = b * Block::WORDS + w;
+        const uint8_t *words = group + scales_bytes(FORMAT) + o * 4;
+        if constexpr (T.bits == 4) {
+            const Words nibbles = load_as<Words>(words + word / 2 * PANEL * 4) >> word % 2 * 4 & 0x0f0f0f0f;
+            if constexpr (T.nibbles == THEMSELVES) return nibbles;
+            else return in_plane(plane, looked_up(OFFSET_INTEGERS<FORMAT>.of, nibbles));
+        } else return in_plane(plane, load_as<Words>(words + word * PANEL * 4) ^ 0x80808080);
+    }
+    static INLINE Words in_plane(int plane, Words bytes) {
+        return Block::PLANES == 1 ? bytes : bytes >> 4 * plane & 0x0f0f0f0f;
+    }
+    INLINE Scaling scaling(int b, int o) const { return scaling_of<FORMAT>(header, group, b, o); }
+    static INLINE int offset(const GroupRun &) { return offset_of(T); }
+};
+
+// Reads an unpacked group with BLOCKS blocks, of integers up to GREATEST.
+template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
+    static constexpr bool MINIMA = HAS_MINIMA;
+    static constexpr int BLOCKS = NUM_BLOCKS;
+    typedef QuadBlock<BLOCKS, GREATEST> Block;
+    const Unpacked &unpacked;
+    const int64_t g;
+
+    INLINE GroupUnpacked(const GroupRun &run, int64_t g) : unpacked(*run.unpacked), g(g) {}
+
+    INLINE Words quad(int b, int plane, int w, int o) const {
+        const int64_t word = (g * Block::PLANES + plane) * GROUP / 4 + b * Block::WORDS + w;
+        return load_as<Words>((const Quad *)unpacked.weights + word * PANEL + o);
+    }
+    INLINE Scaling scaling(int b, int o) const { return unpacked.scaling<MINIMA>(g, b, o); }
+    static INLINE int offset(const GroupRun &run) { return offset_of(TRAITS[run.format]); }
+};
+
+// Adds the products of ROWS rows of x and a block to `total`.
+template <int ROWS, class G>
+INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&x)[ROWS],
+                           Ints (&total)[ROWS][TILE_VECTORS]) {
+    using K = typename G::Block;
     auto word_of_x = [&](int m, int k) __attribute__((always_inline)) {
-        return load_as<uint32_t>(x + m * ldx + 4 * k);
-    };
-    auto word_of_weights = [&](int p, int k, int j) __attribute__((always_inline)) {
-        return load_as<Words>(w + (p * GROUP / 4 + k) * PANEL + j * LANES);
+        return load_as<uint32_t>(x[m] + (b * K::WORDS + k) * 4);
     };
     for (int p = 0; p < K::PLANES; p++)
         for (int first = 0; first < K::WORDS; first += K::DEPTH) {
@@ -54,11 +107,11 @@ INLINE void multiply_quads(const Quad *w, const uint8_t *x, int64_t ldx, Ints (&
 #pragma GCC unroll 8
             for (int k = 0; k < K::DEPTH; k++) {
                 Words across[TILE_VECTORS];
-                for (int j = 0; j < TILE_VECTORS; j++) across[j] = word_of_weights(p, first + k, j);
+                for (int j = 0; j < TILE_VECTORS; j++) across[j] = group.quad(b, p, first + k, o + j * LANES);
                 for (int m = 0; m < ROWS; m++)
                     for (int j = 0; j < TILE_VECTORS; j++)
                         part[m][j] = add_products(part[m][j], across[j], word_of_x(m, first + k));
-                forget_memory(); // otherwise the compiler loads all words of x before it multiplies
+                if (ADDS_IN_SHORTS) forget_memory(); // otherwise the compiler loads all words of x first
             }
             for (int m = 0; m < ROWS; m++)
                 for (int j = 0; j < TILE_VECTORS; j++)
@@ -66,67 +119,88 @@ INLINE void multiply_quads(const Quad *w, const uint8_t *x, int64_t ldx, Ints (&
         }
 }
 
-// Multiplies a tile of ROWS rows. MINIMA is whether the format has minima; asking that in the loops would
-// leave too few registers.
-template <int ROWS, int BLOCKS, bool MINIMA, int GREATEST>
-INLINE void multiply_kind(const IntegerRun &run) {
-    using K = QuadBlock<BLOCKS, GREATEST>;
-    const int offset = offset_of(TRAITS[run.format]);
-    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES)
+// Multiplies a tile of ROWS rows by groups that G reads.
+template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile) {
+    constexpr int BLOCKS = G::BLOCKS;
+    const GroupRun &run = tile.weights;
+    const RoundedGroups &x = tile.x;
+    const int offset = G::offset(run);
+    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES) {
+        Floats sums[ROWS][TILE_VECTORS];
+        for (int m = 0; m < ROWS; m++)
+            for (int j = 0; j < TILE_VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
         for (int64_t g = 0; g < run.groups; g++) {
-            if (o == 0 && run.is_first) prefetch_after(run.format, run.packed, g);
+            const G group(run, g);
+            if (o == 0) tile.ahead.prefetch(g);
+            const uint8_t *bytes[ROWS];
+            for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
             for (int b = 0; b < BLOCKS; b++) {
                 Ints total[ROWS][TILE_VECTORS] = {};
-                const Quad *w = run.weights + (g * K::PLANES * GROUP / 4 + b * K::WORDS) * PANEL + o;
-                multiply_quads<ROWS, K>(w, run.x + g * GROUP + b * K::WORDS * 4, run.ldx, total);
-                forget_memory(); // otherwise the compiler keeps numbers in the registers that sums need
+                multiply_quads<ROWS>(group, b, o, bytes, total);
                 for (int j = 0; j < TILE_VECTORS; j++) {
-                    const Floats scale = load(run.unpacked->scales[g][b] + o + j * LANES);
-                    const Floats minimum =
-                        MINIMA ? load(run.unpacked->minima[g][b] + o + j * LANES) : Floats{};
+                    const Scaling scaling = group.scaling(b, o + j * LANES);
                     for (int m = 0; m < ROWS; m++) {
-                        float *at = run.sums + m * PANEL + o + j * LANES;
-                        const int64_t block = (m * run.num_groups + g) * BLOCKS + b;
+                        const int64_t block = (tile.at[m] + g) * BLOCKS + b;
                         // Formats with minima have no negative integers, and so no offset.
-                        const Ints whole = MINIMA ? total[m][j] : total[m][j] - offset * run.xtotals[block];
-                        const Floats both = scale * run.xscales[m * run.num_groups + g];
-                        Floats result = load(at) + both * __builtin_convertvector(whole, Floats);
-                        if (MINIMA) result += minimum * run.xsums[block];
-                        store(at, result);
+                        const Ints whole =
+                            G::MINIMA ? total[m][j] : total[m][j] - offset * x.totals[BLOCKS - 1][block];
+                        const Floats scale = scaling.scale * x.scales[tile.at[m] + g];
+                        sums[m][j] += scale * __builtin_convertvector(whole, Floats);
+                        if (G::MINIMA) sums[m][j] += scaling.minimum * x.sums[BLOCKS - 1][block];
                     }
                 }
             }
         }
+        for (int m = 0; m < ROWS; m++)
+            for (int j = 0; j < TILE_VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
+    }
 }
 
 // Multiplies a tile of `rows` rows, at most ROWS.
-template <int ROWS> INLINE void multiply_integer_tile(int64_t rows, const IntegerRun &run) {
-    if (rows == ROWS) {
-        constexpr int FIVE_BITS = ADDS_IN_SHORTS ? 31 : 15; // without shorts, all sizes are one kind
-        const Traits &traits = TRAITS[run.format];
-        if (traits.blocks == 2) {
-            if (traits.has_minima) multiply_kind<ROWS, 2, true, 3>(run);
-            else multiply_kind<ROWS, 2, false, 63>(run);
-        } else if (traits.has_minima) {
-            if (traits.bits == 4) multiply_kind<ROWS, 1, true, 15>(run);
-            else multiply_kind<ROWS, 1, true, FIVE_BITS>(run);
-        } else if (greatest_of(traits) > 31) multiply_kind<ROWS, 1, false, 255>(run);
-        else multiply_kind<ROWS, 1, false, ADDS_IN_SHORTS ? 31 : 255>(run);
-    } else if constexpr (ROWS > 1) multiply_integer_tile<ROWS - 1>(rows, run);
+template <int ROWS, class G> INLINE void multiply_integer_tile_as(int64_t rows, const IntegerTile &tile) {
+    if (rows == ROWS) multiply_groups<ROWS, G>(tile);
+    else if constexpr (ROWS > 1) multiply_integer_tile_as<ROWS - 1, G>(rows, tile);
+}
+template <class G> __attribute__((noinline)) void multiply_tile_by(int64_t rows, const IntegerTile &tile) {
+    multiply_integer_tile_as<INTEGER_ROWS, G>(rows, tile);
 }
 
-// Multiplies any number of rows.
-__attribute__((noinline)) inline void multiply_rows(int64_t rows, const IntegerRun &run) {
+// Returns whether the integers of a format are read in place.
+constexpr bool is_in_place(int64_t format) { return TRAITS[format].bits == 4 || TRAITS[format].bits == 8; }
+
+// Multiplies a tile of `rows` rows, at most INTEGER_ROWS.
+inline void multiply_tile(int64_t rows, const IntegerTile &tile) {
+    constexpr int FIVE_BITS = ADDS_IN_SHORTS ? 31 : 15; // without shorts, all sizes are one kind
+    switch (tile.weights.format) {
+    case Q4: return multiply_tile_by<GroupInPlace<Q4>>(rows, tile);
+    case Q8: return multiply_tile_by<GroupInPlace<Q8>>(rows, tile);
+    case Q4K: return multiply_tile_by<GroupInPlace<Q4K>>(rows, tile);
+    case I4: return multiply_tile_by<GroupInPlace<I4>>(rows, tile);
+    case I4K: return multiply_tile_by<GroupInPlace<I4K>>(rows, tile);
+    case F4: return multiply_tile_by<GroupInPlace<F4>>(rows, tile);
+    case Q5: return multiply_tile_by<GroupUnpacked<1, false, 31>>(rows, tile);
+    case Q5M:
+    case Q5K: return multiply_tile_by<GroupUnpacked<1, true, FIVE_BITS>>(rows, tile);
+    case Q2K: return multiply_tile_by<GroupUnpacked<2, true, 3>>(rows, tile);
+    case Q3K:
+    case Q6K: return multiply_tile_by<GroupUnpacked<2, false, 63>>(rows, tile);
+    }
+}
+
+// Adds the products of `rows` rows of x, of `groups` groups each, and a run to the sums [rows, PANEL].
+INLINE void multiply_rows(int64_t rows, const RoundedGroups &x, int64_t groups, const GroupRun &run, float *sums) {
+    // The bytes of the run that follows, or of the next panel, are prefetched in equal parts by all tiles.
+    const int64_t tiles = (rows + INTEGER_ROWS - 1) / INTEGER_ROWS;
+    const int64_t bytes = (panel_bytes(run.format, groups) / groups + tiles - 1) / tiles;
+    const uint8_t *next = group_at(run.format, run.panel, run.first) + panel_bytes(run.format, groups);
     in_tiles(rows, INTEGER_ROWS, [&](int64_t first, int64_t count) {
-        const int64_t groups = first * run.num_groups, blocks = groups * TRAITS[run.format].blocks;
-        IntegerRun tile = run;
-        tile.x += first * run.ldx;
-        tile.xscales += groups;
-        tile.xtotals += blocks;
-        tile.xsums += blocks;
-        tile.sums += first * PANEL;
-        tile.is_first = first == 0;
-        multiply_integer_tile<INTEGER_ROWS>(count, tile);
+        IntegerTile tile{run, x, {}, {}, {next, bytes}};
+        next += bytes * run.groups;
+        for (int64_t m = 0; m < count; m++) {
+            tile.at[m] = (first + m) * groups + run.first;
+            tile.sums[m] = sums + (first + m) * PANEL;
+        }
+        multiply_tile(count, tile);
     });
 }
 

@@ -142,7 +142,9 @@ EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const flo
                    void *normed, float *y) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
-        together(threads, 3, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y); });
+        RoundedRows rounded;
+        rounded.fit(rows, head->weight.inputs);
+        together(threads, 3, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y, rounded); });
     });
 }
 

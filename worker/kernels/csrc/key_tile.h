@@ -115,7 +115,7 @@ INLINE void transpose_keys(const N *const *keys, int64_t first, int64_t count, i
 
 // ---- Scores.
 
-constexpr int KEYS_AHEAD = 32; // a key is prefetched this many keys before it is read
+constexpr int KEYS_AHEAD = 48; // a key is prefetched this many keys before it is read
 
 // Prefetches `size` items. The same head of the next token is far away in memory, so the processor
 // does not prefetch it by itself.

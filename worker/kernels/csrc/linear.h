@@ -36,11 +36,13 @@ template <class X, class Y> struct Linear {
     int64_t rows;
     Then then;
     float scale = 1; // factor of what is added
+    const RoundedRows *rounded = nullptr; // x rounded to eight bits; null: every thread rounds what it reads
 };
 
 // A thread's scratch memory for the rows and weights that it multiplies.
 struct RowScratch {
-    RoundedRows rounded;
+    RoundedRows rounded; // a block of rows, if these are not shared
+    RefinedOrder order;  // of a block's refined groups
     std::vector<float> xsums[MAX_BLOCKS]; // [b - 1]: the sums of x, b for each group
     std::vector<float> x;     // the rows as float, if they have to be converted
     alignas(64) float sums[BLOCK_ROWS * PANEL];
@@ -57,23 +59,29 @@ template <int SIZE, class X> INLINE void sum_blocks(const X *x, int64_t count, s
     }
 }
 
-// Writes the sums of one row and panel to y, with the bias. first: the panel's first output. count: the
-// outputs of the panel.
+// Writes the sums of one row and panel to y, with the bias. y, bias: of the panel's outputs.
+template <class X, class Y>
+INLINE void finish_panel(const Linear<X, Y> &l, const X *bias, const float *sums, Y *y) {
+    for (int o = 0; o < PANEL; o += LANES) {
+        Floats result = load(sums + o);
+        if (bias) result += load(bias + o);
+        if (l.then == ADD) result = load(y + o) + as_stored(Y{}, result) * l.scale;
+        store(y + o, result);
+    }
+}
+
+// The same for the first `count` outputs of a panel.
 template <class X, class Y>
 INLINE void finish(const Linear<X, Y> &l, int64_t row, int64_t first, int64_t count, const float *sums) {
     Y *y = l.y + row * l.weight.outputs + first;
-    alignas(64) Y ready[PANEL];
-    alignas(64) Y before[PANEL] = {};
-    alignas(64) X bias[PANEL] = {};
-    if (l.bias) memcpy(bias, l.bias + first, (size_t)count * sizeof(X));
-    if (l.then == ADD) memcpy(before, y, (size_t)count * sizeof(Y));
-    for (int o = 0; o < PANEL; o += LANES) {
-        Floats result = load(sums + o);
-        if (l.bias) result += load(bias + o);
-        if (l.then == ADD) result = load(before + o) + as_stored(Y{}, result) * l.scale;
-        store(ready + o, result);
-    }
-    memcpy(y, ready, (size_t)count * sizeof(Y));
+    const X *bias = l.bias ? l.bias + first : nullptr;
+    if (count == PANEL) return finish_panel(l, bias, sums, y);
+    alignas(64) Y some_y[PANEL] = {};
+    alignas(64) X some_bias[PANEL] = {};
+    memcpy(some_y, y, (size_t)count * sizeof(Y));
+    if (bias) memcpy(some_bias, bias, (size_t)count * sizeof(X));
+    finish_panel(l, bias ? some_bias : nullptr, sums, some_y);
+    memcpy(y, some_y, (size_t)count * sizeof(Y));
 }
 
 // The part of a matrix that a panel is in.
@@ -129,18 +137,32 @@ void multiply_panel(const Place &at, int64_t inputs, int64_t count, const N *x, 
     });
 }
 
-// The same in integers, for the rows that s.rounded has.
-inline void multiply_panel_in_integers(const Place &at, int64_t inputs, int64_t count, RowScratch &s) {
-    const int64_t format = at.part->format, groups = inputs / GROUP, blocks = TRAITS[format].blocks;
-    const RoundedRows &x = s.rounded;
-    const size_t b = (size_t)blocks - 1;
-    in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
-        unpack_run<Quad>(format, header, packed, some, s.unpacked);
-        multiply_rows(count, IntegerRun{format, some, (const Quad *)s.unpacked.weights, &s.unpacked, packed,
-                                        x.bytes.data() + g * GROUP, inputs, x.scales.data() + g,
-                                        x.totals[b].data() + g * blocks, x.sums[b].data() + g * blocks, groups,
-                                        s.sums});
-    });
+// The same in integers. x: rounded rows, of which rows [first, first + count) are multiplied.
+inline void multiply_panel_in_integers(const Place &at, int64_t inputs, const RoundedRows &x, int64_t first,
+                                       int64_t count, RowScratch &s) {
+    const int64_t format = at.part->format, groups = inputs / GROUP, refined = num_refined(groups);
+    const uint8_t *panel = at.part->data + at.panel * panel_bytes(format, groups);
+    const RoundedGroups rows = x.whole.groups().from_group(first * groups), remainders = x.remainders.groups();
+    if (is_in_place(format)) multiply_rows(count, rows, groups, {format, 0, groups, panel, nullptr}, s.sums);
+    else
+        in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
+            unpack_run<Quad>(format, header, packed, some, s.unpacked);
+            multiply_rows(count, rows, groups, {format, g, some, panel, &s.unpacked}, s.sums);
+        });
+    for (const RefinedOrder::Group &each : s.order.groups) {
+        const int64_t g = each.group;
+        const int32_t *items = s.order.items.data() + each.first;
+        if (!is_in_place(format))
+            unpack_run<Quad>(format, header_at(format, panel, g), group_at(format, panel, g), 1, s.unpacked);
+        in_tiles(each.end - each.first, INTEGER_ROWS, [&](int64_t from, int64_t some) {
+            IntegerTile tile{{format, g, 1, panel, &s.unpacked}, remainders, {}, {}, {}};
+            for (int64_t m = 0; m < some; m++) {
+                tile.at[m] = items[from + m];
+                tile.sums[m] = s.sums + (items[from + m] / refined - first) * PANEL;
+            }
+            multiply_tile(some, tile);
+        });
+    }
 }
 
 // The scratch memory of this thread.
@@ -155,13 +177,25 @@ template <class X, class Y> INLINE int64_t items_of(const Linear<X, Y> &l) {
     return panels_of(l.weight) * ((l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
 }
 
-// Prepares the rows x, `count` numbers, in the forms in which they will be multiplied.
-template <class X> INLINE void prepare_rows(const Packed &weight, const X *x, int64_t count, RowScratch &s) {
+// Returns whether a matrix reads rounded rows.
+INLINE bool reads_rounded(const Packed &weight) { return weight.rounds_inputs && is_any(weight, true); }
+
+// Prepares rows [first, first + rows) of a linear in the forms in which they will be multiplied.
+template <class X, class Y> INLINE void prepare_rows(const Linear<X, Y> &l, int64_t first, int64_t rows, RowScratch &s) {
     constexpr bool PAIRS = HAS_PAIRS && sizeof(X) == 2;
-    if (weight.rounds_inputs && is_any(weight, true)) round_rows(x, count, s.rounded);
-    if (weight.rounds_inputs && !is_any(weight, false)) return;
-    if (has_minima(weight, 1)) sum_blocks<GROUP>(x, count, s.xsums[0]);
-    if (has_minima(weight, 2)) sum_blocks<GROUP / 2>(x, count, s.xsums[1]);
+    const int64_t inputs = l.weight.inputs, count = rows * inputs;
+    const X *x = l.x + first * inputs;
+    if (reads_rounded(l.weight)) {
+        if (!l.rounded) {
+            s.rounded.fit(rows, inputs);
+            for (int64_t m = 0; m < rows; m++) round_row(x + m * inputs, m, inputs, s.rounded);
+        }
+        if (l.rounded) s.order.sort(*l.rounded, first, rows, inputs / GROUP);
+        else s.order.sort(s.rounded, 0, rows, inputs / GROUP);
+        if (!is_any(l.weight, false)) return;
+    }
+    if (has_minima(l.weight, 1)) sum_blocks<GROUP>(x, count, s.xsums[0]);
+    if (has_minima(l.weight, 2)) sum_blocks<GROUP / 2>(x, count, s.xsums[1]);
     if constexpr (!PAIRS && sizeof(X) == 2) {
         s.x.resize((size_t)count);
         for (int64_t i = 0; i < count; i += LANES) store(s.x.data() + i, load(x + i));
@@ -175,16 +209,17 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
     const int64_t panels = panels_of(l.weight), inputs = l.weight.inputs;
     const int64_t first = item / panels * BLOCK_ROWS;
     const int64_t count = l.rows - first < BLOCK_ROWS ? l.rows - first : BLOCK_ROWS;
-    const X *x = l.x + first * inputs;
     if (block != item / panels) {
         block = item / panels;
-        prepare_rows(l.weight, x, count * inputs, s);
+        prepare_rows(l, first, count, s);
     }
+    const X *x = l.x + first * inputs;
     const Place at = place_of(l.weight, item % panels);
     memset(s.sums, 0, (size_t)count * PANEL * sizeof(float));
-    if (l.weight.rounds_inputs && TRAITS[at.part->format].blocks)
-        multiply_panel_in_integers(at, inputs, count, s);
-    else if constexpr (PAIRS) multiply_panel<ByPairs>(at, inputs, count, x, s);
+    if (l.weight.rounds_inputs && TRAITS[at.part->format].blocks) {
+        if (l.rounded) multiply_panel_in_integers(at, inputs, *l.rounded, first, count, s);
+        else multiply_panel_in_integers(at, inputs, s.rounded, 0, count, s);
+    } else if constexpr (PAIRS) multiply_panel<ByPairs>(at, inputs, count, x, s);
     else if constexpr (sizeof(X) == 2) multiply_panel<ByFloats>(at, inputs, count, s.x.data(), s);
     else multiply_panel<ByFloats>(at, inputs, count, x, s);
     for (int64_t m = 0; m < count; m++) finish(l, first + m, at.output, at.width, s.sums + m * PANEL);

@@ -22,9 +22,7 @@ INLINE void multiply_pairs(const uint8_t *header, const Run<ByPairs, bf16> &run)
     const PairReader<FORMAT> reader;
     for (int64_t g = 0; g < run.groups; g++) {
         const uint8_t *group = run.packed + g * group_bytes(FORMAT);
-        if (run.is_first) prefetch_after(FORMAT, run.packed, g);
-        alignas(64) float scales[1][PANEL], minima[1][PANEL];
-        for (int o = 0; o < PANEL; o += LANES) unpack_scales<FORMAT>(header, group, o, scales, minima);
+        if (run.is_first) prefetch_after(FORMAT, group);
         for (int o = 0; o < PANEL; o += VECTORS * LANES) {
             Words word[VECTORS][T.bits];
             for (int j = 0; j < VECTORS; j++)
@@ -38,11 +36,12 @@ INLINE void multiply_pairs(const uint8_t *header, const Run<ByPairs, bf16> &run)
                     for (int m = 0; m < ROWS; m++)
                         part[m][j] = ByPairs::multiply(part[m][j], run.x + m * run.ldx + g * GROUP + 2 * p, pair);
                 }
-            for (int m = 0; m < ROWS; m++)
-                for (int j = 0; j < VECTORS; j++)
-                    add_scaled<T.has_minima>(run.sums + m * PANEL + o + j * LANES, part[m][j],
-                                             scales[0] + o + j * LANES, minima[0] + o + j * LANES,
+            for (int j = 0; j < VECTORS; j++) {
+                const Scaling scaling = scaling_of<FORMAT>(header, group, 0, o + j * LANES);
+                for (int m = 0; m < ROWS; m++)
+                    add_scaled<T.has_minima>(run.sums + m * PANEL + o + j * LANES, part[m][j], scaling,
                                              T.has_minima ? run.xsums[m * run.ldsums + g] : 0);
+            }
         }
     }
 }

@@ -70,15 +70,17 @@ INLINE void relax() {
 // are shorter.
 constexpr int SPINS = 1000;
 
-// A list of items, which threads compute as they become free.
+// A list of items, which threads compute as they become free. A thread takes several items at a time, and fewer
+// the fewer are left: adjacent items read adjacent memory, and each taking costs a wait for the other threads.
 //
 // A phase ends when all items are computed, not when all threads have arrived. So a thread that is
 // suspended, or has not woken up yet, delays the others only if it is computing an item.
 class Phase {
   public:
-    template <class Work> INLINE void share(int count, Work &&work) {
+    template <class Work> INLINE void share(int count, int threads, Work &&work) {
         int mine = 0;
-        for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count; mine++) work(i);
+        for (int first, end; take(count, threads, first, end); mine += end - first)
+            for (int i = first; i < end; i++) work(i);
         if (mine && done_.fetch_add(mine) + mine == count && sleepers_.load()) wake();
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
             if (spins < SPINS) relax();
@@ -87,6 +89,17 @@ class Phase {
     }
 
   private:
+    // Takes items [first, end). Returns false if none are left.
+    INLINE bool take(int count, int threads, int &first, int &end) {
+        first = next_.load(std::memory_order_relaxed);
+        do {
+            if (first >= count) return false;
+            const int some = (count - first) / (2 * threads);
+            end = first + (some > 1 ? some : 1);
+        } while (!next_.compare_exchange_weak(first, end, std::memory_order_relaxed));
+        return true;
+    }
+
     // No wake-up is lost: a thread increments sleepers_ before it checks done_ again, and the thread that
     // ends the phase changes done_ before it checks sleepers_. So at least one of them sees the other.
     void sleep(int count) {
@@ -113,17 +126,18 @@ class Phase {
 // One thread's view of the phases: the phase that it computes next.
 class Team {
   public:
-    Team(Phase *phases, int64_t *times) : phase_(phases), clock_(times) {}
+    Team(Phase *phases, int threads, int64_t *times) : phase_(phases), threads_(threads), clock_(times) {}
 
     // Computes items [0, count) together with the other threads, and returns when all are computed. Its time
     // counts for `part`. Results must not depend on which thread computes an item.
     template <class Work> INLINE void share(StepPart part, int64_t count, Work &&work) {
-        (phase_++)->share((int)count, work);
+        (phase_++)->share((int)count, threads_, work);
         clock_.count_for(part);
     }
 
   private:
     Phase *phase_;
+    int threads_;
     PartClock clock_;
 };
 
@@ -133,11 +147,12 @@ template <class Body> void together(int64_t threads, int64_t num_phases, Body &&
     struct Call {
         Body &body;
         std::vector<Phase> phases;
+        int threads;
         const char *caller;
-    } call{body, std::vector<Phase>((size_t)num_phases), &of_thread};
+    } call{body, std::vector<Phase>((size_t)num_phases), threads > 1 ? (int)threads : 1, &of_thread};
     auto run = [](void *data) {
         Call &call = *static_cast<Call *>(data);
-        Team team(call.phases.data(), call.caller == &of_thread ? part_times() : nullptr);
+        Team team(call.phases.data(), call.threads, call.caller == &of_thread ? part_times() : nullptr);
         call.body(team);
     };
     if (threads <= 1 || runtime() == nullptr) run(&call);

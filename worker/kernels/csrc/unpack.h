@@ -15,11 +15,21 @@ constexpr int RUN_GROUPS = 4; // groups unpacked at a time; they fit into the fi
 constexpr int MAX_BLOCKS = 2; // most scales, and most minima, of a row in a group
 static_assert(SPAN % RUN_GROUPS == 0, "a run has one header");
 
+// The scales of LANES outputs, and their minima if the format has any.
+struct Scaling {
+    Floats scale, minimum;
+};
+
 // A run of unpacked groups.
 struct Unpacked {
     alignas(64) uint32_t weights[RUN_GROUPS * GROUP * PANEL];
     alignas(64) float scales[RUN_GROUPS][MAX_BLOCKS][PANEL];
     alignas(64) float minima[RUN_GROUPS][MAX_BLOCKS][PANEL];
+
+    // Returns the scales and, if MINIMA, the minima of outputs o, ... and block `b` of group g.
+    template <bool MINIMA> INLINE Scaling scaling(int64_t g, int b, int o) const {
+        return {load(scales[g][b] + o), MINIMA ? load(minima[g][b] + o) : Floats{}};
+    }
 };
 
 // ---- Integers.
@@ -175,6 +185,8 @@ template <int64_t FORMAT> struct OffsetIntegers {
     }
 };
 
+template <int64_t FORMAT> constexpr OffsetIntegers<FORMAT> OFFSET_INTEGERS{};
+
 template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to) {
     constexpr Traits T = TRAITS[FORMAT];
     constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = offset_of(T);
@@ -186,10 +198,7 @@ template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to
             Words bytes = {};
             if constexpr (T.bits == 4) {
                 bytes = word[w / 2] >> w % 2 * 4 & 0x0f0f0f0f;
-                if constexpr (T.nibbles != THEMSELVES) {
-                    static constexpr OffsetIntegers<FORMAT> integers;
-                    bytes = looked_up(integers.of, bytes);
-                }
+                if constexpr (T.nibbles != THEMSELVES) bytes = looked_up(OFFSET_INTEGERS<FORMAT>.of, bytes);
             } else if constexpr (T.bits == 8) bytes = word[w] ^ 0x80808080;
             else
                 for (int i = 0; i < 4; i++) {
@@ -223,25 +232,22 @@ INLINE Floats power_of_two(Ints exponent) {
     return (Floats)(exponent < 2 ? 0x00200000 << exponent : (exponent - 1) << 23);
 }
 
-// Writes the scales and minima of outputs o, ... of a group to [blocks][PANEL].
-template <int64_t FORMAT>
-INLINE void unpack_scales(const uint8_t *header, const uint8_t *group, int o, float (*scales)[PANEL],
-                          float (*minima)[PANEL]) {
+// Returns the scales and minima of outputs o, ... and block `b` of a group.
+template <int64_t FORMAT> INLINE Scaling scaling_of(const uint8_t *header, const uint8_t *group, int b, int o) {
     constexpr Traits T = TRAITS[FORMAT];
-    if constexpr (T.scales == EXPONENTS) store(scales[0] + o, power_of_two(load_bytes<false>(group + o)));
-    else if constexpr (T.scales == HALVES) {
-        store(scales[0] + o, load_f16((const uint16_t *)group + o));
-        if (T.has_minima) store(minima[0] + o, load_f16((const uint16_t *)group + PANEL + o));
-    } else {
+    const uint16_t *halves = (const uint16_t *)group;
+    if constexpr (T.scales == EXPONENTS) return {power_of_two(load_bytes<false>(group + o)), Floats{}};
+    else if constexpr (T.scales == HALVES)
+        return {load_f16(halves + o), T.has_minima ? load_f16(halves + PANEL + o) : Floats{}};
+    else {
         const Floats unit = load_f16((const uint16_t *)header + o);
-        const Floats step = T.has_minima ? -load_f16((const uint16_t *)header + PANEL + o) : Floats{};
-        for (int b = 0; b < T.blocks; b++) {
-            Ints scale = load_bytes<!T.has_minima>(group + b * PANEL + o), minimum{};
-            if constexpr (T.scales == NIBBLES) minimum = scale >> 4, scale &= 15;
-            else if (T.has_minima) minimum = load_bytes<false>(group + PANEL + o);
-            store(scales[b] + o, unit * __builtin_convertvector(scale, Floats));
-            if (T.has_minima) store(minima[b] + o, step * __builtin_convertvector(minimum, Floats));
-        }
+        Ints scale = load_bytes<!T.has_minima>(group + b * PANEL + o), minimum{};
+        if constexpr (T.scales == NIBBLES) minimum = scale >> 4, scale &= 15;
+        else if (T.has_minima) minimum = load_bytes<false>(group + PANEL + o);
+        Scaling both{unit * __builtin_convertvector(scale, Floats), Floats{}};
+        if (T.has_minima)
+            both.minimum = -load_f16((const uint16_t *)header + PANEL + o) * __builtin_convertvector(minimum, Floats);
+        return both;
     }
 }
 
@@ -263,7 +269,11 @@ INLINE void unpack_as(const uint8_t *header, const uint8_t *from, int64_t groups
         const uint8_t *integers = from + scales_bytes(FORMAT);
         if constexpr (T.blocks > 0)
             for (int o = 0; o < PANEL; o += LANES)
-                unpack_scales<FORMAT>(header, from, o, to.scales[g], to.minima[g]);
+                for (int b = 0; b < T.blocks; b++) {
+                    const Scaling scaling = scaling_of<FORMAT>(header, from, b, o);
+                    store(to.scales[g][b] + o, scaling.scale);
+                    if (T.has_minima) store(to.minima[g][b] + o, scaling.minimum);
+                }
         if constexpr (std::is_same<W, Quad>::value) {
             if constexpr (T.blocks > 0)
                 unpack_quads<FORMAT>(integers, (Quad *)to.weights + g * quad_words<FORMAT>());
