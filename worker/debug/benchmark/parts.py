@@ -94,12 +94,13 @@ class WatchedModel(TimedPart):
 @contextmanager
 def timed_kernels(kernels: NativeKernels, clock: PartsClock) -> Iterator[None]:
     """Inside the `with` block, let the compiled calls measure their parts. Afterwards, `clock` has
-    the time of these parts, of the caller before a call as `overhead` if it says so, and after a
-    call as `sampling`. What a call takes beside its parts, to start threads, is overhead, too."""
+    the time of these parts. The caller's time after a call counts for `sampling`, and what a call
+    takes beside its parts, such as starting threads, for `overhead`."""
     library = kernels.library
     times = (ctypes.c_int64 * (len(PARTS) - 1))()
     library.time_parts(ctypes.addressof(times))
-    kernels.library = TimedPart(library, clock, _KERNELS, then="sampling")
+    timed: Any = TimedPart(library, clock, _KERNELS, then="sampling")
+    kernels.library = timed
     try:
         yield
     finally:
