@@ -150,11 +150,11 @@ template <class N> struct Pass {
         else convert_row(x() + t * f.hidden, to, f.hidden);
     }
 
-    // Computes the input of `reader`, the norm of x.
-    INLINE void norm(Team &team, const Norm &norm, const Packed &reader) {
+    // Computes the norm of x, and rounds it for `reader`. Null: it is not rounded.
+    INLINE void norm(Team &team, const Norm &norm, const Packed *reader) {
         team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
             norm_x(t, norm);
-            round(normed(), t, reader);
+            if (reader) round(normed(), t, *reader);
         });
     }
 
@@ -208,7 +208,7 @@ template <class N> struct Pass {
     INLINE void attention(Team &team, const Layer &layer) {
         N *qkv = (N *)f.qkv;
         const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
-        norm(team, layer.attention_norm, layer.qkv);
+        norm(team, layer.attention_norm, &layer.qkv);
         linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE, 1, &rounded});
         team.share(ATTENTION, f.tokens, [&](int64_t t) {
             place_row(layer, t);
@@ -284,8 +284,9 @@ template <class N> struct Pass {
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             attention(team, layer);
-            if (!layer.is_parallel) norm(team, layer.mlp_norm, layer.mlps[0].gate_up);
-            if (layer.num_experts > 1) experts(team, layer, routings[(size_t)i]);
+            const bool is_mixture = layer.num_experts > 1; // experts round the rows that they get
+            if (!layer.is_parallel) norm(team, layer.mlp_norm, is_mixture ? nullptr : &layer.mlps[0].gate_up);
+            if (is_mixture) experts(team, layer, routings[(size_t)i]);
             else mlp(team, layer);
         }
     }
