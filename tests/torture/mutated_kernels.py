@@ -99,9 +99,9 @@ MUTATIONS = (
                 "add_values<Q, N>(scores, tile.values, tile.first, tile.count, dim, floats + g * "
                 "dim);",
                 "const int64_t half = (tile.first + tile.count) / 2;\n"
-                "    float *to = floats + g * dim;\n"
-                "    add_values<Q, N>(scores, tile.values, half, tile.count, dim, to);\n"
-                "    add_values<Q, N>(scores, tile.values, tile.first, half, dim, to);",
+                "    float *own = floats + g * dim;\n"
+                "    add_values<Q, N>(scores, tile.values, half, tile.count, dim, own);\n"
+                "    add_values<Q, N>(scores, tile.values, tile.first, half, dim, own);",
             ),
         ),
     ),
@@ -141,7 +141,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "remainders: as many groups as there are rows",
+        "remainders of several rows: only the first refined group",
         "linear.h",
         (
             (

@@ -305,3 +305,18 @@ def test_compiled_attention_does_not_hide_a_nan_in_a_rows_own_block(
     cache.k[0, case.rows[0].blocks[1], 3] = round_heads(nan) if cache.is_rounded else nan
     plan = attention.plan(attention_batch(case.rows, case.block_tokens))
     assert attention.run(case.queries(), *cache.layer(0), plan).isnan().all()
+
+
+def test_values_of_an_earlier_row_that_are_not_finite_change_no_bit_of_a_later_row() -> None:
+    """The scales of rounded values are loaded into memory of the thread, where those of an earlier
+    row stay. With an odd number of keys, the last one is multiplied with one that is not seen."""
+    case = paged_case((0, 9), dtype=torch.bfloat16, kv_dtype=ROUNDED)
+    attention = NativePagedAttention(native_kernels(), case.block_tokens)
+    expected = case.attend(attention)
+    longer = paged_case((0, 40), dtype=torch.bfloat16, kv_dtype=ROUNDED)
+    cache, nan = longer.cache(), torch.full((longer.head_dim,), float("nan"))
+    for block in longer.rows[0].blocks:
+        cache.v[0, block] = round_heads(nan)
+    plan = attention.plan(attention_batch(longer.rows, longer.block_tokens))
+    assert attention.run(longer.queries(), *cache.layer(0), plan).isnan().any()
+    assert torch.equal(case.attend(attention), expected)

@@ -166,10 +166,10 @@ INLINE void decode_heads(const Attend<N, S> &a, const typename Dots<N>::Query *q
     }
     for (int m = 0; m < Q; m++) {
         float *own = scores + m * TILE_KEYS;
-        apply_scales<S>(own, from, to, tile.key_scales);
+        scale_scores<S>(own, from, to, tile.key_scales);
         if (a.scoring.soft_cap != 0) cap_scores(own + from, to - from, (float)a.scoring.soft_cap);
         add_weights(own, from, to, tile.first, tile.count, sums_at(floats, g + m, a.heads), dim);
-        apply_scales<S>(own, from, to, tile.value_scales);
+        scale_weights<S>(own, from, to, tile.value_scales);
     }
     add_values<Q, N>(scores, tile.values, tile.first, tile.count, dim, floats + g * dim);
 }

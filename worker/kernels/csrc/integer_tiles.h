@@ -189,7 +189,7 @@ inline void multiply_tile(int64_t rows, const IntegerTile &tile) {
 
 // Adds the products of `rows` rows of x, of `groups` groups each, and a run to the sums [rows, PANEL].
 INLINE void multiply_rows(int64_t rows, const RoundedGroups &x, int64_t groups, const GroupRun &run, float *sums) {
-    // The bytes of the run that follows, or of the next panel, are prefetched in equal parts by all tiles.
+    // All tiles together prefetch the same groups of the next panel, each an equal part.
     const int64_t tiles = (rows + INTEGER_ROWS - 1) / INTEGER_ROWS;
     const int64_t bytes = (panel_bytes(run.format, groups) / groups + tiles - 1) / tiles;
     const uint8_t *next = group_at(run.format, run.panel, run.first) + panel_bytes(run.format, groups);

@@ -131,11 +131,21 @@ INLINE void load_scales(const S *const *heads, int64_t first, int64_t count, int
         for (int64_t j = first; j < count; j++) scales[j] = scale_of(heads[j], dim);
 }
 
-// Multiplies scores or weights [from, to), whole vectors, by the scales of rounded keys or values. Does
-// nothing for other heads. What keys that are not seen get is not read.
-template <class S> INLINE void apply_scales(float *scores, int64_t from, int64_t to, const float *scales) {
+// Multiplies scores [from, to), whole vectors, by the scales of rounded keys. Does nothing for other keys. The
+// products of keys that are not seen are not read.
+template <class S> INLINE void scale_scores(float *scores, int64_t from, int64_t to, const float *scales) {
     if constexpr (IS_ROUNDED<S>)
         for (int64_t j = from; j < to; j += LANES) store(scores + j, load(scores + j) * load(scales + j));
+}
+
+// The same for weights and the scales of rounded values. Weights of 0 stay 0: the scale of a key that is not seen
+// may be left from another row, and not be finite.
+template <class S> INLINE void scale_weights(float *weights, int64_t from, int64_t to, const float *scales) {
+    if constexpr (IS_ROUNDED<S>)
+        for (int64_t j = from; j < to; j += LANES) {
+            const Floats weight = load(weights + j), product = weight * load(scales + j);
+            store(weights + j, (Floats)(words(product) & (Words)(weight != Floats{})));
+        }
 }
 
 // Writes the scores [Q][TILE_KEYS] of q [Q, D] and the keys [first, count) of a tile, without the keys' scales.
@@ -299,12 +309,14 @@ INLINE void values_across(const float *weights, const V *const *values, int64_t 
 }
 
 #if defined(__AVX512BF16__)
-// The same for 2 * PAIRS vectors, in pairs of bfloat16: of keys 2 i and 2 i + 1, and of their weights, which are
-// rounded. Of a pair of which only one key is seen, the other gets weight 0 and the same value.
+// The same for 2 * PAIRS vectors. The values of keys 2 i and 2 i + 1 are multiplied as a pair of bfloat16, by weights
+// that are rounded to bfloat16. If only one key of a pair is in [first, count), its value is used twice, and the
+// other weight is 0.
 template <int Q, int PAIRS, class V>
 INLINE void value_pairs_across(const uint32_t *weights, const V *const *values, int64_t first, int64_t count,
                                int64_t dim, int64_t d, float *sums) {
-    // A vector of interleaved values has four dimensions of each eight: `low` the first four.
+    // `unpacklo` and `unpackhi` work on lanes of eight numbers: half 0 has the first four dimensions of every eight,
+    // half 1 the last four.
     const __m512i whole[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
                               _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
     const __m512i halves[2] = {_mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
@@ -353,7 +365,7 @@ INLINE void add_value_pairs(const float *weights, const V *const *values, int64_
 #endif
 
 // Adds the values [first, count) times their weights [Q][TILE_KEYS] to the sums [Q, D]. The weights of other keys
-// in the same vectors are 0. N: numbers of queries.
+// in the same vectors are 0. N: the number type of the queries.
 template <int Q, class N, class V>
 INLINE void add_values(const float *weights, const V *const *values, int64_t first, int64_t count,
                        int64_t dim, float *sums) {

@@ -115,10 +115,10 @@ void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int
                     memset(scores, 0, TILE_KEYS * sizeof(float));
                     continue;
                 }
-                apply_scales<S>(scores, low, high, s.key_scales);
+                scale_scores<S>(scores, low, high, s.key_scales);
                 if (a.scoring.soft_cap != 0) cap_scores(scores + low, high - low, (float)a.scoring.soft_cap);
                 add_weights(scores, low, high, from[i], to[i], s.at(PIECE_SUMS, query + i, dim), dim);
-                apply_scales<S>(scores, low, high, s.value_scales);
+                scale_weights<S>(scores, low, high, s.value_scales);
             }
             float *sums = s.sums[PIECE_SUMS].data() + query * dim;
             add_values<QUERIES_AT_ONCE, N>(s.scores, values, least, most, dim, sums);

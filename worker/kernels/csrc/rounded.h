@@ -2,10 +2,10 @@
 // a scale. llama.cpp rounds in the same way (its type Q8_1).
 //
 // Few numbers of a row are much larger than the others, and the error of a group grows with its largest number.
-// So one of each REFINED_OF groups of a row is refined: what rounding has removed from its numbers is rounded to
-// eight bits as well. These groups are those with the greatest scales. That removes half of the error, or more.
+// So the groups with the greatest scales, 1 in REFINED_OF of a row's groups (rounded up), are refined: their
+// rounding errors are rounded to eight bits as well. That removes half of the error, or more.
 //
-// The rounding of a row depends on nothing else, so a row has the same integers alone and in any batch.
+// The rounding of a row depends only on that row, so a row has the same integers alone and in any batch.
 //
 // The integers are stored as bytes in QUAD_ORDER (packed.h), as weights are.
 #pragma once

@@ -71,10 +71,10 @@ INLINE void relax() {
 constexpr int SPINS = 1000;
 
 // A list of items, which threads compute as they become free. A thread takes several items at a time, and fewer
-// the fewer are left: adjacent items read adjacent memory, and each taking costs a wait for the other threads.
+// towards the end. Adjacent items read adjacent memory, and threads contend for the counter each time they take items.
 //
 // A phase ends when all items are computed, not when all threads have arrived. So a thread that is
-// suspended, or has not woken up yet, delays the others only if it is computing an item.
+// suspended, or has not woken up yet, delays the others only if it has taken items that it has not finished.
 class Phase {
   public:
     template <class Work> INLINE void share(int count, int threads, Work &&work) {
