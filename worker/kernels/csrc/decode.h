@@ -127,7 +127,7 @@ INLINE void choose_token(const Decode &d, int64_t row) {
 template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows, int64_t threads) {
     Pass<N> pass(decode_rows.pass);
     const int64_t rows = decode_rows.pass.tokens;
-    pass.rounded.fit(rows, d.head.weight.inputs);
+    if (reads_rounded(d.head.weight)) pass.rounded.fit(rows, d.head.weight.inputs);
     together(threads, pass.num_phases() + 4, [&](Team &team) {
         pass.run(team);
         compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits, pass.rounded);

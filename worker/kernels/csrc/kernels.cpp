@@ -142,8 +142,8 @@ EXPORT void logits(int64_t numbers, int64_t threads, const Head *head, const flo
                    void *normed, float *y) {
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
-        RoundedRows rounded;
-        rounded.fit(rows, head->weight.inputs);
+        RoundedRows &rounded = Pass<N>::rounded_rows();
+        if (reads_rounded(head->weight)) rounded.fit(rows, head->weight.inputs);
         together(threads, 3, [&](Team &team) { compute_logits(team, *head, x, rows, (N *)normed, y, rounded); });
     });
 }

@@ -229,7 +229,7 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
 template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l, StepPart part = LINEARS) {
     RowScratch &s = row_scratch();
     int64_t block = -1;
-    team.share(part, items_of(l), [&](int64_t item) { compute_item(l, item, s, block); });
+    team.share(part, items_of(l), [&](int64_t item) { compute_item(l, item, s, block); }, true);
 }
 
 // Computes the linears linear_of(0), ..., linear_of(count - 1) in one phase. All threads of the team call

@@ -70,16 +70,17 @@ INLINE void relax() {
 // are shorter.
 constexpr int SPINS = 1000;
 
-// A list of items, which threads compute as they become free. A thread takes several items at a time, and fewer
-// towards the end. Adjacent items read adjacent memory, and threads contend for the counter each time they take items.
+// A list of items, which threads compute as they become free.
 //
 // A phase ends when all items are computed, not when all threads have arrived. So a thread that is
 // suspended, or has not woken up yet, delays the others only if it has taken items that it has not finished.
 class Phase {
   public:
-    template <class Work> INLINE void share(int count, int threads, Work &&work) {
+    // A thread takes one item at a time. If `in_runs`, it takes several, and fewer towards the end: adjacent panels
+    // are adjacent in memory, and threads contend for the counter each time they take items.
+    template <class Work> INLINE void share(int count, int threads, bool in_runs, Work &&work) {
         int mine = 0;
-        for (int first, end; take(count, threads, first, end); mine += end - first)
+        for (int first, end; take(count, in_runs ? 2 * threads : count, first, end); mine += end - first)
             for (int i = first; i < end; i++) work(i);
         if (mine && done_.fetch_add(mine) + mine == count && sleepers_.load()) wake();
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
@@ -89,12 +90,12 @@ class Phase {
     }
 
   private:
-    // Takes items [first, end). Returns false if none are left.
-    INLINE bool take(int count, int threads, int &first, int &end) {
+    // Takes items [first, end), a part of those that are left, but at least one. Returns false if none are left.
+    INLINE bool take(int count, int parts, int &first, int &end) {
         first = next_.load(std::memory_order_relaxed);
         do {
             if (first >= count) return false;
-            const int some = (count - first) / (2 * threads);
+            const int some = (count - first) / parts;
             end = first + (some > 1 ? some : 1);
         } while (!next_.compare_exchange_weak(first, end, std::memory_order_relaxed));
         return true;
@@ -129,9 +130,9 @@ class Team {
     Team(Phase *phases, int threads, int64_t *times) : phase_(phases), threads_(threads), clock_(times) {}
 
     // Computes items [0, count) together with the other threads, and returns when all are computed. Its time
-    // counts for `part`. Results must not depend on which thread computes an item.
-    template <class Work> INLINE void share(StepPart part, int64_t count, Work &&work) {
-        (phase_++)->share((int)count, threads_, work);
+    // counts for `part`. Results must not depend on which thread computes an item. in_runs: see Phase.
+    template <class Work> INLINE void share(StepPart part, int64_t count, Work &&work, bool in_runs = false) {
+        (phase_++)->share((int)count, threads_, in_runs, work);
         clock_.count_for(part);
     }
 
