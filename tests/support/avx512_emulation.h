@@ -91,6 +91,29 @@ FUNCTION __m512i shuffle_epi8(__m512i a, __m512i index) {
         return from & 128 ? 0 : lane<uint8_t>(a, i / 16 * 16 + from % 16);
     });
 }
+template <int HALF> FUNCTION __m512i unpack_epi16(__m512i a, __m512i b) {
+    return made<__m512i, uint16_t>([&](int i) {
+        return lane<uint16_t>(i % 2 ? b : a, i / 8 * 8 + HALF * 4 + i % 8 / 2);
+    });
+}
+FUNCTION __m512 permutex2var_ps(__m512 a, __m512i index, __m512 b) {
+    return made<__m512, float>([&](int i) {
+        const int from = lane<int>(index, i) & 31;
+        return from < 16 ? a[from] : b[from - 16];
+    });
+}
+FUNCTION __m512i of_ints(const int (&x)[16]) {
+    return made<__m512i, int>([&](int i) { return x[i]; });
+}
+FUNCTION __m512 loadu_ps(const float *from) {
+    return made<__m512, float>([&](int i) { return from[i]; });
+}
+FUNCTION void storeu_ps(float *to, __m512 x) {
+    for (int i = 0; i < 16; i++) to[i] = x[i];
+}
+FUNCTION __m128i cvtepi32_epi8(__m512i a) {
+    return made<__m128i, uint8_t>([&](int i) { return (uint8_t)lane<int>(a, i); });
+}
 FUNCTION __m512 cvtepi32_ps(__m512i a) {
     return made<__m512, float>([&](int i) { return lane<int>(a, i); });
 }
@@ -159,6 +182,7 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
 #define _mm512_castpd_ps(x) ((__m512)(x))
 #define _mm512_castps_pd(x) ((__m512d)(x))
+#define _mm512_cvtepi32_epi8 emulated::cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated::cvtepi32_ps
 #define _mm512_cvtepi8_epi32 emulated::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
@@ -169,8 +193,10 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_load_si512 emulated::load_si512
+#define _mm512_loadu_ps emulated::loadu_ps
 #define _mm512_madd_epi16 emulated::madd_epi16
 #define _mm512_maddubs_epi16 emulated::maddubs_epi16
+#define _mm512_permutex2var_ps emulated::permutex2var_ps
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
 #define _mm512_reduce_add_epi32 emulated::reduce_add_epi32
 #define _mm512_reduce_max_epi32 emulated::reduce_max_epi32
@@ -178,11 +204,15 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_set1_epi16 emulated::set1_epi16
 #define _mm512_set1_epi32 emulated::set1_epi32
+#define _mm512_setr_epi32(...) emulated::of_ints({__VA_ARGS__})
 #define _mm512_shuffle_epi8 emulated::shuffle_epi8
 #define _mm512_shuffle_f32x4 emulated::shuffle_f32x4
 #define _mm512_srli_epi16 emulated::srli_epi16
+#define _mm512_storeu_ps emulated::storeu_ps
+#define _mm512_unpackhi_epi16 emulated::unpack_epi16<1>
 #define _mm512_unpackhi_pd emulated::unpack_pd<1>
 #define _mm512_unpackhi_ps emulated::unpack_ps<2>
+#define _mm512_unpacklo_epi16 emulated::unpack_epi16<0>
 #define _mm512_unpacklo_pd emulated::unpack_pd<0>
 #define _mm512_unpacklo_ps emulated::unpack_ps<0>
 #define KEEP_ORDER(vector) // a register that the processor lacks
