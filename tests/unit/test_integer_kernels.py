@@ -124,8 +124,8 @@ def test_parts_that_are_not_quantised_get_inputs_that_are_not_rounded(
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     native: NativeKernels, dtype: torch.dtype, kind: BlockKind
 ) -> None:
-    matrix = pack(native, random_blocks(kind, 70, 512), rounds_inputs=True)
-    linear, x = PackedLinear(native, matrix), odd_rows(MOST_ROWS, 512, dtype)
+    matrix = pack(native, random_blocks(kind, 70, 1536), rounds_inputs=True)
+    linear, x = PackedLinear(native, matrix), odd_rows(MOST_ROWS, 1536, dtype)
     together = linear(x)
     for row in (0, 11, 12, 131, 132, 139):
         assert torch.equal(linear(x[row : row + 1])[0], together[row])
