@@ -73,8 +73,10 @@ struct RoundedRows {
     }
 };
 
+// ---- round_to_bytes writes x [GROUP], times `inverse` and rounded, as bytes in QUAD_ORDER, and the sum of each half
+// to `totals`.
+
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-// Writes the integers of rounded bits [GROUP] as bytes in QUAD_ORDER, and returns the sum of each half.
 INLINE void store_integers(uint8_t *bytes, Words low, Words high, int32_t (&totals)[MAX_BLOCKS]) {
     const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
     const __m128i halves[2] = {_mm512_cvtepi32_epi8((__m512i)low), _mm512_cvtepi32_epi8((__m512i)high)};
@@ -90,7 +92,6 @@ template <class X> INLINE void round_to_bytes(const X *x, float inverse, uint8_t
     store_integers(bytes, rounded_bits(load(x), inverse), rounded_bits(load(x + LANES), inverse), totals);
 }
 #else
-// Writes x [GROUP], times `inverse` and rounded, as bytes in QUAD_ORDER, and returns the sum of each half.
 template <class X> INLINE void round_to_bytes(const X *x, float inverse, uint8_t *bytes, int32_t (&totals)[MAX_BLOCKS]) {
     constexpr int HALF = GROUP / MAX_BLOCKS;
     for (int b = 0; b < MAX_BLOCKS; b++) {
