@@ -14,6 +14,8 @@ import fcntl
 import os
 import platform
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -79,6 +81,9 @@ CPU_FLAGS = runpy.run_path("worker/kernels/cpuinfo.py")["cpu_flags"]()
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
+# GCC 14 and later split some sums of products into multiplications and additions, each rounded.
+# Which ones depends on the loop around them, and the same sum must have the same bits in all loops.
+KEEP_FMA = "--param=avoid-fma-max-bits=0"
 
 
 class KernelBuild(build_ext):
@@ -110,10 +115,20 @@ class KernelBuild(build_ext):
             build = copy.copy(self)
             # All are compiled from kernels.cpp, so each needs a folder for its object file.
             build.build_temp = os.path.join(self.build_temp, ext.name)
+            if is_gcc(self.compiler.compiler_so[0]):
+                ext.extra_compile_args.append(KEEP_FMA)
             super(KernelBuild, build).build_extension(ext)
         elif os.path.abspath(made) != os.path.abspath(target):
             self.mkpath(os.path.dirname(target))
             self.copy_file(made, target)
+
+
+def is_gcc(compiler: str) -> bool:
+    """Return whether the compiler is installed and is GCC."""
+    if shutil.which(compiler) is None:
+        return False
+    found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return "Free Software Foundation" in found.stdout
 
 
 def is_newer(file: str, sources: list[str]) -> bool:
