@@ -312,7 +312,7 @@ def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
     widths = 4 * spec.hidden + _inner_widths(spec)
     logits = LOGITS_COPIES * max_slots * spec.vocab_size
     step = 4 * (STEP_TOKENS * widths + logits)
-    step += STEP_TOKENS * _expert_bytes(spec, DTYPE_BYTES[dtype])
+    step += STEP_TOKENS * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
 
 
@@ -335,6 +335,15 @@ def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
     assigned = max((mlp.top_k for mlp in mlps), default=0) * spec.hidden
     scores = max((mlp.num_experts for mlp in mlps), default=0)
     return scores * item + assigned * (item + DTYPE_BYTES["float32"])
+
+
+def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
+    """Return the bytes that the input of a linear needs for one token once it is rounded to eight
+    bits: the integers, the scales and sums of the groups, and the remainders of some groups."""
+    if isinstance(spec, TransformersSpec):
+        return 0
+    inputs = (max(each.attention.q_width, each.mlp.intermediate) for each in spec.layers)
+    return 2 * max(spec.hidden, *inputs)
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
