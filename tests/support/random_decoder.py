@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WeightForm
+from tests.support.kernels import random_blocks
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
-from worker.loading.quant_blocks import QuantBlocks
+from worker.loading.quant_blocks import BlockKind, QuantBlocks
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.rope_config import RopeConfig
@@ -43,6 +44,18 @@ class RandomTensors:
         return None
 
 
+class RandomBlocks(RandomTensors):
+    """A source whose matrices are random quantised blocks, except those that are never packed."""
+
+    def __init__(self, tensors: ModelTensors, kind: BlockKind) -> None:
+        self._shapes = dict(tensors.tensors())
+        self._kind = kind
+
+    def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
+        rows, columns = self._shapes[name][-2:]
+        return random_blocks(self._kind, rows, columns, seed=zlib.crc32(f"{name} {index}".encode()))
+
+
 def attention(**changes: Any) -> AttentionSpec:
     sizes: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     return AttentionSpec(**sizes | {"rope": ROPE, "scale": HEAD_DIM**-0.5} | changes)
@@ -58,14 +71,18 @@ def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
     return ModelSpec(**sizes | rest | changes)
 
 
-def random_decoder(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> DecoderModel:
-    """Return a decoder with packed weights for compiled kernels, else with dense ones."""
+def random_decoder(
+    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, kind: BlockKind | None = None
+) -> DecoderModel:
+    """Return a decoder with packed weights for compiled kernels, else with dense ones. With `kind`,
+    the weights are quantised blocks, and their inputs are rounded to eight bits."""
     form: WeightForm = "packed" if isinstance(kernels, NativeKernels) else "dense"
+    tensors = ModelTensors(spec, names_of(ROLES))
     weights = load_weights(
-        ModelTensors(spec, names_of(ROLES)),
-        RandomTensors(),
+        tensors,
+        RandomTensors() if kind is None else RandomBlocks(tensors, kind),
         dtype=dtype,
         device=torch.device("cpu"),
-        layout=layout(kernels, form, dtype),
+        layout=layout(kernels, form, dtype, "bfloat16" if kind is None else "int8"),
     )
     return DecoderModel(spec, weights, kernels)

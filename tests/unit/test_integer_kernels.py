@@ -133,15 +133,19 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "places", [[40], [1500], [*range(0, 1536, 100)]], ids=["one group", "the last group", "many"]
+)
 def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(
-    native: NativeKernels, dtype: torch.dtype, odd: float
+    native: NativeKernels, dtype: torch.dtype, odd: float, places: list[int]
 ) -> None:
+    """With many places, more groups are not finite than are refined."""
     linear = PackedLinear(
-        native, pack(native, random_blocks(BlockKind.Q4_1, 32, 64), rounds_inputs=True)
+        native, pack(native, random_blocks(BlockKind.Q4_1, 32, 1536), rounds_inputs=True)
     )
-    x = randn(3, 64, dtype=dtype)
+    x = randn(3, 1536, dtype=dtype)
     good = linear(x)
-    x[1, 40] = odd
+    x[1, places] = odd
     result = linear(x)
     assert not result[1].isfinite().any()
     assert torch.equal(result[::2], good[::2])

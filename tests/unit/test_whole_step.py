@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.support.random_decoder import (
 from worker.attention.select import select_attention
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.loading.quant_blocks import BlockKind
 from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.rope_config import LinearScaling, RopeConfig
@@ -103,7 +105,6 @@ SPECS = {
 def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of two steps, which mix rows of one token and chunks, and the K/V cache."""
     spec, blocks = model.spec, scattered(16, 4, 4, 4)
-    assert (model.whole is None) == isinstance(model.kernels, TorchKernels)
     shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
     cache = KVCache(*shape, dtype, torch.device("cpu"))
     attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
@@ -126,13 +127,36 @@ def test_a_compiled_step_equals_the_eager_one(name: str, spec: ModelSpec) -> Non
     than that of the eager decoder."""
     native, exact = native_kernels(name), torch.float32
     truth = results(random_decoder(spec, TorchKernels(), exact), exact)
-    for one, other in zip(results(random_decoder(spec, native, exact), exact), truth, strict=True):
+    compiled = random_decoder(spec, native, exact)
+    assert compiled.whole is not None
+    for one, other in zip(results(compiled, exact), truth, strict=True):
         assert_near(one, other)
     rounded = torch.bfloat16
     ours = results(random_decoder(spec, native, rounded), rounded)
     theirs = results(random_decoder(spec, TorchKernels(), rounded), rounded)
     for one, other, right in zip(ours, theirs, truth, strict=True):
         assert (one - right).std() < 1.1 * (other - right).std()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_compiled_step_rounds_the_inputs_that_the_eager_one_rounds(
+    name: str, spec: ModelSpec
+) -> None:
+    """The two differ only in the few numbers that lie so close to the middle between two integers
+    that they are rounded to the other one. Without rounding, all results differ more."""
+    native, dtype = native_kernels(name), torch.float32
+    compiled, eager, exact = (random_decoder(spec, native, dtype, BlockKind.Q4_1) for _ in range(3))
+    eager.whole = exact.whole = None
+    for owner, attribute in [(exact.weights, "head"), *all_linears(exact)]:
+        getattr(owner, attribute).matrix.struct.rounds_inputs = 0
+    found = (results(model, dtype) for model in (compiled, eager, exact))
+    for one, other, unrounded in zip(*found, strict=True):
+        assert (one - other).std() < 0.5 * (unrounded - other).std()
+
+
+def all_linears(model: DecoderModel) -> list[tuple[Any, str]]:
+    return [each for layer in model.weights.layers for each in layer.linears]
 
 
 @pytest.mark.parametrize("name", NAMES)
