@@ -192,10 +192,12 @@ def together(subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def with_other_threads(subject: Subject, folder: Path) -> Iterator[BitCase]:
+    """Compute with one and two threads, and with more than this machine may have cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(3 - min(before, 2))
     try:
-        yield from answers(Replica(subject.loaded, prefix_cache=False), subject)
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            yield from answers(Replica(subject.loaded, prefix_cache=False), subject)
     finally:
         torch.set_num_threads(before)
 
