@@ -28,7 +28,8 @@ class AttentionBatch:
     row_starts: Tensor
     #: [R] int64, on the CPU: number of tokens that the last token of the row sees, with itself.
     context_lens: Tensor
-    #: [R, M] int64: the blocks of each row in order, padded with 0, which is the null block.
+    #: [R, M] int64, int32 on a GPU: the blocks of each row in order, padded with 0, which is the
+    #: null block.
     block_table: Tensor
     #: Number of rows with exactly one token. They precede all other rows.
     num_decodes: int
@@ -36,6 +37,10 @@ class AttentionBatch:
     #: differ only in slot mapping and block table. The slot mappings of all batches, this one
     #: first, are slices of one tensor; so are the block tables.
     further: tuple[AttentionBatch, ...] = ()
+    #: On a GPU, [R + 1] and [R] int32: `row_starts` and `context_lens` in its memory. None on the
+    #: CPU.
+    device_row_starts: Tensor | None = None
+    device_context_lens: Tensor | None = None
 
     def for_entry(self, entry: int) -> AttentionBatch:
         """Return the batch for layers whose K/V is in entry `entry` of a block table's columns
