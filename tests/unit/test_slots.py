@@ -150,6 +150,15 @@ def test_appended_blocks_are_at_the_plans_indexes():
     assert table["block_table"][:, :4].tolist() == [[7, 4, 6, 0], [0, 0, 0, 0], [8, 5, 0, 0]]
 
 
+def test_a_new_owners_drafts_replace_the_length_that_its_binding_wrote():
+    table = tiny_slots(3)
+    for slot in (0, 2):
+        table.bind(slot_init(slot, [1, 2, 3]))
+    table.stage_items("len", np.array([2]), np.array([0]), np.array([5]))
+    table.flush()
+    assert table["len"].tolist() == [3, 0, 5]
+
+
 def test_a_sampled_token_is_the_token_at_its_position():
     table = tiny_slots(3)
     for slot in (0, 2):

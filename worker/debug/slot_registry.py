@@ -71,8 +71,8 @@ class PoisonedSlots(SlotTable):
             if field.host:
                 self.host(field.name)[slot : slot + 1].fill_(self._poison_of(field))
 
-    def _new(self, field: SlotField, device: torch.device) -> Tensor:
-        return super()._new(field, device).fill_(self._poison_of(field))
+    def _unused(self, field: SlotField, rows: Tensor) -> Tensor:
+        return rows.fill_(self._poison_of(field))
 
     def _poison_of(self, field: SlotField) -> int | float:
         integer, floating = self._poison.value
@@ -105,11 +105,13 @@ def strays(root: object) -> list[str]:
     things = list(_walk([root, *_own_modules()]))
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}
-    known = {_memory(tensor) for table in tables for tensor in table.tensors()}
+    known = [_memory(tensor) for table in tables for tensor in table.tensors()]
     return [
         f"{tuple(thing.shape)} {thing.dtype} held by {holder}"
         for holder, thing in _tensors(things)
-        if numbers & set(thing.shape) and _memory(thing) not in known and 0 not in thing.shape
+        if numbers & set(thing.shape)
+        and 0 not in thing.shape
+        and not any(_memory(thing).start in each for each in known)
     ]
 
 
@@ -177,9 +179,11 @@ def _name(thing: object) -> str | None:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _memory(tensor: Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+def _memory(tensor: Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> range:
+    """Return the addresses of the memory that the tensor is a view of."""
     if isinstance(tensor, np.ndarray):
         while isinstance(tensor.base, np.ndarray):
             tensor = tensor.base
-        return int(tensor.ctypes.data)
-    return tensor.untyped_storage().data_ptr()
+        return range(tensor.ctypes.data, tensor.ctypes.data + tensor.nbytes)
+    storage = tensor.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

@@ -30,6 +30,11 @@ Value = int | float | Words
 Derive = Callable[["SlotTable", Tensor], None]
 
 
+ALIGNED_ITEMS = 16
+"""The buffer of each field starts at a multiple of this many items: 64 bytes, if items have four.
+"""
+
+
 class RestPolicy(Enum):
     """Policy for the part of a row that `init` does not write. Every field must choose one."""
 
@@ -104,13 +109,21 @@ class SlotWrite:
 
 
 class SlotTable:
-    """The buffers of all fields, and the request that occupies each row."""
+    """The buffers of all fields, and the request that occupies each row.
+
+    The buffers of all fields of one dtype share memory, so that one operation can write to all of
+    them.
+    """
 
     def __init__(self, fields: Iterable[SlotField], max_slots: int, device: torch.device) -> None:
         self.fields = {field.name: field for field in fields}
         self.max_slots = max_slots
         self.device = device
-        self._tensors = {f.name: self._new(f, device) for f in self.fields.values()}
+        #: Field -> index of its first item in the memory of its dtype.
+        self._first: dict[str, int] = {}
+        #: Dtype -> the memory of all its fields, flat.
+        self._flat = self._allocate(device)
+        self._tensors = {f.name: self._rows_of(f) for f in self.fields.values()}
         self._host = {f.name: self._host_copy(f) for f in self.fields.values() if f.host}
         #: Bound slot -> the generation of its binding.
         self._occupants: dict[int, int] = {}
@@ -195,14 +208,17 @@ class SlotTable:
         writes = self._resets(inits) + self._items
         if not writes:
             return
-        columns = [column for write in writes for column in (write.index, write.values)]
+        merged = [self._merged(dtype, writes) for dtype in self._flat]
+        columns = [column for pair in merged for column in pair]
         slots, *moved = upload([_column(self._binds), *columns], self.device)
         if inits:
             for field in self.fields.values():
                 if field.rest is RestPolicy.FILL and field.shape:
                     self._fill(field, slots)
-        for write, index, values in zip(writes, moved[::2], moved[1::2], strict=True):
-            self._apply(write, index, values)
+        for items, index, values in zip(self._flat.values(), moved[::2], moved[1::2], strict=True):
+            if len(index):
+                items.index_copy_(0, index, values.to(items.dtype))
+        self._write_host_copies(writes)
         if inits:
             for field in self.fields.values():
                 if field.derive is not None:
@@ -233,24 +249,56 @@ class SlotTable:
         assert field.derive is not None
         field.derive(self, slots)
 
-    def _apply(self, write: SlotWrite, index: Tensor, values: Tensor) -> None:
-        """Apply a write, whose index and values were uploaded as `index` and `values`. Update the
-        host copy too, if the field has one."""
-        tensor, field = self[write.field.name], write.field
-        tensor.view(-1).index_copy_(0, index, values.to(field.dtype))
-        copy = self._host.get(field.name)
-        if copy is not None and copy is not tensor:
-            copy[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(field.dtype)
+    def _merged(self, dtype: torch.dtype, writes: Sequence[SlotWrite]) -> tuple[Words, Words]:
+        """Return the writes to all fields of a dtype as one: indexes into `_flat[dtype]`, each
+        only once, and the values. A later write replaces an earlier one."""
+        chosen = [write for write in writes if write.field.dtype == dtype]
+        if not chosen:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        index = np.concatenate([self._first[w.field.name] + w.index for w in chosen])
+        values = np.concatenate([w.values for w in chosen])
+        if not self._items or not self._binds:
+            return index, values
+        index, last = np.unique(index[::-1], return_index=True)
+        return index, values[::-1][last]
+
+    def _write_host_copies(self, writes: Sequence[SlotWrite]) -> None:
+        """Apply the writes to the host copies, unless these share the buffers' memory."""
+        if self.device.type == "cpu":
+            return
+        for write in writes:
+            copy = self._host.get(write.field.name)
+            if copy is not None:
+                copy[torch.from_numpy(write.index)] = torch.from_numpy(write.values).to(copy.dtype)
 
     # ---- construction and checks
 
-    def _new(self, field: SlotField, device: torch.device) -> Tensor:
-        shape = (self.max_slots, *field.shape)
-        return torch.zeros(shape, dtype=field.dtype, device=device)
+    def _allocate(self, device: torch.device) -> dict[torch.dtype, Tensor]:
+        """Return the memory of all fields by dtype, and set the fields' places in it."""
+        sizes: dict[torch.dtype, int] = {}
+        for field in self.fields.values():
+            self._first[field.name] = first = sizes.get(field.dtype, 0)
+            num_items = self.max_slots * field.width
+            sizes[field.dtype] = first + -(-num_items // ALIGNED_ITEMS) * ALIGNED_ITEMS
+        return {
+            dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()
+        }
+
+    def _rows_of(self, field: SlotField) -> Tensor:
+        """Return the field's buffer [slots, *shape] in the memory of its dtype."""
+        first, num_items = self._first[field.name], self.max_slots * field.width
+        items = self._flat[field.dtype][first : first + num_items]
+        return self._unused(field, items.view(self.max_slots, *field.shape))
 
     def _host_copy(self, field: SlotField) -> Tensor:
         tensor = self._tensors[field.name]
-        return tensor if tensor.device.type == "cpu" else self._new(field, torch.device("cpu"))
+        if tensor.device.type == "cpu":
+            return tensor
+        return self._unused(field, torch.zeros(self.max_slots, dtype=field.dtype))
+
+    def _unused(self, field: SlotField, rows: Tensor) -> Tensor:
+        """Return new rows of a field, all of them free."""
+        return rows
 
     def _check_guards(self) -> None:
         for field in self.fields.values():
