@@ -36,6 +36,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 from protocol.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
 from worker.kv.rounding import ROUNDED, numbers_of
+from worker.slots.staging import upload_one
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """`_attend` with its scale and soft cap bound: (q, k, v, mask, sinks) -> attention."""
@@ -205,12 +206,12 @@ class TorchPagedAttention:
         first = None if first_blocks is None else first_blocks[rows]
         if first is not None:
             lens -= first * self._block_tokens
-        last = lens.to(device, non_blocking=True) - 1
+        last = upload_one(lens - 1, device)
         mask = self._mask(last, m * self._block_tokens, window)[:, None, None]
         if len(rows) == batch.num_decodes:
             table = batch.block_table[: batch.num_decodes]
             return DecodeGroup(None, _blocks_from(table, first, m).flatten(), first, mask)
-        index = torch.tensor(rows).to(device, non_blocking=True)
+        index = upload_one(torch.tensor(rows), device)
         table = batch.block_table.index_select(0, index)
         return DecodeGroup(index, _blocks_from(table, first, m).flatten(), first, mask)
 
@@ -255,7 +256,7 @@ def _blocks_from(table: Tensor, first: Tensor | None, m: int) -> Tensor:
     table = table[:, :end] if end <= table.shape[1] else pad(table, (0, end - table.shape[1]))
     if first is None:
         return table
-    start = first.to(table.device, non_blocking=True)[:, None]
+    start = upload_one(first, table.device)[:, None]
     return table.gather(1, start + torch.arange(m, device=table.device))
 
 
