@@ -248,7 +248,10 @@ def place(
         spans.slots,
         *others,
     ]
-    tokens, entries, offset, position, row_slots, *moved = upload(columns, slots.device)
+    is_on_gpu = slots.device.type != "cpu"
+    rows = [np.concatenate((starts, known))] if is_on_gpu else []
+    tokens, entries, offset, position, row_slots, *moved = upload([*columns, *rows], slots.device)
+    device_rows = moved.pop().int().split([len(starts), len(known)]) if is_on_gpu else (None, None)
     max_blocks = -(-int(known.max()) // block_tokens)
     used = table[:, : max_blocks * num_entries].index_select(0, row_slots)
     attention = AttentionBatch(
@@ -258,12 +261,14 @@ def place(
         context_lens=torch.from_numpy(known),
         block_table=used,
         num_decodes=spans.num_decodes,
+        device_row_starts=device_rows[0],
+        device_context_lens=device_rows[1],
     )
     if num_entries > 1:
         attention = _by_entry(attention, table, entries, block_tokens, num_entries)
     else:
         offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens)
-        attention = replace(attention, block_table=used.long())
+        attention = replace(attention, block_table=used if is_on_gpu else used.long())
     return PlacedTokens(tokens, attention), moved
 
 
@@ -280,7 +285,8 @@ def _by_entry(
     blocks = table.view(-1).index_select(0, (first + entries).view(-1)).view(num_entries, -1)
     mappings = torch.add(batch.slot_mapping, blocks, alpha=block_tokens)
     by_row = batch.block_table.view(len(batch.block_table), -1, num_entries).permute(2, 0, 1)
-    tables = by_row.to(torch.int64, memory_format=torch.contiguous_format)
+    dtype = torch.int64 if table.device.type == "cpu" else torch.int32
+    tables = by_row.to(dtype, memory_format=torch.contiguous_format)
     batches = [
         replace(batch, slot_mapping=mapping, block_table=block_table)
         for mapping, block_table in zip(mappings, tables, strict=True)
