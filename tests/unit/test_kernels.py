@@ -15,16 +15,20 @@ from tests.support.kernels import (
     randn,
     random_blocks,
 )
+from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedPart, pack
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED
+from worker.layers.norm import Norm
 from worker.layers.rope import inverse_frequencies, rotation
 from worker.loading.quant_blocks import BlockKind
 from worker.models.rope_config import RopeConfig
+from worker.models.spec import MlpSpec, NormSpec
 
 CPU = torch.device("cpu")
+NORM = NormSpec(eps=1e-5)
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 7, 13, 140]
 """Numbers of rows that form one tile, tiles of unequal size, and more than one block."""
@@ -50,21 +54,37 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_add_norm_equals_its_reference(
     native: NativeKernels, dtype: torch.dtype, rows: int, size: int, has_delta: bool
 ) -> None:
-    x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    x, norm = randn(rows, size, dtype=dtype), Norm(NORM, randn(size, dtype=dtype, seed=1))
     delta = randn(rows, size, dtype=dtype, seed=2) if has_delta else None
     theirs = x.clone()
-    expected = TorchKernels().add_norm(theirs, delta, weight, 1e-5)
-    assert_near(native.add_norm(x, delta, weight, 1e-5), expected)
+    expected = TorchKernels().add_norm(theirs, delta, norm)
+    assert_near(native.add_norm(x, delta, norm), expected)
     assert torch.equal(x, theirs)
 
 
+def test_a_scaled_result_is_normalised_before_it_is_added(
+    native: NativeKernels, dtype: torch.dtype
+) -> None:
+    x, delta = (randn(3, 96, dtype=dtype, seed=seed) for seed in (0, 1))
+    norm, post_norm = (Norm(NORM, randn(96, dtype=dtype, seed=seed)) for seed in (2, 3))
+    sums = [x.clone(), x.clone()]
+    both: list[Kernels] = [TorchKernels(), native]
+    results = [
+        kernels.add_norm(total, delta.clone(), norm, post_norm=post_norm, scale=0.4)
+        for kernels, total in zip(both, sums, strict=True)
+    ]
+    assert torch.equal(*sums)
+    assert torch.equal(sums[0], x + post_norm(delta) * 0.4)
+    assert_near(*results)
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(1, 16), (4, 1536), (9, 272)])
-def test_silu_mul_equals_its_reference(
+def test_silu_and_product_equal_their_reference(
     native: NativeKernels, dtype: torch.dtype, rows: int, inner: int
 ) -> None:
-    gate_up = randn(rows, 2 * inner, dtype=dtype, scale=4.0)
+    gate_up, mlp = randn(rows, 2 * inner, dtype=dtype, scale=4.0), MlpSpec(intermediate=inner)
     gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # e^x underflows and overflows
-    assert_near(native.silu_mul(gate_up), TorchKernels().silu_mul(gate_up))
+    assert_near(native.activate(gate_up, mlp), TorchKernels().activate(gate_up, mlp))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (5, 1, 128)])
@@ -85,8 +105,8 @@ def test_rotation_and_cache_write_equal_their_reference(
     qkv[1, -head_dim:] = 0
     kv_dtype = ROUNDED if rounds_kv else dtype
     caches = [KVCache(2, 8, 4, kv_heads, head_dim, kv_dtype, CPU) for _ in range(2)]
-    theirs = TorchKernels().rotate_and_cache(qkv.clone(), cos_sin, caches[0], 1, slots)
-    ours = native.rotate_and_cache(qkv, cos_sin, caches[1], 1, slots)
+    theirs = TorchKernels().place(qkv.clone(), cos_sin, caches[0], 1, slots)
+    ours = native.place(qkv, cos_sin, caches[1], 1, slots)
     assert_near(ours, theirs)
     if not rounds_kv:
         assert_near(caches[1].k, caches[0].k)
@@ -220,4 +240,4 @@ def test_arguments_that_would_crash_a_kernel_are_refused(
     with pytest.raises(ValueError, match="not a multiple of 32"):
         pack(native, randn(32, 40, dtype=dtype))
     with pytest.raises(ValueError, match="kernels support"):
-        native.silu_mul(randn(2, 32, dtype=torch.float64))
+        native.activate(randn(2, 32, dtype=torch.float64), MlpSpec(intermediate=16))

@@ -1,6 +1,7 @@
 """The interface of the operations between the linear layers of a forward pass.
 
-`native.py` implements it with compiled kernels, and `reference.py` with torch.
+`reference.py` implements it with torch, and is its definition. `native.py` implements it with
+compiled kernels.
 
 Legend: T tokens in the step, H query heads, H_kv key/value heads, D head dim, I intermediate.
 """
@@ -9,9 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from worker.kv.cache import KVCache
+from worker.layers.norm import Norm
+from worker.layers.rope import CosSin
+from worker.models.spec import MlpSpec
 
 
 class Kernels(Protocol):
@@ -23,32 +28,63 @@ class Kernels(Protocol):
     #: Name in logs and options.
     name: str
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `delta`, unless it is None, to x in place. Return the RMS norm of x times `weight`.
+    def cos_sin(
+        self, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float
+    ) -> CosSin:
+        """Return the cos and sin of a step's rotary angles, as `rotation` of layers/rope.py does.
 
-        x, delta, returns   [T, hidden]
-        weight              [hidden]
+        positions   [T] int64
+        inv_freq    [width / 2] float32
+        dtype       dtype of the result
         """
         ...
 
-    def rotate_and_cache(
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        *,
+        post_norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Add the result of a block, `delta`, to x in place: after `post_norm`, and times `scale`.
+        Return the norm of x; x itself if `norm` is None.
+
+        x, delta, returns   [T, hidden]; delta may be overwritten, and None adds nothing
+        """
+        ...
+
+    def place(
         self,
         qkv: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        cos_sin: CosSin | None,
         cache: KVCache,
         layer: int,
         slot_mapping: Tensor,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> Tensor:
-        """Rotate queries and keys, write keys and values to the cache, and return the queries.
+        """Normalise and rotate queries and keys, write keys and values to the cache, and return the
+        queries.
 
         qkv            [T, (H + 2 H_kv) * D]; may be overwritten
-        rotation       cos and sin, [T, 1, D] each, from `rotation` of layers/rope.py
+        cos_sin        [T, 1, width] each: the first `width` items of a head are rotated. None:
+                       queries and keys are not rotated
         layer          index of the layer in `cache`, which gets the keys and values
-        slot_mapping   [T] int64, see AttentionBatch
-        returns        [T, H, D]
+        slot_mapping   [T] int64, see AttentionBatch. A negative entry is padding, which only steps
+                       on a GPU have: nothing is written for it
+        q_norm         norm over each head (weight [D]) or over all heads together ([H * D]); None:
+                       no norm. k_norm likewise
+        returns        [T, H, D]; may be a slice of qkv
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [T, I]. The columns of gate_up [T, 2 I] are gate, then up."""
+    def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+        """Return the activation [T, I] of an MLP.
+
+        inner   [T, 2 I], the columns of the gate and then those of up; [T, I] if `mlp` has no gate.
+                May be overwritten
+        """
         ...

@@ -16,8 +16,12 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
+from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED, stored_width
+from worker.layers.norm import Norm
+from worker.layers.rope import CosSin
+from worker.models.spec import MlpSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -98,58 +102,90 @@ def scoring_struct(
 
 
 class NativeKernels:
-    """The `Kernels` (base.py) of one compiled library, and its attention."""
+    """The `Kernels` (base.py) of one compiled library, and its attention. Operations that it does
+    not have are torch's."""
 
     def __init__(self, name: str, library: ctypes.CDLL, file: Path) -> None:
         declare(library)
+        self._torch = TorchKernels()
         self.name = name
         self.library = library
         self.file = file
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def cos_sin(
+        self, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float
+    ) -> CosSin:
+        return self._torch.cos_sin(positions, inv_freq, dtype, factor)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        *,
+        post_norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        if norm is None or not norm.is_plain:
+            return self._torch.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+        if delta is not None:
+            delta = scaled(delta, post_norm, scale)
         rows, size = x.shape
-        assert weight.shape == (size,)
+        assert norm.weight.shape == (size,)
         assert delta is None or delta.shape == x.shape
         out = torch.empty_like(x)
         self.library.add_norm(
-            dtype_code(x, weight),
+            dtype_code(x, norm.weight),
             torch.get_num_threads(),
             rows,
             size,
-            *map(address, (x, delta, weight, out)),
-            eps,
+            *map(address, (x, delta, norm.weight, out)),
+            norm.spec.eps,
         )
         return out
 
-    def rotate_and_cache(
+    def place(
         self,
         qkv: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        cos_sin: CosSin | None,
         cache: KVCache,
         layer: int,
         slot_mapping: Tensor,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> Tensor:
+        """Do as `Kernels.place` says. No entry of `slot_mapping` may be negative."""
+        if cos_sin is None or cos_sin[0].shape[-1] != cache.head_dim:
+            return self._torch.place(
+                qkv, cos_sin, cache, layer, slot_mapping, q_norm=q_norm, k_norm=k_norm
+            )
         k, v = cache.layer(layer)
         kv_heads, head_dim = k.shape[2], cache.head_dim
-        heads = qkv.shape[1] // head_dim - 2 * kv_heads
-        assert slot_mapping.shape == (len(qkv),) == rotation[0].shape[:1]
+        all_heads = heads_of(qkv, head_dim)
+        heads = all_heads.shape[1] - 2 * kv_heads
+        norm_heads(all_heads[:, :heads], q_norm)
+        norm_heads(all_heads[:, heads:-kv_heads], k_norm)
+        assert slot_mapping.shape == (len(qkv),) == cos_sin[0].shape[:1]
         self.library.place_kv(
-            dtype_code(qkv, *rotation),
+            dtype_code(qkv, *cos_sin),
             rounds_kv(k, v, qkv.dtype, head_dim),
             torch.get_num_threads(),
             len(qkv),
             byref(structs.CHeads(heads, kv_heads, head_dim)),
-            *map(address, (qkv, *rotation, slot_mapping, k, v)),
+            *map(address, (qkv, *cos_sin, slot_mapping, k, v)),
         )
-        return qkv.view(len(qkv), -1, head_dim)[:, :heads]
+        return all_heads[:, :heads]
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+        if mlp.activation != "silu" or not mlp.is_gated:
+            return self._torch.activate(inner, mlp)
+        out = inner.new_empty(len(inner), inner.shape[1] // 2)
         self.library.silu_mul(
-            dtype_code(gate_up),
+            dtype_code(inner),
             torch.get_num_threads(),
             *out.shape,
-            address(gate_up),
+            address(inner),
             address(out),
         )
         return out

@@ -1,39 +1,106 @@
-"""The kernels in torch, for any device: the reference for the compiled kernels, and their fallback.
+"""The kernels in torch, for any device: the definition of the others, and their fallback.
 
 Legend in base.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, silu
 
 from worker.kv.cache import KVCache
-from worker.layers.rope import rotate
+from worker.layers.norm import Norm
+from worker.layers.rope import CosSin, rotate, rotation
+from worker.models.spec import Activation, MlpSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": _gelu_tanh,
+}
 
 
 class TorchKernels:
     name = "torch"
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        if delta is not None:
-            x.add_(delta)
-        return rms_norm(x, weight.shape, weight, eps)
+    def cos_sin(
+        self, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float
+    ) -> CosSin:
+        return rotation(positions, inv_freq, dtype, factor)
 
-    def rotate_and_cache(
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        *,
+        post_norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        if delta is not None:
+            x.add_(scaled(delta, post_norm, scale))
+        return x if norm is None else norm(x)
+
+    def place(
         self,
         qkv: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        cos_sin: CosSin | None,
         cache: KVCache,
         layer: int,
         slot_mapping: Tensor,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> Tensor:
-        kv_heads = cache.k.shape[3]
-        heads = qkv.view(len(qkv), -1, cache.head_dim)
-        rotated = rotate(heads[:, :-kv_heads], *rotation)
-        cache.write(layer, rotated[:, -kv_heads:], heads[:, -kv_heads:], slot_mapping)
-        return rotated[:, :-kv_heads]
+        heads, kv_heads = heads_of(qkv, cache.head_dim), cache.k.shape[3]
+        num_q = heads.shape[1] - 2 * kv_heads
+        q, k, v = torch.split(heads, [num_q, kv_heads, kv_heads], dim=1)
+        norm_heads(q, q_norm)
+        norm_heads(k, k_norm)
+        if cos_sin is not None:
+            turned = heads[:, : num_q + kv_heads, : cos_sin[0].shape[-1]]
+            turned.copy_(rotate(turned, *cos_sin))
+        cache.write(layer, k, v, slot_mapping)
+        return q
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+    def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+        if mlp.activation == "clamped_swiglu":
+            return _clamped_swiglu(inner, mlp)
+        act = ACTIVATIONS[mlp.activation]
+        if not mlp.is_gated:
+            return act(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return act(gate).mul_(up)
+
+
+def scaled(delta: Tensor, post_norm: Norm | None, scale: float) -> Tensor:
+    """Return `delta` [T, hidden], which may be overwritten, after `post_norm` and times `scale`."""
+    delta = delta if post_norm is None else post_norm(delta)
+    return delta if scale == 1.0 else delta.mul_(scale)
+
+
+def heads_of(rows: Tensor, size: int) -> Tensor:
+    """Return a view [T, N, size] of rows [T, N * size]."""
+    return rows.view(len(rows), rows.shape[1] // size, size)
+
+
+def norm_heads(heads: Tensor, norm: Norm | None) -> None:
+    """Replace heads [T, H, D] by their norm, over each head or over all heads together."""
+    if norm is not None:
+        parts = heads_of(heads.flatten(1), norm.weight.numel())
+        parts.copy_(norm(parts))
+
+
+def _clamped_swiglu(gate_up: Tensor, mlp: MlpSpec) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate.clamp_(max=mlp.limit)
+    up.clamp_(min=-mlp.limit, max=mlp.limit).add_(1)
+    return torch.sigmoid(mlp.alpha * gate).mul_(gate).mul_(up)

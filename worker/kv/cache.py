@@ -118,10 +118,16 @@ class KVCache:
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
 
-        The entries of `slot_mapping` must be distinct and outside block 0.
+        The entries of `slot_mapping` must be distinct and outside block 0. A negative entry is
+        padding: nothing is stored for it.
         """
         if self.is_rounded:
             k, v = round_heads(k), round_heads(v)
+        # The shapes do not depend on the entries, as CUDA graphs need it: the rows of padding store
+        # what slot 0 has already.
+        is_padding, slot_mapping = (slot_mapping < 0)[:, None, None], slot_mapping.clamp(min=0)
+        k = torch.where(is_padding, self._flat_k[layer][:1], k)
+        v = torch.where(is_padding, self._flat_v[layer][:1], v)
         self._flat_k[layer].index_copy_(0, slot_mapping, k)
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 

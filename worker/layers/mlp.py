@@ -5,35 +5,16 @@ Legend: N rows, I intermediate size, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu, softmax
+from torch.nn.functional import softmax
 
 from worker.kernels.base import Kernels
 from worker.layers.linear import Linear
-from worker.models.spec import Activation, MlpSpec
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": _gelu_tanh,
-}
-
-
-def _clamped_swiglu(gate_up: Tensor, spec: MlpSpec) -> Tensor:
-    """Return the activation [N, I] of gate_up [N, 2 I], which is overwritten."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate.clamp_(max=spec.limit)
-    up.clamp_(min=-spec.limit, max=spec.limit).add_(1)
-    return torch.sigmoid(spec.alpha * gate).mul_(gate).mul_(up)
+from worker.models.spec import MlpSpec
 
 
 @dataclass(slots=True)
@@ -47,16 +28,7 @@ class Mlp:
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]."""
-        inner = self.gate_up(x)
-        if self.spec.is_gated and self.spec.activation == "silu":
-            return self.down(kernels.silu_mul(inner))
-        if self.spec.activation == "clamped_swiglu":
-            return self.down(_clamped_swiglu(inner, self.spec))
-        act = ACTIVATIONS[self.spec.activation]
-        if not self.spec.is_gated:
-            return self.down(act(inner))
-        gate, up = inner.chunk(2, dim=-1)
-        return self.down(act(gate).mul_(up))
+        return self.down(kernels.activate(self.gate_up(x), self.spec))
 
     @property
     def experts(self) -> Sequence[Mlp]:

@@ -25,8 +25,7 @@ class Norm:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether `Kernels.add_norm` can compute this norm: an RMS norm whose weight has no
-        offset."""
+        """Return whether this is an RMS norm whose weight has no offset."""
         return self.spec.kind == "rms" and not self.spec.offset
 
     def __call__(self, x: Tensor) -> Tensor:

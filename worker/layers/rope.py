@@ -22,6 +22,9 @@ from worker.models.rope_config import (
     YarnScaling,
 )
 
+CosSin = tuple[Tensor, Tensor]
+"""cos and sin of a step's rotary angles, [T, 1, D] each, as `rotation` returns them."""
+
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Return the radians per position of each pair, [rope.width / 2] float32."""
@@ -72,7 +75,7 @@ def attention_factor(rope: RopeConfig) -> float:
 
 def rotation(
     positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
+) -> CosSin:
     """Return cos and sin [T, 1, D] of the rotary angles at positions [T] int64, times `factor`.
 
     The first half of sin is negated, as `rotate` expects. The angles are computed in float32 for

@@ -6,7 +6,7 @@ dim, V vocabulary. All projections are stored as torch does, [out, in].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,10 @@ from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
-from worker.layers.rope import attention_factor, inverse_frequencies, rotate, rotation
+from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
 from worker.models.rope_config import RopeConfig
-from worker.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.whole_step import WholePass
-
-Turn = tuple[Tensor, Tensor]
-"""cos and sin of a step's rotary angles, as `rotation` returns them."""
 
 
 @dataclass(slots=True)
@@ -114,7 +111,9 @@ class DecoderModel:
         self.weights = weights
         self.kernels = kernels or TorchKernels()
         self._windows = spec.layer_windows
-        device = weights.embedding.device
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        # Rounded to the model's dtype, as in training.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         ropes = {each.rope for each in spec.attentions if each.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
         self.whole = WholePass.of(spec, weights, self.kernels)
@@ -146,11 +145,19 @@ class DecoderModel:
         x = self._embedded(token_ids, batch.positions)
         turns = self._turns(batch.positions, x.dtype)
         delta: Tensor | None = None
+        post_norm: Norm | None = None
         for index, layer in enumerate(self.weights.layers):
             spec = layer.spec
-            normed = self._add_norm(x, delta, layer.attention_norm)
-            mapping = batch.for_entry(cache.entries[index]).slot_mapping
-            q = self._place(layer, normed, turns, cache, index, mapping)
+            normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
+            q = self.kernels.place(
+                layer.qkv(normed),
+                turns[spec.attention.rope],
+                cache,
+                index,
+                batch.for_entry(cache.entries[index]).slot_mapping,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+            )
             seen = attention.run(
                 q,
                 *cache.layer(index),
@@ -159,14 +166,15 @@ class DecoderModel:
                 soft_cap=spec.attention.soft_cap,
                 sinks=layer.sinks,
             )
-            delta = self._scaled(layer.output(seen.flatten(1)), layer.post_attention_norm)
+            delta, post_norm = layer.output(seen.flatten(1)), layer.post_attention_norm
             if spec.order in ("parallel", "parallel_one_norm"):
-                normed = normed if layer.mlp_norm is None else layer.mlp_norm(x)
-                delta = delta.add_(self._scaled(layer.mlp(normed, self.kernels), None))
+                if layer.mlp_norm is not None:
+                    normed = self._add_norm(x, None, layer.mlp_norm)
+                delta = delta.add_(layer.mlp(normed, self.kernels))
                 continue
-            normed = self._add_norm(x, delta, layer.mlp_norm)
-            delta = self._scaled(layer.mlp(normed, self.kernels), layer.post_mlp_norm)
-        return x.add_(delta) if delta is not None else x
+            normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
+            delta, post_norm = layer.mlp(normed, self.kernels), layer.post_mlp_norm
+        return self._add_norm(x, delta, None, post_norm)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -181,63 +189,25 @@ class DecoderModel:
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.weights.embedding(token_ids)
-        if self.spec.embedding_scale != 1.0:
-            # Rounded to the model's dtype first, as in training.
-            x.mul_(torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device))
+        if self._embedding_scale != 1.0:
+            x.mul_(self._embedding_scale)
         if self.weights.positions is not None:
             x.add_(self.weights.positions.index_select(0, positions))
         return x
 
-    def _turns(self, positions: Tensor, dtype: torch.dtype) -> dict[RopeConfig | None, Turn]:
-        return {
-            rope: rotation(positions, frequencies, dtype, attention_factor(rope))
-            for rope, frequencies in self._frequencies.items()
-        }
+    def _turns(
+        self, positions: Tensor, dtype: torch.dtype
+    ) -> dict[RopeConfig | None, CosSin | None]:
+        turns: dict[RopeConfig | None, CosSin | None] = {None: None}
+        for rope, frequencies in self._frequencies.items():
+            factor = attention_factor(rope)
+            turns[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+        return turns
 
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
-        """Add delta to x [T, hidden] in place. Return the norm of x; x itself without a norm."""
-        if norm is not None and norm.is_plain:
-            return self.kernels.add_norm(x, delta, norm.weight, norm.spec.eps)
-        if delta is not None:
-            x.add_(delta)
-        return x if norm is None else norm(x)
-
-    def _scaled(self, delta: Tensor, norm: Norm | None) -> Tensor:
-        """Return a block's result `delta` after `norm`, multiplied by the residual scale."""
-        delta = delta if norm is None else norm(delta)
-        scale = self.spec.residual_scale
-        return delta if scale == 1.0 else delta.mul_(scale)
-
-    def _place(
-        self,
-        layer: DecoderLayer,
-        normed: Tensor,
-        turns: Mapping[RopeConfig | None, Turn],
-        cache: KVCache,
-        index: int,
-        slot_mapping: Tensor,
+    def _add_norm(
+        self, x: Tensor, delta: Tensor | None, norm: Norm | None, post_norm: Norm | None = None
     ) -> Tensor:
-        """Write the keys and values of normed [T, hidden] to the cache at slot_mapping [T], and
-        return the queries [T, H, D]."""
-        attention, qkv = layer.spec.attention, layer.qkv(normed)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            _norm_heads(qkv, attention, layer.q_norm, layer.k_norm)
-        rope = attention.rope
-        if rope is not None and rope.width == attention.head_dim:
-            return self.kernels.rotate_and_cache(qkv, turns[rope], cache, index, slot_mapping)
-        heads = qkv.view(len(qkv), -1, attention.head_dim)
-        if rope is not None:
-            turned = heads[:, : -attention.num_kv_heads, : rope.width]
-            turned.copy_(rotate(turned, *turns[rope]))
-        q, k, v = torch.split(heads, [attention.num_heads, *[attention.num_kv_heads] * 2], dim=1)
-        cache.write(index, k, v, slot_mapping)
-        return q
-
-
-def _norm_heads(qkv: Tensor, attention: AttentionSpec, q_norm: Norm, k_norm: Norm) -> None:
-    """Replace the queries and keys of qkv [T, (H + 2 H_kv) * D] by their norms."""
-    q, k, _ = torch.split(qkv, [attention.q_width, *[attention.kv_width] * 2], dim=1)
-    if attention.qk_norm == "head":
-        q, k = (part.view(len(part), -1, attention.head_dim) for part in (q, k))
-    q.copy_(q_norm(q))
-    k.copy_(k_norm(k))
+        """Add a block's result `delta` to x [T, hidden] in place, after `post_norm` and times the
+        residual scale. Return the norm of x; x itself without a norm."""
+        scale = self.spec.residual_scale
+        return self.kernels.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
