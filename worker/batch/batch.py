@@ -251,7 +251,8 @@ def place(
     is_on_gpu = slots.device.type != "cpu"
     rows = [np.concatenate((starts, known))] if is_on_gpu else []
     tokens, entries, offset, position, row_slots, *moved = upload([*columns, *rows], slots.device)
-    device_rows = moved.pop().int().split([len(starts), len(known)]) if is_on_gpu else (None, None)
+    sizes = [len(starts), len(known)]
+    device_rows = torch.split(moved.pop().int(), sizes) if is_on_gpu else (None, None)
     max_blocks = -(-int(known.max()) // block_tokens)
     used = table[:, : max_blocks * num_entries].index_select(0, row_slots)
     attention = AttentionBatch(
@@ -286,7 +287,7 @@ def _by_entry(
     mappings = torch.add(batch.slot_mapping, blocks, alpha=block_tokens)
     by_row = batch.block_table.view(len(batch.block_table), -1, num_entries).permute(2, 0, 1)
     dtype = torch.int64 if table.device.type == "cpu" else torch.int32
-    tables = by_row.to(dtype, memory_format=torch.contiguous_format)
+    tables = by_row.to(dtype, memory_format=torch.contiguous_format).contiguous()
     batches = [
         replace(batch, slot_mapping=mapping, block_table=block_table)
         for mapping, block_table in zip(mappings, tables, strict=True)
