@@ -31,7 +31,7 @@ from worker.batch.batch import (
     read_rows,
     stage_drafts,
 )
-from worker.batch.decode_fast_path import DecodeFastPath
+from worker.batch.decode_fast_path import DecodeFastPath, DecodeStep
 from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.batch.readback import Mark, Readback, mark
 from worker.draft.model import DraftModel
@@ -65,6 +65,7 @@ class Runner:
     """Executes plans. Owns the slots and the cache of one worker.
 
     draft_model   needed only by plans that use the draft model
+    decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see batch/readback.py
     """
 
@@ -77,6 +78,7 @@ class Runner:
         *,
         draft_model: DraftModel | None = None,
         mark: Mark = mark,
+        decode: DecodeStep | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -84,7 +86,7 @@ class Runner:
         self._attention = attention
         self.draft_model = draft_model
         self._mark = mark
-        self._decode = DecodeFastPath.for_model(model, slots, cache)
+        self._decode = decode or DecodeFastPath.for_model(model, slots, cache)
 
     @property
     def components(self) -> StepComponents:
@@ -156,20 +158,22 @@ class Runner:
 
     def _run_decode(
         self,
-        decode: DecodeFastPath,
+        decode: DecodeStep,
         rows: BatchRows,
         plan: StepPlan,
         receive_masks: Callable[[], object],
     ) -> SampledTokens:
         """Compute and sample a plain decode step. If every row needs only its most likely token,
-        the compiled call that computes the logits also chooses the tokens."""
+        the call that computes the logits also chooses the tokens."""
         features = features_of_rows(self._slots, rows.slots)
         choose = not features and plan.masked is None
         logits, choice = decode(rows.slots, rows.starts, choose=choose)
         if choice is not None:
             return SampledTokens(choice.tokens, choice.finite, None, None)
-        slots, known, last = map(torch.from_numpy, (rows.slots, rows.known, rows.sampled))
-        sampled = Sampled(slots, known, slots, known, last, features)
+        on_host = torch.from_numpy(rows.slots), torch.from_numpy(rows.known)
+        slots, known = decode.places(rows)
+        last = torch.arange(len(rows.slots), device=slots.device)
+        sampled = Sampled(*on_host, slots, known, last, features)
         return self._sample_logits(logits, sampled, rows, plan, receive_masks)
 
     def _sample(

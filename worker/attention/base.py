@@ -49,7 +49,13 @@ class AttentionBatch:
 
 
 class Attention(Protocol):
-    """An attention backend. It keeps no state between steps."""
+    """An attention backend. It keeps no state between steps.
+
+    is_capturable   whether steps of rows with one token launch the same work, whatever the rows
+                    contain, so that a graph of the GPU can repeat it
+    """
+
+    is_capturable: bool
 
     def plan(self, batch: AttentionBatch, window: int | None = None, like: Any = None) -> Any:
         """Return the indexes and masks of a step. All layers that have this window and use the

@@ -27,6 +27,8 @@ class NativePlan:
 
 
 class NativePagedAttention:
+    is_capturable = False
+
     def __init__(self, kernels: NativeKernels, block_tokens: int) -> None:
         self._kernels = kernels
         self._block_tokens = block_tokens

@@ -22,6 +22,8 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
+    is_capturable = False
+
     def plan(
         self, batch: AttentionBatch, window: int | None = None, like: Any = None
     ) -> ReferencePlan:

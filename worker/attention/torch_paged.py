@@ -104,6 +104,8 @@ class TorchPagedAttention:
     dtype   dtype of the model and of the masks, so that no layer has to convert a mask
     """
 
+    is_capturable = False
+
     def __init__(self, block_tokens: int, dtype: torch.dtype) -> None:
         self._block_tokens = block_tokens
         self._dtype = dtype

@@ -1,9 +1,9 @@
-"""Runs a plain decode step in one compiled call: every row computes one position and samples after
-it.
+"""Plain decode steps, in which every row computes one position and samples after it.
 
-Most steps are plain. The call reads and writes the same slot fields as the general path (batch.py,
-the model, sampling/sampler.py, SlotTable.append_tokens). That path is the reference: both give the
-same results, bit for bit.
+Most steps are plain, so they have implementations of their own: one compiled call on a CPU, in this
+file, and captured graphs on a GPU (decode_graph.py). Both read and write the same slot fields as
+the general path (batch.py, the model, sampling/sampler.py, SlotTable.append_tokens). That path is
+the reference. The compiled call gives the same results as it, bit for bit.
 
 Legend: R rows, V vocabulary.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,30 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
     return len(rows.sampled) == plan.num_decodes == len(rows.slots) and plan.follow_starts is None
 
 
+class DecodeStep(Protocol):
+    """An implementation of plain decode steps."""
+
+    def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
+        """Return whether it can compute this step."""
+        ...
+
+    def __call__(
+        self, slots: Ints, starts: Ints, *, choose: bool
+    ) -> tuple[Tensor, TokenChoice | None]:
+        """Compute the positions `starts` [R] of `slots` [R], which must exist.
+
+        Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
+        likely tokens, which the call has appended to the slots; otherwise None. Raises ValueError
+        for a position outside its slot or a token outside the vocabulary.
+        """
+        ...
+
+    def places(self, rows: BatchRows) -> tuple[Tensor, Tensor]:
+        """Return the slots and the positions of the new tokens of the step that was just computed,
+        [R] int64 each, in the device's memory."""
+        ...
+
+
 @dataclass(slots=True)
 class DecodeCall:
     """Arguments and work memory of the compiled call for steps of R rows. Each step sets only the
@@ -55,7 +79,7 @@ class DecodeCall:
 
 
 class DecodeFastPath:
-    """The compiled decode step of one model, its slots and its cache."""
+    """The compiled decode step of one model, its slots and its cache. Implements DecodeStep."""
 
     def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
         self._whole = whole
@@ -76,12 +100,6 @@ class DecodeFastPath:
     def __call__(
         self, slots: Ints, starts: Ints, *, choose: bool
     ) -> tuple[Tensor, TokenChoice | None]:
-        """Compute the positions `starts` [R] of `slots` [R], which must exist.
-
-        Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
-        likely tokens, which the call has appended to the slots; otherwise None. Raises ValueError
-        for a position outside its slot or a token outside the vocabulary.
-        """
         table, count = self._slots, len(slots)
         max_tokens = min(table.fields["token_ids"].width, self._whole.max_positions + 1)
         if starts.min() < 0 or starts.max() >= max_tokens - 1:
@@ -103,6 +121,9 @@ class DecodeFastPath:
                 f"slot {slots[bad]} holds a token outside the vocabulary of {self._whole.vocab}"
             )
         return call.logits.view(count, -1), choice
+
+    def places(self, rows: BatchRows) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(rows.slots), torch.from_numpy(rows.known)
 
     def _prepared(self, count: int) -> DecodeCall:
         whole, table, memory = self._whole, self._slots, PassMemory()

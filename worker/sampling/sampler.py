@@ -75,11 +75,11 @@ class Draws:
 def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
     """Sample one token for each row of logits [S, V] float32."""
     if not sampled.features & DRAW:
-        return _checked(*logits.max(-1))
+        return most_likely(logits)
     is_greedy = slots.host("temperature")[sampled.host_slots] == 0
     greedy, drawing = _where(is_greedy), _where(~is_greedy)
     if not len(drawing):
-        return _checked(*logits.max(-1))
+        return most_likely(logits)
     if not len(greedy):
         return _draw_rows(logits, slots, sampled, drawing)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -87,12 +87,23 @@ def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
     for rows in (greedy, drawing):
         index = upload_one(rows, logits.device)
         part = logits.index_select(0, index)
-        choice = (
-            _checked(*part.max(-1)) if rows is greedy else _draw_rows(part, slots, sampled, rows)
-        )
+        choice = most_likely(part) if rows is greedy else _draw_rows(part, slots, sampled, rows)
         tokens.index_copy_(0, index, choice.tokens)
         finite.index_copy_(0, index, choice.finite)
     return TokenChoice(tokens, finite)
+
+
+def most_likely(logits: Tensor) -> TokenChoice:
+    """Return the most likely token of each row of logits [S, V], the lowest id among equals."""
+    peaks, tokens = logits.max(-1)
+    return _checked(peaks, tokens)
+
+
+def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
+    """Return the tokens, with the failed rows marked as not finite. A row's maximum is NaN if any
+    logit is NaN, and infinite if a logit is +inf or all tokens are banned."""
+    finite = peaks.isfinite()
+    return TokenChoice(torch.where(finite, tokens, 0), finite)
 
 
 def draw(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
@@ -176,13 +187,6 @@ def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.devic
         host_top_p=slots.host("top_p")[host_at],
         host_min_p=slots.host("min_p")[host_at],
     )
-
-
-def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:
-    """Return the tokens, with the failed rows marked as not finite. A row's maximum is NaN if any
-    logit is NaN, and infinite if a logit is +inf or all tokens are banned."""
-    finite = peaks.isfinite()
-    return TokenChoice(torch.where(finite, tokens, 0), finite)
 
 
 def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
