@@ -32,7 +32,7 @@ from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import read_header
 from worker.models.load import load_model
 from worker.models.spec import ModelSpec
-from worker.startup import device, machine
+from worker.startup import assembly, device, machine
 from worker.startup.kv_budget import KVBudget, kv_budget
 from worker.startup.memory_plan import (
     DTYPE_BYTES,
@@ -43,6 +43,7 @@ from worker.startup.memory_plan import (
     weights_bytes,
 )
 from worker.startup.memory_plan import block_bytes as planned_block_bytes
+from worker.startup.timing import StartupTiming
 
 CPU = torch.device("cpu")
 
@@ -246,6 +247,23 @@ def test_the_cpu_can_always_be_chosen_and_cuda_only_if_present() -> None:
             device.choose_device("cuda")
         with pytest.raises(UnusableModel, match="device cuda:3 was requested"):
             device.choose_device("cuda:3")
+
+
+def test_the_chosen_gpu_becomes_the_current_one_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, current = torch.device("cuda", 1), list[torch.device]()
+
+    def load(*_: Any, **__: Any) -> Any:
+        assert current == [chosen]
+        raise UnusableModel("the load began")
+
+    monkeypatch.setattr(device, "choose_device", lambda wanted: chosen)
+    monkeypatch.setattr(device, "set_threads", lambda threads: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(assembly, "load_model", load)
+    with pytest.raises(UnusableModel, match="the load began"):
+        assembly.assemble(WorkerConfig(model="m"), StartupTiming())
 
 
 def test_a_gpus_identity_is_its_uuid_or_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def assemble(
     """
     devices.set_threads(_threads(config))
     device = devices.choose_device(config.device)
+    devices.make_current(device)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     choose = _chooser(config, dtype)

@@ -33,6 +33,14 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
+def make_current(device: torch.device) -> None:
+    """Make a GPU the one that this thread uses wherever no device is named: for pinned memory, and
+    for kernels that are launched outside torch. Call this before the first allocation, because
+    otherwise memory of the first GPU is taken, too."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def identity_of(device: torch.device) -> str | None:
     """Return a name for the device on which all processes of this machine agree. Return None for
     the CPU, which is not exclusive.
