@@ -36,12 +36,14 @@ def build_engine(
     if draft_cost >= 1:
         log.warning("the draft model is as slow as the model; it is not used")
     log.info(
-        "engine ready: %s, %s, %d blocks of %d tokens, %d slots, max_len %d (%s)",
+        "engine ready: %s, %s, %d blocks of %d tokens, %d slots, %d tokens per step, "
+        "max_len %d (%s)",
         ready.model.name,
         ready.model.dtype,
         limits.num_blocks,
         limits.block_tokens,
         limits.max_slots,
+        limits.token_budget,
         limits.max_len,
         ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases),
     )
@@ -78,7 +80,7 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         max_slots=ready.max_slots,
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,
-        token_budget=config.token_budget,
+        token_budget=ready.token_budget,
         prefix_cache=config.prefix_cache,
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
         kv_window=ready.kv_window,

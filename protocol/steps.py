@@ -208,6 +208,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     model: ModelCard
     max_len: int
     max_slots: int
+    #: Most tokens of a step. The default depends on the device, so the worker chooses it.
+    token_budget: int
     block_tokens: int
     #: Number of blocks in the KV cache, including the null block.
     num_blocks: int

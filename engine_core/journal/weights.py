@@ -146,6 +146,7 @@ class ReplayWorker:
             record.config.worker,
             kv_blocks=limits.num_blocks,
             max_slots=limits.max_slots,
+            token_budget=limits.token_budget,
             block_tokens=limits.block_tokens,
         )
         link = WorkerLink(context, config, f"ipc://{Path(folder) / 'worker'}")

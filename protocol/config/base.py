@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +19,23 @@ def about(description: str, *, wiring: bool = False, **bounds: Any) -> Meta:
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
     return Meta(description=description, extra={"wiring": wiring}, **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefault:
+    """Default of a number that depends on the device. Its field has the default 0, which stands for
+    this value, because only the worker can see the device."""
+
+    cpu: int
+    gpu: int
+
+    def __str__(self) -> str:
+        """Return both values, for the description of the field."""
+        return f"{self.cpu:,}, or {self.gpu:,} on a GPU"
+
+    def choose(self, wanted: int, *, is_gpu: bool) -> int:
+        """Return `wanted`, or if it is 0 the default for the device."""
+        return wanted or (self.gpu if is_gpu else self.cpu)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

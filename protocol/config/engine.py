@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
-from protocol.config.worker import WorkerConfig
+from protocol.config.worker import TOKEN_BUDGET, WorkerConfig
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
@@ -17,8 +19,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     ] = ""
     log_format: LogFormat = "text"
     token_budget: Annotated[
-        int, about("most tokens computed in one step, over all requests", ge=1, le=1 << 20)
-    ] = 256
+        int,
+        about(
+            f"most tokens computed in one step, over all requests; 0: {TOKEN_BUDGET}",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 0
     steps_in_flight: Annotated[
         int,
         about("most steps sent to the worker at once; 2: plan the next while one runs", ge=1, le=2),
@@ -133,3 +140,9 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             )
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")
+        # The worker reserves memory for the largest step of its engine.
+        drafts = 0 if self.speculation == "none" else self.max_drafts
+        worker = msgspec.structs.replace(
+            self.worker, token_budget=self.token_budget, max_drafts=drafts
+        )
+        msgspec.structs.force_setattr(self, "worker", worker)

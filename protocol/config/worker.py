@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from protocol.config.base import Config, LogFormat, SharedKey, about
+from protocol.config.base import Config, DeviceDefault, LogFormat, SharedKey, about
 from protocol.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -15,6 +15,11 @@ Device = Literal["auto", "cpu", "cuda", Gpu]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
 KVDtype = Literal["auto", "int8"]
+
+MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
+TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
+"""A step of a GPU reads all weights, which takes as long as computing some hundred tokens. So it
+needs many tokens to be used well. On a CPU a long step would delay all streams."""
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -97,7 +102,16 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             wiring=True,
         ),
     ] = ""
-    max_slots: Annotated[int, about("most requests computed at the same time", ge=1, le=4096)] = 64
+    max_slots: Annotated[
+        int,
+        about(f"most requests computed at the same time; 0: {MAX_SLOTS}", ge=0, le=4096),
+    ] = 0
+    token_budget: Annotated[
+        int, about("the engine's option of the same name", wiring=True, ge=0, le=1 << 20)
+    ] = 0
+    max_drafts: Annotated[
+        int, about("most tokens that the engine drafts per request", wiring=True, ge=0, le=64)
+    ] = 0
     max_len: Annotated[
         int,
         about("most tokens of prompt and answer together; 0: the model's limit", ge=0, le=1 << 24),

@@ -388,6 +388,7 @@ MESSAGES: list[Message] = [
         model=CARD,
         max_len=512,
         max_slots=8,
+        token_budget=256,
         block_tokens=16,
         num_blocks=33,
         rank=1,

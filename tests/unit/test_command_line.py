@@ -151,6 +151,8 @@ def test_every_field_but_wiring_is_an_option() -> None:
         wiring |= {"expected_card"}
         if config is not ServeConfig:
             wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
+        if config is WorkerConfig:
+            wiring |= {"token_budget", "max_drafts"}
         if config is GatewayConfig:
             wiring |= {"prefill", "decode", "kv_on_failure"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring
@@ -172,6 +174,17 @@ def test_help_describes_each_option(
     words = " ".join(capsys.readouterr().out.split())
     assert flag.name in words
     assert " ".join(flag.description.split()) in words
+
+
+def test_help_names_both_defaults_of_an_option_that_depends_on_the_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "computed at the same time; 0: 64, or 256 on a GPU (from 0 to 4096; default 0)" in words
+    assert "over all requests; 0: 256, or 8,192 on a GPU (from 0 to 1048576; default 0)" in words
 
 
 def test_options_that_are_not_given_leave_the_defaults_alone() -> None:

@@ -219,7 +219,13 @@ def test_with_groups_a_prompt_is_cached_until_its_last_window() -> None:
 
 def test_an_engine_that_needs_whole_prefixes_refuses_a_window() -> None:
     ready = WorkerReady(
-        model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=5, kv_window=20
+        model=a_card(),
+        max_len=512,
+        max_slots=8,
+        token_budget=256,
+        block_tokens=16,
+        num_blocks=5,
+        kv_window=20,
     )
     config = EngineConfig(worker=WorkerConfig(model=""))
     assert build_engine(ready, config, epoch="e").limits.max_len == 512

@@ -43,6 +43,7 @@ from worker.startup.memory_plan import (
     weights_bytes,
 )
 from worker.startup.memory_plan import block_bytes as planned_block_bytes
+from worker.startup.step_limits import StepLimits, step_limits
 from worker.startup.timing import StartupTiming
 
 CPU = torch.device("cpu")
@@ -57,11 +58,13 @@ def budget(
     **config: Any,
 ) -> KVBudget:
     """Return the K/V budget for blocks of one MiB, with 16 tokens by default."""
+    options = WorkerConfig(model="m", **config)
     return kv_budget(
-        WorkerConfig(model="m", **config),
+        options,
         context_tokens=context_tokens,
         block_bytes=1 << 20,
         free_bytes=free,
+        limits=step_limits(options, is_gpu=False),
         window=window,
         groups=groups,
     )
@@ -167,6 +170,24 @@ def test_a_budget_holds_its_longest_request_and_fits_the_free_memory(
     assert 1 <= found.max_len <= min(context, (found.num_blocks - 1) * block_tokens)
     assert found.max_len == max_len or not max_len
     assert found.num_blocks << 20 <= free
+
+
+@pytest.mark.parametrize(
+    ("options", "is_gpu", "limits"),
+    [
+        ({}, False, StepLimits(64, 256, 0, planned_tokens=256)),
+        ({}, True, StepLimits(256, 8192, 0, planned_tokens=8192)),
+        ({"max_slots": 64}, True, StepLimits(64, 8192, 0, planned_tokens=8192)),
+        ({"token_budget": 256}, True, StepLimits(256, 256, 0, planned_tokens=256)),
+        ({"token_budget": 512}, False, StepLimits(64, 512, 0, planned_tokens=256)),
+        ({"max_slots": 7, "max_drafts": 3}, False, StepLimits(7, 256, 3, planned_tokens=256)),
+    ],
+    ids=str,
+)
+def test_limits_that_are_not_configured_depend_on_the_device(
+    options: dict[str, Any], is_gpu: bool, limits: StepLimits
+) -> None:
+    assert step_limits(WorkerConfig(model="m", **options), is_gpu=is_gpu) == limits
 
 
 def test_free_memory_in_a_container_includes_droppable_pages(tmp_path: Path) -> None:

@@ -19,13 +19,30 @@ from tests.support.engines import a_card
 
 KEY = ClusterKey(b"k" * 32)
 CONFIG = EngineConfig(worker=WorkerConfig(model=""), kv_lease_s=7.0)
-READY = WorkerReady(model=a_card(), max_len=512, max_slots=8, block_tokens=16, num_blocks=33)
+READY = WorkerReady(
+    model=a_card(), max_len=512, max_slots=8, token_budget=96, block_tokens=16, num_blocks=33
+)
 
 
 def test_the_longest_request_fits_all_blocks_except_the_null_block() -> None:
     limits = build_engine(READY, CONFIG, epoch="e").limits
     assert (limits.max_len, limits.num_blocks, limits.max_slots) == (512, 33, 8)
     assert build_engine(replace(READY, num_blocks=4), CONFIG, epoch="e").limits.max_len == 48
+
+
+@pytest.mark.parametrize("configured", [0, 96])
+def test_the_engine_has_the_token_budget_that_its_worker_chose(configured: int) -> None:
+    config = replace(CONFIG, token_budget=configured)
+    assert config.worker.token_budget == configured
+    assert build_engine(READY, config, epoch="e").limits.token_budget == 96
+
+
+@pytest.mark.parametrize(("speculation", "drafts"), [("none", 0), ("ngram", 5)])
+def test_the_worker_reserves_memory_for_drafts_only_with_speculation(
+    speculation: str, drafts: int
+) -> None:
+    config = replace(CONFIG, speculation=speculation, max_drafts=5)
+    assert config.worker.max_drafts == drafts
 
 
 @pytest.mark.parametrize(

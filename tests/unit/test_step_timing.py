@@ -60,6 +60,7 @@ def benchmark_of(config: StepBench) -> StepBenchmark:
         model=loaded.card,
         max_len=worker.max_len,
         max_slots=worker.max_slots,
+        token_budget=256,
         block_tokens=worker.block_tokens,
         num_blocks=worker.kv_blocks,
     )

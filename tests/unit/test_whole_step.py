@@ -31,8 +31,8 @@ from worker.models.rope_config import LinearScaling, RopeConfig
 from worker.models.spec import LayerSpec, ModelSpec, NormSpec
 from worker.models.tensors import ModelTensors, names_of
 from worker.models.whole_step import PassMemory
-from worker.startup.kv_budget import STEP_TOKENS
 from worker.startup.memory_plan import PROCESS_BYTES, PlannedModel, weights_bytes, work_bytes
+from worker.startup.step_limits import STEP_TOKENS, StepLimits
 
 BLOCK_TOKENS = 4
 LAYER_NORM = NormSpec(kind="layer", eps=1e-5, bias=True)
@@ -215,4 +215,5 @@ def test_the_memory_plan_covers_a_mixture_of_experts(dtype: torch.dtype) -> None
     shape = (spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
     memory = MeasuredMemory()
     model.whole.forward(STEP_TOKENS, KVCache(*shape, dtype, torch.device("cpu")), memory)
-    assert memory.num_bytes <= work_bytes(planned, name, 0) - PROCESS_BYTES
+    limits = StepLimits(0, STEP_TOKENS, max_drafts=0, planned_tokens=STEP_TOKENS)
+    assert memory.num_bytes <= work_bytes(planned, name, limits) - PROCESS_BYTES

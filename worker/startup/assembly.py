@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from protocol.arrays import Int32, UInt8
-from protocol.config.worker import WorkerConfig
+from protocol.config.worker import Poisoning, WorkerConfig
 from protocol.kv_window import KVGroups, num_column_blocks
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -41,6 +41,7 @@ from worker.startup import machine, malloc
 from worker.startup.device import free_bytes
 from worker.startup.kv_budget import kv_budget
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
+from worker.startup.step_limits import step_limits
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
 
@@ -65,6 +66,7 @@ def assemble(
     devices.make_current(device)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    limits = step_limits(config, is_gpu=device.type != "cpu")
     choose = _chooser(config, dtype)
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags, choose=choose)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)
@@ -77,6 +79,7 @@ def assemble(
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
             free_bytes=free_bytes(device),
+            limits=limits,
             window=window,
             groups=groups,
         )
@@ -103,7 +106,8 @@ def assemble(
             draft_model = DraftModel(
                 draft.model, caches[1], draft_attention, loaded.card.vocab_size
             )
-        slots = _slot_table(fields, config, device, loaded.model, caches, attention, draft_model)
+        others = (loaded.model, caches, attention, draft_model)
+        slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
     with timing("warm up"):
         spare = SlotTable(fields, 1, device)
         runner = Runner(loaded.model, spare, caches[0], attention, draft_model=draft_model)
@@ -125,7 +129,8 @@ def assemble(
     ready = WorkerReady(
         model=_with_recommended_sampling(loaded.card, config),
         max_len=budget.max_len,
-        max_slots=config.max_slots,
+        max_slots=limits.max_slots,
+        token_budget=limits.token_budget,
         block_tokens=config.block_tokens,
         num_blocks=budget.num_blocks,
         phases=timing.phases,
@@ -249,17 +254,21 @@ def _shared_memory(
 
 
 def _slot_table(
-    fields: Iterable[SlotField], config: WorkerConfig, device: torch.device, *others: object
+    fields: Iterable[SlotField],
+    max_slots: int,
+    poisoning: Poisoning,
+    device: torch.device,
+    *others: object,
 ) -> SlotTable:
     """Return the slot table. The number of rows of a poisoned table equals no dimension of the
     tensors in `others`, so that a search can recognise per-slot tensors
     (debug/slot_registry.py)."""
-    if config.poison_slots == "off":
-        return SlotTable(fields, config.max_slots, device)
+    if poisoning == "off":
+        return SlotTable(fields, max_slots, device)
     from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
 
-    rows = rows_for(config.max_slots, others)
-    return PoisonedSlots(fields, rows, device, poison=Poison[config.poison_slots.upper()])
+    rows = rows_for(max_slots, others)
+    return PoisonedSlots(fields, rows, device, poison=Poison[poisoning.upper()])
 
 
 def _runner_class(config: WorkerConfig) -> type[Runner]:

@@ -8,6 +8,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB
 from protocol.kv_window import KVGroups, max_held_blocks, max_request_tokens
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.startup.step_limits import StepLimits
 
 AVERAGE_REQUEST_TOKENS = 1024
 """Prompt and answer of an average request, in tokens. The default size of the cache follows from
@@ -15,8 +16,6 @@ this number."""
 FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory."""
-STEP_TOKENS = 256
-"""Tokens computed at once: the default of --token-budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ def kv_budget(
     context_tokens: int,
     block_bytes: int,
     free_bytes: int,
+    limits: StepLimits,
     window: int | None = None,
     groups: KVGroups | None = None,
 ) -> KVBudget:
@@ -42,6 +42,7 @@ def kv_budget(
     context_tokens   the model's limit
     block_bytes      size of one block, in all layers that it stores
     free_bytes       free memory for the cache
+    limits           the largest step
     window           window of all layers in tokens, see protocol/kv_window.py; None: no blocks are
                      freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
@@ -56,7 +57,7 @@ def kv_budget(
         )
     wanted_len = options.max_len or context_tokens
     num_blocks = options.kv_blocks or _affordable(
-        options, wanted_len, block_bytes, free_bytes, window, groups
+        options, wanted_len, block_bytes, free_bytes, limits, window, groups
     )
     max_blocks = free_bytes // block_bytes
     if num_blocks > max_blocks:
@@ -88,11 +89,15 @@ def kv_budget(
 
 
 def longest_request_blocks(
-    options: WorkerConfig, num_tokens: int, window: int | None, groups: KVGroups | None
+    options: WorkerConfig,
+    num_tokens: int,
+    limits: StepLimits,
+    window: int | None,
+    groups: KVGroups | None,
 ) -> int:
     """Return the number of blocks, including the null block, that a cache needs to compute a
-    request of `num_tokens` tokens in steps of STEP_TOKENS tokens."""
-    return _held_blocks(options, num_tokens, STEP_TOKENS, window, groups) + 1
+    request of `num_tokens` tokens in steps of `limits.planned_tokens` tokens."""
+    return _held_blocks(options, num_tokens, limits.planned_tokens, window, groups) + 1
 
 
 def _held_blocks(
@@ -114,6 +119,7 @@ def _affordable(
     wanted_len: int,
     block_bytes: int,
     free_bytes: int,
+    limits: StepLimits,
     window: int | None,
     groups: KVGroups | None,
 ) -> int:
@@ -123,10 +129,10 @@ def _affordable(
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // block_bytes
     longest, average = (
-        _held_blocks(options, num_tokens, STEP_TOKENS, window, groups)
+        _held_blocks(options, num_tokens, limits.planned_tokens, window, groups)
         for num_tokens in (wanted_len, min(wanted_len, AVERAGE_REQUEST_TOKENS))
     )
-    blocks = max(options.max_slots * average, longest) + 1
+    blocks = max(limits.max_slots * average, longest) + 1
     return min(blocks, free_bytes // FREE_SHARE // block_bytes)
 
 

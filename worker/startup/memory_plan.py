@@ -32,13 +32,13 @@ from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
 from worker.startup.kv_budget import (
     FREE_SHARE,
-    STEP_TOKENS,
     in_gib,
     kv_budget,
     longest_request_blocks,
     round_down,
 )
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers
+from worker.startup.step_limits import StepLimits, step_limits
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
@@ -127,6 +127,7 @@ def plan_memory(
     `options.max_len` exceeds the model's context.
     """
     model, rounds_kv = models[0], options.kv_dtype == "int8"
+    limits = step_limits(options, is_gpu=device != "cpu")
     context_tokens = model.spec.context_tokens
     weights = sum(weights_bytes(each, dtype) for each in models)
     specs = [each.spec for each in models]
@@ -135,7 +136,7 @@ def plan_memory(
         block_bytes(spec, options.block_tokens, dtype, groups, rounds_kv=rounds_kv)
         for spec in specs
     )
-    work = work_bytes(model, dtype, options.max_slots)
+    work = work_bytes(model, dtype, limits)
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
         options.max_len or context_tokens,
@@ -144,7 +145,7 @@ def plan_memory(
         window=window,
         groups=groups,
     )
-    work += 4 * options.max_slots * longest
+    work += 4 * limits.max_slots * longest
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     demand = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
@@ -161,6 +162,7 @@ def plan_memory(
             context_tokens=context_tokens,
             block_bytes=block,
             free_bytes=left,
+            limits=limits,
             window=window,
             groups=groups,
         )
@@ -175,7 +177,8 @@ def plan_memory(
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
-        longest_kv_bytes=longest_request_blocks(options, context_tokens, window, groups) * block,
+        longest_kv_bytes=block
+        * longest_request_blocks(options, context_tokens, limits, window, groups),
         work_bytes=work,
         tier_bytes=tier,
         free_bytes=free_bytes,
@@ -304,15 +307,16 @@ def block_bytes(
     return num_heads * spec.head_dim * DTYPE_BYTES[dtype]
 
 
-def work_bytes(model: AnyPlanned, dtype: str, max_slots: int) -> int:
+def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
     """Return the bytes of working memory. They are for the processes, for the slots without their
     tokens, and for a step or for loading, whichever needs more."""
     spec = model.spec
+    num_tokens, max_slots = limits.planned_tokens, limits.max_slots
     slots = 4 * max_slots * SLOT_NUMBERS
     widths = 4 * spec.hidden + _inner_widths(spec)
     logits = LOGITS_COPIES * max_slots * spec.vocab_size
-    step = 4 * (STEP_TOKENS * widths + logits)
-    step += STEP_TOKENS * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
+    step = 4 * (num_tokens * widths + logits)
+    step += num_tokens * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
 
 
