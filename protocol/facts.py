@@ -13,6 +13,33 @@ from protocol.model_card import ModelCard
 GIB = 1 << 30
 
 
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that the driver shows to a worker."""
+
+    #: Name of the model.
+    name: str
+    #: Compute capability, major and minor.
+    capability: tuple[int, int]
+    total_bytes: int
+    #: Free memory; the total memory if it is unknown.
+    free_bytes: int
+
+
+class CudaDriver(msgspec.Struct, frozen=True, kw_only=True):
+    """NVIDIA's driver, as a worker would find it."""
+
+    #: Version of the driver, such as "580.95.05"; "" if it is unknown.
+    version: str = ""
+    #: Newest version of CUDA that the driver supports; (0, 0) without a driver.
+    cuda: tuple[int, int] = (0, 0)
+    #: The visible GPUs: cuda:0, cuda:1 and so on.
+    gpus: list[GpuFacts] = []
+    #: Why no GPU is visible; "" if one is.
+    problem: str = ""
+    #: What to do about it.
+    remedy: str = ""
+
+
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the machine, and the defaults that the worker would choose on it."""
 

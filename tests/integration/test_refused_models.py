@@ -119,12 +119,19 @@ def test_an_engine_refuses_a_model_as_a_server_does(tmp_path: Path) -> None:
     assert "RwkvForCausalLM" in lines[0]
 
 
-def test_a_missing_gpu_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_a_missing_gpu_is_refused_before_a_model_is_looked_for(
+    tmp_path: Path, command: str
+) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    path = str(write_tiny_llama(tmp_path))
-    code, lines = serve(tmp_path, path, "--port", "9181", "--device", "cuda")
+    options = ["--port", "9181"]
+    if command == "engine":
+        write_cluster_key(str(tmp_path / "cluster.key"))
+        options = ["--address", "tcp://127.0.0.1:9183"]
+        options += ["--cluster-key", str(tmp_path / "cluster.key")]
+    code, lines = serve(tmp_path, "no-such-model", *options, "--device", "cuda", command=command)
     assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
-    assert "device cuda was requested" in lines[0]
-    assert "serve with --device cpu" in lines[0]
+    assert "device cuda was requested, but " in lines[0]
+    assert lines[0].endswith("or --device cpu")

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import GIB, Preflight
+from protocol.facts import GIB, CudaDriver, GpuFacts, Preflight
 from tests.support.checkpoints import random_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
@@ -24,7 +24,9 @@ from tools.commands.models import memory_line
 from tools.models.preflight import limit, preflight_each
 from worker.loading.errors import UnusableModel
 from worker.startup import cuda_driver, machine
-from worker.startup.preflight import choose_device, preflight
+from worker.startup.check_device import ChosenDevice, choose_device
+from worker.startup.machine import TorchBuild
+from worker.startup.preflight import preflight
 
 PROGRAM = """
 import sys
@@ -167,39 +169,78 @@ def test_options_that_the_model_does_not_support_are_refused(
 
 
 def test_the_installed_torch_is_known_without_importing_it() -> None:
-    build = "hip" if torch.version.hip else "cuda" if torch.version.cuda else ""
-    assert machine.torch_build() == (str(torch.__version__), build)
+    gpu = "hip" if torch.version.hip else "cuda" if torch.version.cuda else ""
+    found = machine.torch_build()
+    assert (found.version, found.gpu) == (str(torch.__version__), gpu)
+    assert bool(found.toolkit[0]) == bool(gpu)
+
+
+CPU_BUILD, ROCM = TorchBuild("2.13.0+cpu"), TorchBuild("2.13.0+rocm6.4", "hip", (6, 4))
+CUDA = TorchBuild("2.13.0+cu130", "cuda", (13, 0))
+
+
+def a_driver(*free: int, cuda: tuple[int, int] = (13, 0)) -> CudaDriver:
+    """Return a driver that shows GPUs of 80 bytes, with these numbers of free bytes."""
+    gpus = [
+        GpuFacts(name="H100", capability=(9, 0), total_bytes=80, free_bytes=each) for each in free
+    ]
+    return CudaDriver(version="580.95", cuda=cuda, gpus=gpus)
+
+
+NO_GPU = CudaDriver(problem="NVIDIA's driver finds no GPU", remedy="check nvidia-smi")
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def choose(wanted: str, build: TorchBuild, driver: CudaDriver) -> ChosenDevice:
+        monkeypatch.setattr(machine, "torch_build", lambda: build)
+        monkeypatch.setattr(machine, "free_host_bytes", lambda: 5)
+        monkeypatch.setattr(cuda_driver, "read_driver", lambda visible: driver)
+        return choose_device(wanted)
+
+    return choose
 
 
 @pytest.mark.parametrize(
-    ("wanted", "build", "devices", "found"),
+    ("wanted", "build", "driver", "found"),
     [
-        ("auto", "", [7], "cpu"),
-        ("cpu", "cuda", [7], "cpu"),
-        ("auto", "cuda", [], "cpu"),
-        ("auto", "cuda", [7, 8], "cuda:0"),
-        ("cuda", "cuda", [7, 8], "cuda:0"),
-        ("cuda:1", "cuda", [7, 8], "cuda:1"),
-        ("cuda:1", "hip", [], "cuda:1"),
-        ("cuda", "", [7], "only CPUs"),
-        ("cuda", "cuda", [], "the driver shows 0 CUDA devices"),
-        ("cuda:2", "cuda", [7, 8], "the driver shows 2 CUDA devices"),
+        ("auto", CPU_BUILD, a_driver(7), ChosenDevice("cpu", 5)),
+        ("cpu", CUDA, a_driver(7), ChosenDevice("cpu", 5)),
+        ("auto", CUDA, NO_GPU, ChosenDevice("cpu", 5)),
+        ("auto", CUDA, a_driver(7, cuda=(12, 8)), ChosenDevice("cpu", 5)),
+        ("auto", CUDA, a_driver(7, 8), ChosenDevice("cuda:0", 7, 80)),
+        ("cuda", CUDA, a_driver(7, 8), ChosenDevice("cuda:0", 7, 80)),
+        ("cuda:1", CUDA, a_driver(7, 8), ChosenDevice("cuda:1", 8, 80)),
+        ("cuda", CUDA, a_driver(7, cuda=(13, 2)), ChosenDevice("cuda:0", 7, 80)),
+        ("cuda:1", ROCM, NO_GPU, ChosenDevice("cuda:1", sys.maxsize, sys.maxsize)),
     ],
+    ids=str,
 )
 def test_preflight_chooses_the_device_that_torch_will_choose(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, build: str, devices: list[int], found: str
+    choose: Any, wanted: str, build: TorchBuild, driver: CudaDriver, found: ChosenDevice
 ) -> None:
-    monkeypatch.setattr(machine, "torch_build", lambda: ("2.13", build))
-    monkeypatch.setattr(cuda_driver, "free_bytes_of_devices", lambda: devices)
-    if " " in found:
-        with pytest.raises(UnusableModel, match=found) as refused:
-            choose_device(wanted)
-        assert "--device cpu" in refused.value.remedy
-        return
-    name, free_bytes = choose_device(wanted)
-    assert name == found
-    if build == "cuda" and name != "cpu":
-        assert free_bytes == devices[int(name[-1])]
+    assert choose(wanted, build, driver) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "build", "driver", "message", "remedy"),
+    [
+        ("cuda", CPU_BUILD, a_driver(7), "(2.13.0+cpu) is a build for CPUs", "torch==2.13.0;"),
+        ("cuda", CUDA, NO_GPU, "NVIDIA's driver finds no GPU", "check nvidia-smi;"),
+        ("cuda", CUDA, a_driver(7, cuda=(12, 8)), "CUDA 13, and this one (580.95)", "update"),
+        ("cuda:2", CUDA, a_driver(7, 8), "the visible GPUs are cuda:0, cuda:1", "CUDA_VISIBLE_"),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
+    choose: Any, wanted: str, build: TorchBuild, driver: CudaDriver, message: str, remedy: str
+) -> None:
+    with pytest.raises(UnusableModel) as refused:
+        choose(wanted, build, driver)
+    assert refused.value.message.startswith(f"device {wanted} was requested, but ")
+    assert message in refused.value.message
+    assert remedy in refused.value.remedy
+    assert refused.value.remedy.endswith("or --device cpu")
 
 
 def test_a_setting_that_shortens_requests_is_reported(tiny: Path) -> None:
@@ -208,9 +249,12 @@ def test_a_setting_that_shortens_requests_is_reported(tiny: Path) -> None:
     assert "64 of the model's 128 tokens" in str(limit(replace(plan, max_len=64)))
 
 
-def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_the_problem_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "DRIVER", "libnothing.so.1")
-    assert cuda_driver.free_bytes_of_devices() == []
+    found = cuda_driver.read_driver()
+    assert (found.gpus, found.cuda) == ([], (0, 0))
+    assert found.problem == "NVIDIA's driver is not installed (libnothing.so.1 was not found)"
+    assert "--gpus all" in found.remedy
 
 
 # ---- NVIDIA's driver, answered by a library that is made for the test
@@ -221,8 +265,17 @@ typedef struct { unsigned long long total, free, used; } Memory;
 #define DEVICES 2
 #endif
 int cuInit(unsigned flags) { return INIT; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
 int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index + 10; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+    strncpy(name, device == 10 ? "First" : "Second", size);
+    return 0;
+}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? 9 : attribute == 76 ? device - 10 : -1;
+    return 0;
+}
 int cuDeviceTotalMem_v2(size_t *total, int device) { *total = (device - 9) * 8ull << 30; return 0; }
 #ifdef HAS_UUID
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
@@ -231,6 +284,10 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
 }
 #endif
 int nvmlInit_v2(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+    strncpy(text, "570.86.15", size);
+    return 0;
+}
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     *handle = (void *)0x1234567812345678;
     return strcmp(uuid, "MIG-00102030-4050-6070-8090-a0b0c0d0e0f0");
@@ -259,17 +316,39 @@ def library(
 
 @pytest.mark.parametrize("library", [["-DINIT=0", "-DHAS_UUID"]], indirect=True)
 @pytest.mark.usefixtures("library")
-def test_free_memory_is_found_by_uuid_or_is_the_total() -> None:
-    assert cuda_driver.free_bytes_of_devices() == [5 << 30, 16 << 30]
+def test_a_driver_describes_its_gpus() -> None:
+    """The free memory of the second GPU is unknown, because its UUID is not found."""
+    found = cuda_driver.read_driver()
+    assert (found.version, found.cuda, found.problem) == ("570.86.15", (12, 8), "")
+    assert found.gpus == [
+        GpuFacts(name="First", capability=(9, 0), total_bytes=8 << 30, free_bytes=5 << 30),
+        GpuFacts(name="Second", capability=(9, 1), total_bytes=16 << 30, free_bytes=16 << 30),
+    ]
 
 
 @pytest.mark.parametrize("library", [["-DINIT=0"]], indirect=True)
 @pytest.mark.usefixtures("library")
-def test_a_driver_without_uuids_reports_the_total_memory() -> None:
-    assert cuda_driver.free_bytes_of_devices() == [8 << 30, 16 << 30]
+def test_a_driver_without_uuids_reports_the_total_memory_as_free() -> None:
+    assert [gpu.free_bytes for gpu in cuda_driver.read_driver().gpus] == [8 << 30, 16 << 30]
 
 
-@pytest.mark.parametrize("library", [["-DINIT=100"], ["-DINIT=0", "-DDEVICES=0"]], indirect=True)
+NONE_VISIBLE = "no GPU is visible with CUDA_VISIBLE_DEVICES='7'"
+
+
+@pytest.mark.parametrize(
+    ("library", "visible", "problem"),
+    [
+        (["-DINIT=100"], None, "NVIDIA's driver finds no GPU"),
+        (["-DINIT=0", "-DDEVICES=0"], None, "NVIDIA's driver finds no GPU"),
+        (["-DINIT=100"], "7", NONE_VISIBLE),
+        (["-DINIT=0", "-DDEVICES=0"], "7", NONE_VISIBLE),
+        (["-DINIT=999"], "7", "NVIDIA's driver failed with error 999"),
+    ],
+    indirect=["library"],
+)
 @pytest.mark.usefixtures("library")
-def test_a_driver_without_devices_reports_none() -> None:
-    assert cuda_driver.free_bytes_of_devices() == []
+def test_a_driver_without_visible_gpus_names_the_reason(visible: str | None, problem: str) -> None:
+    found = cuda_driver.read_driver(visible)
+    assert (found.version, found.cuda, found.gpus) == ("570.86.15", (12, 8), [])
+    assert found.problem == problem
+    assert found.remedy

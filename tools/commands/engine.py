@@ -1,7 +1,7 @@
 """`tidegate engine`: starts one engine of a cluster and its worker, without a gateway.
 
-`run` does, in this order: make the configs from the options, lock the run directory of the address,
-find the model, check it, start the engine, and watch it until it ends.
+`run` does, in this order: make the configs from the options, check the device, lock the run
+directory of the address, find the model, check it, start the engine, and watch it until it ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools.flags import add_flags, build
 from tools.http.web import ServerReadiness
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
-from tools.models.preflight import check_models, log_limits
+from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.children import Child
 from tools.processes.topology import check_reachable, in_cluster, with_model
@@ -132,6 +132,7 @@ def run(options: argparse.Namespace) -> int:
     check_installation(["torch"])
     check_key(engine.cluster_key)
     check_kv_disk(engine.worker.kv_disk)
+    check_device(engine.worker.device)
     with run_lock.holding(directory, IN_USE) as lock:
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)

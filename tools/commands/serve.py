@@ -1,8 +1,8 @@
 """`tidegate serve`: starts a server from the command line.
 
-`run` does, in this order: make the configs from the options (`plan`), lock the run directory, find
-the model, start the processes and check the model meanwhile (`_check_model`), and watch the
-processes until they end (`supervise`).
+`run` does, in this order: make the configs from the options (`plan`), check the device, lock the
+run directory, find the model, start the processes and check the model meanwhile (`_check_model`),
+and watch the processes until they end (`supervise`).
 
 `tools.processes.topology` decides which engines to start, and `tools.processes.supervisor` what to
 do while the processes run.
@@ -39,6 +39,7 @@ from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import (
     ModelCheck,
+    check_device,
     check_models,
     expecting,
     log_limits,
@@ -232,6 +233,7 @@ def run(options: argparse.Namespace) -> int:
     check_key(planned.serve.cluster_key)
     if planned.engines:
         check_kv_disk(planned.engine.worker.kv_disk)
+        check_device(planned.engine.worker.device)
     _check_gateway(planned.gateway)
     with run_lock.holding(planned.directory) as lock:
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)

@@ -74,6 +74,20 @@ def check_config(file: Path) -> None:
         raise Failure(done.error, exit_code=ExitCode.BAD_MODEL)
 
 
+def check_device(device: str) -> None:
+    """Raise Failure if `device`, the value of --device, was named and a worker cannot use it.
+
+    A process of the worker checks this, because the tools do not read drivers. The other values
+    need no check: the worker then uses the CPU if there is no GPU.
+    """
+    if device in ("auto", "cpu"):
+        return
+    command = module_command("worker.startup.check_device", device)
+    done = run_module("checking the device", command, timeout_s=TIMEOUT_S)
+    if done.code:
+        raise Failure(done.error, exit_code=ExitCode.BAD_MODEL)
+
+
 class ModelCheck:
     """Checks in a process of the gateway whether a gateway can serve a model.
 

@@ -1,5 +1,5 @@
-"""Prepares the process before torch is loaded. Every entry point that computes steps calls
-`prepare`."""
+"""Prepares the process before torch is loaded, and reads variables for other modules. Every entry
+point that computes steps calls `prepare`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from worker.startup import machine
 from worker.startup.postponed import postpone_torch_shapes
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 MAX_CACHED_KERNELS = 128
 """Maximum number of compiled kernels in oneDNN's cache, and in torch's own cache in front of it.
 
@@ -28,5 +29,10 @@ def prepare() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
-    version, gpu = machine.torch_build()
-    postpone_torch_shapes(version, is_gpu=bool(gpu))
+    build = machine.torch_build()
+    postpone_torch_shapes(build.version, is_gpu=bool(build.gpu))
+
+
+def visible_devices() -> str | None:
+    """Return the variable by which the user hides GPUs from this process; None if it is not set."""
+    return os.environ.get(VISIBLE_DEVICES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.config.worker import Dtype
@@ -130,12 +131,29 @@ def _statistic(text: str, name: str) -> int:
     return 0
 
 
-def torch_build() -> tuple[str, str]:
-    """Return the version of the installed torch, and the kind of GPU that it is built for: "cuda",
-    "hip" or "". This reads torch's version.py, because importing torch takes seconds."""
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The installed torch.
+
+    version   such as "2.13.0+cpu"; "" if torch is not installed
+    gpu       the kind of GPU that it is built for: "cuda", "hip" or ""
+    toolkit   version of CUDA or HIP that it is built with, major and minor; (0, 0) for CPUs
+    """
+
+    version: str = ""
+    gpu: str = ""
+    toolkit: tuple[int, int] = (0, 0)
+
+
+def torch_build() -> TorchBuild:
+    """Return the installed torch. This reads torch's version.py, because importing torch takes
+    seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return "", ""
+        return TorchBuild()
     text = _text(Path(spec.origin).with_name("version.py"))
     found = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE))
-    return found.get("__version__", ""), next((n for n in ("hip", "cuda") if n in found), "")
+    gpu = next((name for name in ("hip", "cuda") if name in found), "")
+    numbers = [int(number) for number in re.findall(r"\d+", found.get(gpu, ""))]
+    major, minor = (*numbers, 0, 0)[:2]
+    return TorchBuild(found.get("__version__", ""), gpu, (major, minor))

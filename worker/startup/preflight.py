@@ -17,6 +17,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,8 +30,10 @@ from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.text import check_draft
-from worker.startup import cuda_driver, machine
+from worker.startup import machine
 from worker.startup.card import card_of_text
+from worker.startup.check_device import CPU, choose_device
+from worker.startup.environment import visible_devices
 from worker.startup.memory_plan import (
     PlannedModel,
     PlannedTransformersModel,
@@ -38,20 +41,22 @@ from worker.startup.memory_plan import (
     plan_memory,
 )
 
-CPU = "cpu"
 EACH = "--each"
 
 
-def preflight(configs: Sequence[WorkerConfig]) -> Preflight:
+def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Preflight:
     """Return the plans of the workers, in order, or the first error. Memory that is planned for one
-    worker is not available to the next."""
+    worker is not available to the next.
+
+    visible   value of CUDA_VISIBLE_DEVICES, for error messages
+    """
     taken: defaultdict[str, int] = defaultdict(int)
     plans, cards = [], []
     try:
         for config in configs:
             header = read_header(Path(config.model))
             cards.append(_card(header))
-            plan = _plan(config, header, taken)
+            plan = _plan(config, header, taken, visible)
             taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
             taken[CPU] += plan.tier_bytes
             plans.append(plan)
@@ -78,20 +83,21 @@ def _plan(
     config: WorkerConfig,
     header: ModelHeader | TransformersHeader,
     taken: defaultdict[str, int],
+    visible: str | None,
 ) -> ModelPlan:
     headers = [header]
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])
-    device, free_bytes = choose_device(config.device)
+    device = choose_device(config.device, visible)
     flags = cpu_flags()
-    has_kernels = has_compiled_kernels(config, device, flags)
+    has_kernels = has_compiled_kernels(config, device.name, flags)
     return plan_memory(
         config,
         [_planned(header, config, has_kernels=has_kernels) for header in headers],
-        device=device,
-        dtype=machine.dtype_name(config.dtype, is_gpu=device != CPU, cpu_flags=flags),
-        free_bytes=free_bytes - taken[device],
+        device=device.name,
+        dtype=machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags),
+        free_bytes=device.free_bytes - taken[device.name],
         host_bytes=machine.free_host_bytes() - taken[CPU],
     )
 
@@ -113,34 +119,6 @@ def _planned(
         return PlannedTransformersModel(header.name, header.spec)
     packs = is_packed(header.spec, config.weights, config.activations, has_kernels=has_kernels)
     return PlannedModel(header.name, header.tensors, header.kinds, packs)
-
-
-def choose_device(wanted: str) -> tuple[str, int]:
-    """Return the name of a worker's device, and the device's free memory in bytes (`sys.maxsize`
-    with ROCm: unknown). Raises UnusableModel if the device does not exist. With torch,
-    `worker.startup.device.choose_device` chooses the same device."""
-    version, build = machine.torch_build()
-    if wanted == CPU or (wanted == "auto" and not build):
-        return CPU, machine.free_host_bytes()
-    remedy = "serve with --device cpu"
-    if not build:
-        raise UnusableModel(
-            f"device {wanted} was requested, but the installed torch ({version}) supports "
-            "only CPUs",
-            remedy=f"{remedy}, or install a CUDA build of torch",
-        )
-    if build == "hip":  # only torch can list these devices, and the worker loads it later
-        return ("cuda:0" if wanted in ("auto", "cuda") else wanted), sys.maxsize
-    devices = cuda_driver.free_bytes_of_devices()
-    if wanted == "auto" and not devices:
-        return CPU, machine.free_host_bytes()
-    index = int(wanted.partition(":")[2] or 0)
-    if index >= len(devices):
-        raise UnusableModel(
-            f"device {wanted} was requested, but the driver shows {len(devices)} CUDA devices",
-            remedy=f"{remedy}, or check nvidia-smi and CUDA_VISIBLE_DEVICES",
-        )
-    return f"cuda:{index}", devices[index]
 
 
 def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str]) -> bool:
@@ -166,7 +144,8 @@ def main() -> int:
     logging.disable()  # the worker will log the same lines when it loads the model
     *options, configs_json = sys.argv[1:]
     configs = msgspec.json.decode(configs_json, type=list[WorkerConfig])
-    found = [preflight([each]) for each in configs] if EACH in options else preflight(configs)
+    check = partial(preflight, visible=visible_devices())
+    found = [check([each]) for each in configs] if EACH in options else check(configs)
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return 0
 

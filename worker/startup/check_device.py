@@ -1,0 +1,98 @@
+"""`python -P -m worker.startup.check_device DEVICE`: check whether a worker can use a device.
+
+This takes a moment, so a GPU that is missing is found before a model is downloaded. If the device
+cannot be used, the exit code is that of ExitCode.BAD_MODEL, and stderr has the reason and the
+remedy in one line. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from protocol.exit_codes import ExitCode
+from protocol.facts import CudaDriver
+from worker.loading.errors import UnusableModel
+from worker.startup import cuda_driver, machine
+from worker.startup.environment import VISIBLE_DEVICES, visible_devices
+from worker.startup.machine import TorchBuild
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDevice:
+    """The device of a worker.
+
+    name          "cpu" or "cuda:N"
+    free_bytes    its free memory; `sys.maxsize` with ROCm: unknown
+    total_bytes   its whole memory; `sys.maxsize` with ROCm; 0 for the CPU
+    """
+
+    name: str
+    free_bytes: int
+    total_bytes: int = 0
+
+
+def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
+    """Return the device for "auto", "cpu", "cuda" or "cuda:N". With torch,
+    `worker.startup.device.choose_device` chooses the same one.
+
+    visible   value of VISIBLE_DEVICES, for error messages
+
+    Raises UnusableModel, with the reason and a remedy, if the device cannot be used.
+    """
+    build = machine.torch_build()
+    if wanted == CPU or (wanted == "auto" and not build.gpu):
+        return ChosenDevice(CPU, machine.free_host_bytes())
+    if build.gpu == "hip":  # only torch can list these devices, and the worker loads it later
+        name = "cuda:0" if wanted in ("auto", "cuda") else wanted
+        return ChosenDevice(name, sys.maxsize, sys.maxsize)
+    driver = cuda_driver.read_driver(visible)
+    index = 0 if wanted in ("auto", "cuda") else int(wanted.partition(":")[2])
+    if problem := _problem(build, driver, index):
+        if wanted == "auto":
+            return ChosenDevice(CPU, machine.free_host_bytes())
+        reason, remedy = problem
+        raise UnusableModel(
+            f"device {wanted} was requested, but {reason}", remedy=f"{remedy}; or --device cpu"
+        )
+    gpu = driver.gpus[index]
+    return ChosenDevice(f"cuda:{index}", gpu.free_bytes, gpu.total_bytes)
+
+
+def _problem(build: TorchBuild, driver: CudaDriver, index: int) -> tuple[str, str] | None:
+    """Return why torch cannot use the GPU `index`, and a remedy; None if it can."""
+    if not build.gpu:
+        version = build.version.partition("+")[0]
+        return (
+            f"the installed torch ({build.version}) is a build for CPUs",
+            "install a build for CUDA: pip install --force-reinstall --index-url "
+            f"https://pypi.org/simple torch=={version}",
+        )
+    if driver.problem:
+        return driver.problem, driver.remedy
+    if driver.cuda[0] < build.toolkit[0]:
+        return (
+            f"the installed torch ({build.version}) needs a driver for CUDA {build.toolkit[0]}, "
+            f"and this one ({driver.version or 'of unknown version'}) supports CUDA "
+            f"{driver.cuda[0]}.{driver.cuda[1]}",
+            "update NVIDIA's driver",
+        )
+    if index >= len(driver.gpus):
+        names = [f"cuda:{number}" for number in range(len(driver.gpus))]
+        return f"the visible GPUs are {', '.join(names)}", "check nvidia-smi and " + VISIBLE_DEVICES
+    return None
+
+
+def main() -> int:
+    try:
+        choose_device(sys.argv[1], visible_devices())
+    except UnusableModel as error:
+        print(f"{error.message}; {error.remedy}", file=sys.stderr)
+        return ExitCode.BAD_MODEL
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
