@@ -125,12 +125,21 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     kv_memory_gib: Annotated[
         float,
         about(
-            "memory for the KV cache; 0: enough for --max-slots average requests, but at most a "
-            "quarter of the free memory",
+            "memory for the KV cache; 0: what --gpu-memory leaves on a GPU; on a CPU enough for "
+            "--max-slots average requests, but at most a quarter of the free memory",
             ge=0,
             le=1 << 20,
         ),
     ] = 0.0
+    gpu_memory: Annotated[
+        float,
+        about(
+            "share of the GPU's total memory that the worker may use, if the size of the KV cache "
+            "is not given: the cache gets what the weights and the largest step leave of it",
+            ge=0.01,
+            le=1,
+        ),
+    ] = 0.9
     poison_slots: Annotated[
         Poisoning,
         about(

@@ -52,6 +52,7 @@ def test_split_starts_a_pair_that_a_drain_stops_from_the_client_backwards() -> N
     assert prefill.worker.max_slots == decode.worker.max_slots == 2
     assert prefill.worker.share_device
     assert decode.worker.share_device
+    assert prefill.worker.gpu_memory == decode.worker.gpu_memory == 0.45
     key = str(run_directory(8001) / RUN_KEY)
     for config in (decode, prefill, decode.worker, prefill.worker):
         assert config.cluster_key == key

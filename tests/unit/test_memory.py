@@ -33,7 +33,8 @@ from worker.loading.header import read_header
 from worker.models.load import load_model
 from worker.models.spec import ModelSpec
 from worker.startup import assembly, device, machine
-from worker.startup.kv_budget import KVBudget, kv_budget
+from worker.startup.gpu_memory import RESERVE_BYTES, SMALLER_STEP
+from worker.startup.kv_budget import KVBudget, KVDemand, kv_budget
 from worker.startup.memory_plan import (
     DTYPE_BYTES,
     PlannedModel,
@@ -59,15 +60,14 @@ def budget(
 ) -> KVBudget:
     """Return the K/V budget for blocks of one MiB, with 16 tokens by default."""
     options = WorkerConfig(model="m", **config)
-    return kv_budget(
-        options,
+    demand = KVDemand(
         context_tokens=context_tokens,
         block_bytes=1 << 20,
-        free_bytes=free,
         limits=step_limits(options, is_gpu=False),
         window=window,
         groups=groups,
     )
+    return kv_budget(options, demand, free_bytes=free)
 
 
 def test_kv_blocks_sets_the_number_of_blocks() -> None:
@@ -430,21 +430,50 @@ def test_host_memory_for_dropped_blocks_is_planned(large: PlannedModel) -> None:
     assert plan(large, 200, kv_host_gib=gib).max_len > 0
 
 
-def test_the_host_tier_of_a_gpu_does_not_reduce_its_kv_memory(large: PlannedModel) -> None:
-    def on_gpu(**options: Any) -> ModelPlan:
-        return plan_memory(
-            WorkerConfig(model="m", **options),
-            [large],
-            device="cuda:0",
-            dtype="bfloat16",
-            free_bytes=200 * GIB,
-            host_bytes=16 * GIB,
-        )
+def plan_on_gpu(model: PlannedModel, free_gib: float = 200, **options: Any) -> ModelPlan:
+    """Return the plan for a GPU of 200 GiB, and 16 GiB of host memory."""
+    return plan_memory(
+        WorkerConfig(model="m", **options),
+        [model],
+        device="cuda:0",
+        dtype="bfloat16",
+        free_bytes=int(free_gib * GIB),
+        host_bytes=16 * GIB,
+        total_bytes=200 * GIB,
+    )
 
-    assert on_gpu(kv_host_gib=16).kv_bytes == on_gpu().kv_bytes
+
+def test_the_host_tier_of_a_gpu_does_not_reduce_its_kv_memory(large: PlannedModel) -> None:
+    assert plan_on_gpu(large, kv_host_gib=16).kv_bytes == plan_on_gpu(large).kv_bytes
     with pytest.raises(NotEnoughMemory) as refused:
-        on_gpu(kv_host_gib=17)
+        plan_on_gpu(large, kv_host_gib=17)
     assert refused.value.remedy == "--kv-host-gib 16, or less"
+
+
+@pytest.mark.parametrize("share", [0.8, 0.9, 1.0])
+def test_the_plan_of_a_gpu_fills_its_share(large: PlannedModel, share: float) -> None:
+    found = plan_on_gpu(large, gpu_memory=share)
+    used = found.weights_bytes + found.kv_bytes + found.work_bytes + RESERVE_BYTES
+    assert used == pytest.approx(share * 200 * GIB, abs=16 << 20)
+
+
+def test_a_larger_step_leaves_less_memory_for_the_cache_of_a_gpu(large: PlannedModel) -> None:
+    default = plan_on_gpu(large)
+    assert plan_on_gpu(large, token_budget=8192, max_slots=256) == default
+    for option in ({"token_budget": 16384}, {"max_slots": 512}):
+        assert plan_on_gpu(large, **option).kv_bytes < default.kv_bytes
+
+
+def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers(large: PlannedModel) -> None:
+    with pytest.raises(
+        NotEnoughMemory, match=r"weights \(bfloat16\) .* 100.00 GiB are free$"
+    ) as one:
+        plan_on_gpu(large, free_gib=100)
+    assert one.value.remedy.endswith("a smaller model, or " + SMALLER_STEP)
+    with pytest.raises(NotEnoughMemory, match=r"; the GPU has 200\.00 GiB; ") as two:
+        plan_on_gpu(large, gpu_memory=0.6)
+    assert "gpu_memory 0.6 leaves 0.00 GiB for the KV cache" in two.value.message
+    assert "--gpu-memory 1, " in two.value.remedy
 
 
 def test_following_the_remedy_makes_the_plan_fit(large: PlannedModel) -> None:

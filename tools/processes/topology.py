@@ -48,7 +48,8 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
         kv_address = serve.kv_address or f"ipc://{directory / 'kv.sock'}"
         return {"engine": in_cluster(engine, serve.cluster_key, kv_address)}
     key = str(directory / RUN_KEY)
-    engine = _with_worker(engine, share_device=True)  # both engines use the same device
+    share = engine.worker.gpu_memory / 2  # both engines use the same device
+    engine = _with_worker(engine, share_device=True, gpu_memory=share)
     for_p, for_d = _halves(len(os.sched_getaffinity(0)))
     decode = in_cluster(_with(engine, role="decode"), key, "")
     prefill = _with(engine, role="prefill", address=f"ipc://{directory / 'prefill.sock'}")

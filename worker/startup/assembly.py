@@ -7,7 +7,8 @@ blocks) go into WorkerReady, never back into the config.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,9 +40,11 @@ from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
 from worker.startup.device import free_bytes
-from worker.startup.kv_budget import kv_budget
+from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
+from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
-from worker.startup.step_limits import step_limits
+from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
+from worker.startup.step_limits import StepLimits, step_limits
 from worker.startup.timing import StartupTiming
 from worker.step import Runner
 
@@ -74,44 +77,28 @@ def assemble(
         models = [loaded] if draft is None else [loaded, draft]
         window, groups = _windows(config, loaded.spec)
         shapes = [_cache_shape(model.spec, config, groups) for model in models]
-        budget = kv_budget(
-            config,
+        parts = RunnerParts(models, [_attention(model, config, dtype) for model in models])
+        make_caches = partial(_caches, models, shapes, groups, device)
+        demand = KVDemand(
             context_tokens=loaded.card.context_tokens,
             block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
-            free_bytes=free_bytes(device),
             limits=limits,
             window=window,
             groups=groups,
         )
+        if device.type == "cpu":
+            budget = kv_budget(config, demand, free_bytes=free_bytes(device))
+        else:
+            memory = measured_memory(config, parts, make_caches, limits, device)
+            budget = gpu_kv_budget(config, demand, memory)
         num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
-        shared = _shared_memory(config, device, num_bytes)
-        caches = [
-            KVCache(
-                shape[0],
-                budget.num_blocks,
-                *shape[1:],
-                loaded.kv_dtype,
-                device,
-                shared=memory,
-                places=layer_places(loaded.spec.layer_windows) if groups is not None else (),
-            )
-            for shape, memory in zip(shapes, (shared, None), strict=False)
-        ]
+        caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
         columns = -(-budget.max_len // config.block_tokens)
         fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
-        attention = _attention(loaded, config, dtype)
-        draft_model = None
-        if draft is not None:
-            draft_attention = _attention(draft, config, dtype)
-            draft_model = DraftModel(
-                draft.model, caches[1], draft_attention, loaded.card.vocab_size
-            )
-        others = (loaded.model, caches, attention, draft_model)
+        others = [*(each.model for each in models), caches, parts.attentions]
         slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
     with timing("warm up"):
-        spare = SlotTable(fields, 1, device)
-        runner = Runner(loaded.model, spare, caches[0], attention, draft_model=draft_model)
-        _warm_up(runner, caches, budget.max_len)
+        _warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
@@ -139,8 +126,64 @@ def assemble(
         kv_window=window,
         kv_groups=groups,
     )
-    kind = _runner_class(config)
-    return kind(loaded.model, slots, caches[0], attention, draft_model=draft_model), ready
+    return parts.runner(slots, caches, _runner_class(config)), ready
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """The model, and the draft model if there is one, each with its attention."""
+
+    models: Sequence[LoadedModel]
+    attentions: Sequence[Attention]
+
+    def runner(
+        self, slots: SlotTable, caches: Sequence[KVCache], kind: type[Runner] = Runner
+    ) -> Runner:
+        """Return a runner with these slots, and with one cache for each model."""
+        model, draft_model = self.models[0], None
+        if len(self.models) > 1:
+            draft = self.models[1].model
+            draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
+        return kind(model.model, slots, caches[0], self.attentions[0], draft_model=draft_model)
+
+
+def measured_memory(
+    config: WorkerConfig,
+    parts: RunnerParts,
+    make_caches: Callable[[int], list[KVCache]],
+    limits: StepLimits,
+    device: torch.device,
+) -> GpuMemory:
+    """Return the memory of a GPU that holds the weights, with the result of a profile run."""
+    card = parts.models[0].card
+
+    def run() -> None:
+        caches = make_caches(CACHE_BLOCKS)
+        profile = ProfileRun(
+            limits,
+            max_len=min(config.max_len or card.context_tokens, card.context_tokens),
+            vocab_size=card.vocab_size,
+            block_tokens=config.block_tokens,
+            num_entries=caches[0].num_entries,
+            has_draft=len(caches) > 1,
+        )
+        slots = SlotTable(profile.slot_fields(), limits.max_slots, device)
+        profile.run(parts.runner(slots, caches))
+
+    allocator = CudaAllocator(device)
+    step_bytes = measure(run, allocator, limits)
+    now_free, total = torch.cuda.mem_get_info(device)
+    memory = GpuMemory(
+        total_bytes=total,
+        free_bytes=now_free,
+        weights_bytes=allocator.allocated(),
+        step_bytes=step_bytes,
+    )
+    log.info(
+        "GPU memory: %s in total, %s of weights, %s for the largest step, %s free",
+        *map(in_gib, (total, memory.weights_bytes, step_bytes, now_free)),
+    )
+    return memory
 
 
 def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
@@ -291,6 +334,30 @@ def _cache_shape(
     """Return (layers of a block, tokens per block, K/V heads, head dim)."""
     num_layers = num_block_layers(model, groups)
     return num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
+
+
+def _caches(
+    models: Sequence[LoadedModel],
+    shapes: Sequence[tuple[int, int, int, int]],
+    groups: KVGroups | None,
+    device: torch.device,
+    num_blocks: int,
+    shared: SharedMemory | None = None,
+) -> list[KVCache]:
+    """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
+    spec, dtype = models[0].spec, models[0].kv_dtype
+    return [
+        KVCache(
+            shape[0],
+            num_blocks,
+            *shape[1:],
+            dtype,
+            device,
+            shared=memory,
+            places=layer_places(spec.layer_windows) if groups is not None else (),
+        )
+        for shape, memory in zip(shapes, (shared, None), strict=False)
+    ]
 
 
 def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:

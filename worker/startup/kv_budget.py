@@ -15,7 +15,10 @@ AVERAGE_REQUEST_TOKENS = 1024
 this number."""
 FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
-memory."""
+memory of a CPU."""
+MAX_DEFAULT_BLOCKS = 1 << 20
+"""Most blocks of a cache whose size the user has not configured. The engine keeps a record of each,
+so a GPU full of the small blocks of a small model would slow down its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +30,64 @@ class KVBudget:
     max_len: int
 
 
-def kv_budget(
-    options: WorkerConfig,
-    *,
-    context_tokens: int,
-    block_bytes: int,
-    free_bytes: int,
-    limits: StepLimits,
-    window: int | None = None,
-    groups: KVGroups | None = None,
-) -> KVBudget:
-    """Return the number of K/V blocks to allocate, and the longest request that they can hold.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDemand:
+    """What a K/V cache is needed for.
 
     context_tokens   the model's limit
     block_bytes      size of one block, in all layers that it stores
-    free_bytes       free memory for the cache
     limits           the largest step
     window           window of all layers in tokens, see protocol/kv_window.py; None: no blocks are
                      freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
+    """
+
+    context_tokens: int
+    block_bytes: int
+    limits: StepLimits
+    window: int | None = None
+    groups: KVGroups | None = None
+
+    def longest_request_blocks(self, options: WorkerConfig) -> int:
+        """Return the number of blocks, including the null block, that a cache needs to compute a
+        request of `context_tokens` tokens."""
+        return self.held_blocks(options, self.context_tokens) + 1
+
+    def held_blocks(self, options: WorkerConfig, num_tokens: int, num_new: int = 0) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens holds at a time, if each
+        step computes up to `num_new` tokens; 0: as many as memory is planned for."""
+        return max_held_blocks(
+            num_tokens,
+            num_new or self.limits.planned_tokens,
+            block_tokens=options.block_tokens,
+            window=self.window,
+            groups=self.groups,
+        )
+
+
+def kv_budget(
+    options: WorkerConfig,
+    demand: KVDemand,
+    *,
+    free_bytes: int,
+    default_bytes: int | None = None,
+) -> KVBudget:
+    """Return the number of K/V blocks to allocate, and the longest request that they can hold.
+
+    free_bytes       free memory for the cache
+    default_bytes    size of the cache if the user has not configured it, at most `free_bytes`;
+                     None: enough for average requests (`_enough_blocks`)
 
     Raises NotEnoughMemory, with the numbers, if a request of options.max_len would never fit, and
     UnusableModel if options.max_len exceeds the model's context.
     """
+    context_tokens, block_bytes = demand.context_tokens, demand.block_bytes
     if options.max_len > context_tokens:
         raise UnusableModel(
             f"max_len is {options.max_len:,}; the model's context is {context_tokens:,} tokens",
             remedy=f"--max-len {context_tokens}, or less",
         )
-    wanted_len = options.max_len or context_tokens
-    num_blocks = options.kv_blocks or _affordable(
-        options, wanted_len, block_bytes, free_bytes, limits, window, groups
-    )
+    num_blocks = _affordable(options, demand, free_bytes, default_bytes)
     max_blocks = free_bytes // block_bytes
     if num_blocks > max_blocks:
         option = f"--kv-blocks {max_blocks}"
@@ -71,16 +100,20 @@ def kv_budget(
         )
     size = options.block_tokens
     max_len = max_request_tokens(
-        wanted_len, num_blocks=num_blocks, block_tokens=size, window=window, groups=groups
+        options.max_len or context_tokens,
+        num_blocks=num_blocks,
+        block_tokens=size,
+        window=demand.window,
+        groups=demand.groups,
     )
-    held = (num_blocks - 1) * size if groups is None else max_len
+    held = (num_blocks - 1) * size if demand.groups is None else max_len
     if max_len < (options.max_len or options.block_tokens):
         limit = "too few for a request"
         if options.max_len:
             limit = f"less than max_len ({options.max_len:,})"
-        needed = _held_blocks(options, options.max_len or size, 1, window, groups)
-        if window is not None and needed * size < options.max_len:
-            limit += f"; a window of {window:,} tokens needs {needed + 1:,} blocks"
+        needed = demand.held_blocks(options, options.max_len or size, 1)
+        if demand.window is not None and needed * size < options.max_len:
+            limit += f"; a window of {demand.window:,} tokens needs {needed + 1:,} blocks"
         raise NotEnoughMemory(
             f"{num_blocks:,} KV blocks hold {max(held, 0):,} tokens, {limit}",
             remedy=_longer_or_shorter(options, needed, held, block_bytes, max_blocks),
@@ -88,52 +121,29 @@ def kv_budget(
     return KVBudget(num_blocks, max_len)
 
 
-def longest_request_blocks(
-    options: WorkerConfig,
-    num_tokens: int,
-    limits: StepLimits,
-    window: int | None,
-    groups: KVGroups | None,
-) -> int:
-    """Return the number of blocks, including the null block, that a cache needs to compute a
-    request of `num_tokens` tokens in steps of `limits.planned_tokens` tokens."""
-    return _held_blocks(options, num_tokens, limits.planned_tokens, window, groups) + 1
-
-
-def _held_blocks(
-    options: WorkerConfig,
-    num_tokens: int,
-    num_new: int,
-    window: int | None,
-    groups: KVGroups | None,
-) -> int:
-    """Return the most blocks that a request of `num_tokens` tokens holds at a time, if each step
-    computes up to `num_new` tokens."""
-    return max_held_blocks(
-        num_tokens, num_new, block_tokens=options.block_tokens, window=window, groups=groups
-    )
-
-
 def _affordable(
-    options: WorkerConfig,
-    wanted_len: int,
-    block_bytes: int,
-    free_bytes: int,
-    limits: StepLimits,
-    window: int | None,
-    groups: KVGroups | None,
+    options: WorkerConfig, demand: KVDemand, free_bytes: int, default_bytes: int | None
 ) -> int:
-    """Return the number of blocks that fit the configured memory. If no memory is configured,
-    return enough blocks for max_slots average requests and for one request of `wanted_len` tokens,
-    but at most 1/FREE_SHARE of the free memory."""
+    """Return the configured number of blocks, or the number that fits the configured memory. If
+    neither is configured, return the number that fits `default_bytes`; if it is None, return
+    enough blocks for the requests, but at most 1/FREE_SHARE of the free memory."""
+    if options.kv_blocks:
+        return options.kv_blocks
     if options.kv_memory_gib:
-        return int(options.kv_memory_gib * GIB) // block_bytes
+        return int(options.kv_memory_gib * GIB) // demand.block_bytes
+    if default_bytes is not None:
+        return min(default_bytes // demand.block_bytes, MAX_DEFAULT_BLOCKS)
+    return min(_enough_blocks(options, demand), free_bytes // FREE_SHARE // demand.block_bytes)
+
+
+def _enough_blocks(options: WorkerConfig, demand: KVDemand) -> int:
+    """Return the number of blocks for max_slots average requests and for one of the longest."""
+    wanted_len = options.max_len or demand.context_tokens
     longest, average = (
-        _held_blocks(options, num_tokens, limits.planned_tokens, window, groups)
+        demand.held_blocks(options, num_tokens)
         for num_tokens in (wanted_len, min(wanted_len, AVERAGE_REQUEST_TOKENS))
     )
-    blocks = max(limits.max_slots * average, longest) + 1
-    return min(blocks, free_bytes // FREE_SHARE // block_bytes)
+    return max(demand.limits.max_slots * average, longest) + 1
 
 
 def _longer_or_shorter(

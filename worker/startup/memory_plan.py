@@ -30,11 +30,12 @@ from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting, why_not
 from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
+from worker.startup.gpu_memory import SMALLER_STEP, GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import (
     FREE_SHARE,
+    KVDemand,
     in_gib,
     kv_budget,
-    longest_request_blocks,
     round_down,
 )
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers
@@ -117,11 +118,13 @@ def plan_memory(
     dtype: str,
     free_bytes: int,
     host_bytes: int,
+    total_bytes: int = 0,
 ) -> ModelPlan:
     """Return the plan for `models`: the model, and its draft model if there is one.
 
-    free_bytes   free memory of the device
-    host_bytes   free host memory; the same memory if the device is the CPU
+    free_bytes    free memory of the device
+    host_bytes    free host memory; the same memory if the device is the CPU
+    total_bytes   total memory of the GPU; not used if the device is the CPU
 
     Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
     `options.max_len` exceeds the model's context.
@@ -136,6 +139,13 @@ def plan_memory(
         block_bytes(spec, options.block_tokens, dtype, groups, rounds_kv=rounds_kv)
         for spec in specs
     )
+    demand = KVDemand(
+        context_tokens=context_tokens,
+        block_bytes=block,
+        limits=limits,
+        window=window,
+        groups=groups,
+    )
     work = work_bytes(model, dtype, limits)
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
@@ -147,27 +157,32 @@ def plan_memory(
     )
     work += 4 * limits.max_slots * longest
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
-    demand = _demand(model.name, weights, _form(dtype, expanded), work, free_bytes)
+    text = _needs(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
-    # The null block and one more. By default the cache gets only 1/FREE_SHARE of the free memory.
-    is_named = bool(options.kv_blocks or options.kv_memory_gib)
-    least = 2 * block * (1 if is_named else FREE_SHARE)
+    # The null block and one more. By default the cache of a CPU gets only 1/FREE_SHARE of the free
+    # memory.
+    takes_all = options.kv_blocks or options.kv_memory_gib or device != "cpu"
+    least = 2 * block * (1 if takes_all else FREE_SHARE)
     if left < least:
-        raise NotEnoughMemory(demand, remedy=_smaller(model, dtype, expanded))
-    tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, demand)
-    left -= tier if device == "cpu" else 0
-    try:
-        budget = kv_budget(
-            options,
-            context_tokens=context_tokens,
-            block_bytes=block,
-            free_bytes=left,
-            limits=limits,
-            window=window,
-            groups=groups,
+        remedy = _smaller(model, dtype, expanded)
+        raise NotEnoughMemory(
+            text, remedy=remedy if device == "cpu" else f"{remedy}, or {SMALLER_STEP}"
         )
+    tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, text)
+    try:
+        if device == "cpu":
+            budget = kv_budget(options, demand, free_bytes=left - tier)
+        else:
+            memory = GpuMemory(
+                total_bytes=total_bytes,
+                free_bytes=free_bytes - weights,
+                weights_bytes=weights,
+                step_bytes=work,
+            )
+            budget = gpu_kv_budget(options, demand, memory)
     except NotEnoughMemory as error:
-        raise NotEnoughMemory(f"{demand}; {error.message}", remedy=error.remedy) from None
+        start = text if device == "cpu" else model.name
+        raise NotEnoughMemory(f"{start}; {error.message}", remedy=error.remedy) from None
     return ModelPlan(
         name=model.name,
         architecture=model.spec.architecture,
@@ -177,8 +192,7 @@ def plan_memory(
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
-        longest_kv_bytes=block
-        * longest_request_blocks(options, context_tokens, limits, window, groups),
+        longest_kv_bytes=demand.longest_request_blocks(options) * block,
         work_bytes=work,
         tier_bytes=tier,
         free_bytes=free_bytes,
@@ -186,7 +200,7 @@ def plan_memory(
     )
 
 
-def _demand(name: str, weights: int, form: str, work: int, free_bytes: int) -> str:
+def _needs(name: str, weights: int, form: str, work: int, free_bytes: int) -> str:
     """Return a sentence for errors: the memory that the model needs, and the memory that is
     free."""
     return (
@@ -195,13 +209,13 @@ def _demand(name: str, weights: int, form: str, work: int, free_bytes: int) -> s
     )
 
 
-def _tier_bytes(options: WorkerConfig, free_bytes: int, demand: str) -> int:
+def _tier_bytes(options: WorkerConfig, free_bytes: int, text: str) -> int:
     """Return the size of the K/V host tier in bytes. Raises NotEnoughMemory if it exceeds
-    `free_bytes`; the message starts with `demand`."""
+    `free_bytes`; the message starts with `text`."""
     tier = int(options.kv_host_gib * GIB)
     if tier > free_bytes:
         raise NotEnoughMemory(
-            f"{demand}; kv_host_gib is {options.kv_host_gib:g}",
+            f"{text}; kv_host_gib is {options.kv_host_gib:g}",
             remedy=f"--kv-host-gib {round_down(free_bytes / GIB):g}, or less",
         )
     return tier

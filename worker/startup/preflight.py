@@ -99,6 +99,7 @@ def _plan(
         dtype=machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags),
         free_bytes=device.free_bytes - taken[device.name],
         host_bytes=machine.free_host_bytes() - taken[CPU],
+        total_bytes=device.total_bytes,
     )
 
 
