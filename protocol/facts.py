@@ -65,6 +65,17 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str = ""
     #: Name of the device's directory in devices.py; "" for the CPU.
     device_id: str = ""
+    #: What torch is built for: "CPUs", "CUDA 13.0" or "HIP 6.4".
+    torch_build: str = "CPUs"
+    driver: CudaDriver = CudaDriver()
+    #: Why torch cannot use the first of the driver's GPUs; "" if it can, or if there is none.
+    gpu_problem: str = ""
+    #: What to do about it.
+    gpu_remedy: str = ""
+    #: Version of triton; "" if it is not installed.
+    triton: str = ""
+    #: Installed libraries of attention on GPUs.
+    attention: list[str] = []
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):

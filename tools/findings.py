@@ -104,7 +104,45 @@ def threads(facts: MachineFacts, environment: Mapping[str, str]) -> Finding:
 
 def compute(facts: MachineFacts) -> Finding:
     name = facts.device + (f" ({facts.device_name})" if facts.device_name else "")
-    return Finding("compute", f"torch {facts.torch}, {name}, {facts.dtype}")
+    torch = f"torch {facts.torch} for {facts.torch_build}"
+    return Finding("compute", f"{torch}, {name}, {facts.dtype}")
+
+
+def gpus(facts: MachineFacts) -> list[Finding]:
+    """Judge the GPUs, their driver, and whether torch can use them. A machine needs none."""
+    driver = facts.driver
+    if facts.torch_build.startswith("HIP"):
+        return []  # the GPUs are AMD's, and only torch lists them
+    if not driver.gpus:
+        return [Finding("gpu", f"none: {driver.problem}")]
+    found = [
+        Finding(
+            "gpu",
+            f"cuda:{index}: {gpu.name}, compute capability {gpu.capability[0]}."
+            f"{gpu.capability[1]}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free",
+        )
+        for index, gpu in enumerate(driver.gpus)
+    ]
+    version = f"{driver.version or 'of unknown version'}, up to CUDA {_dotted(driver.cuda)}"
+    if facts.gpu_problem:
+        text = f"{version}; not used, because {facts.gpu_problem}"
+        found.append(Finding("driver", text, Verdict.DOUBT, facts.gpu_remedy))
+    else:
+        found.append(Finding("driver", version))
+    return [*found, _gpu_libraries(facts)]
+
+
+def _gpu_libraries(facts: MachineFacts) -> Finding:
+    """Judge the libraries with which a GPU computes faster than with torch alone."""
+    attention = ", ".join(facts.attention) or "no FlashAttention library"
+    if not facts.triton:
+        remedy = "pip install 'tidegate[cuda]'; without triton, torch alone computes slowly"
+        return Finding("gpu code", f"no triton; {attention}", Verdict.DOUBT, remedy)
+    return Finding("gpu code", f"triton {facts.triton}; {attention}")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def device(facts: MachineFacts, holders: Sequence[DeviceHolder]) -> Finding:

@@ -27,7 +27,10 @@ def test_a_model_that_can_be_served_is_well(
     code, found = examined(capsys, str(write_tiny_llama(tmp_path)))
     assert code == 0
     assert "LlamaForCausalLM, context of 128 tokens" in found["model"]["said"]
-    assert f"torch {torch.__version__}" in found["compute"]["said"]
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    assert f"torch {torch.__version__} for {build}" in found["compute"]["said"]
+    if not torch.cuda.is_available():
+        assert found["gpu"]["said"].startswith("none: ") or found["driver"]["remedy"]
     assert found["tokenizer"]["verdict"] == "ok"
     assert str(tmp_path / "cache") in found["cache"]["said"]
     assert not (tmp_path / "cache").exists()  # it changes nothing

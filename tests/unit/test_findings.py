@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.devices import DeviceHolder
-from protocol.facts import GIB, MachineFacts, ModelPlan, Preflight
+from protocol.facts import GIB, CudaDriver, GpuFacts, MachineFacts, ModelPlan, Preflight
 from protocol.rooms import HOME, ROOMS, PackageProblem, check_rooms
 from tools import findings
 from tools.findings import Finding, Verdict
@@ -150,6 +150,51 @@ def test_every_bad_finding_has_a_remedy(
 
 def test_types_that_are_expanded_are_named() -> None:
     assert "(bfloat16, Q4_K is expanded)" in planned(expanded=["Q4_K"])[1].fact
+
+
+H100 = GpuFacts(name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=GIB)
+DRIVER = CudaDriver(version="580.95.05", cuda=(13, 0), gpus=[H100, replace(H100, free_bytes=0)])
+WITH_GPUS = {"torch_build": "CUDA 13.0", "driver": DRIVER, "triton": "3.6.0"}
+
+
+def test_each_gpu_its_driver_and_its_libraries_have_a_line() -> None:
+    libraries = ["FlashAttention 3 (vllm 0.33.0)"]
+    found = findings.gpus(machine(**WITH_GPUS, attention=libraries))
+    assert [(each.subject, each.fact) for each in found] == [
+        ("gpu", "cuda:0: NVIDIA H100, compute capability 9.0, 1.00 GiB of 80.00 GiB free"),
+        ("gpu", "cuda:1: NVIDIA H100, compute capability 9.0, 0.00 GiB of 80.00 GiB free"),
+        ("driver", "580.95.05, up to CUDA 13.0"),
+        ("gpu code", "triton 3.6.0; FlashAttention 3 (vllm 0.33.0)"),
+    ]
+    assert findings.worst(found) is Verdict.OK
+
+
+def test_a_machine_without_a_gpu_is_well_and_says_why_there_is_none() -> None:
+    driver = CudaDriver(problem="NVIDIA's driver is not installed", remedy="install it")
+    assert findings.gpus(machine(driver=driver)) == [
+        Finding("gpu", "none: NVIDIA's driver is not installed")
+    ]
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_doubt() -> None:
+    problem = {"gpu_problem": "torch is a build for CPUs", "gpu_remedy": "install the other"}
+    *_, driver, libraries = findings.gpus(machine(driver=DRIVER, **problem))
+    assert driver == Finding(
+        "driver",
+        "580.95.05, up to CUDA 13.0; not used, because torch is a build for CPUs",
+        Verdict.DOUBT,
+        "install the other",
+    )
+    assert (libraries.verdict, libraries.fact) == (
+        Verdict.DOUBT,
+        "no triton; no FlashAttention library",
+    )
+    assert "tidegate[cuda]" in libraries.remedy
+
+
+def test_amds_gpus_are_left_to_torch() -> None:
+    assert findings.gpus(machine(torch_build="HIP 6.4")) == []
+    assert findings.compute(machine(torch_build="HIP 6.4")).fact.startswith("torch 2.13.0 for HIP")
 
 
 def test_a_gpu_needs_no_fast_cpu() -> None:

@@ -23,7 +23,7 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.commands.models import memory_line
 from tools.models.preflight import limit, preflight_each
 from worker.loading.errors import UnusableModel
-from worker.startup import cuda_driver, machine
+from worker.startup import cuda_driver, gpu_libraries, machine
 from worker.startup.check_device import ChosenDevice, choose_device
 from worker.startup.machine import TorchBuild
 from worker.startup.preflight import preflight
@@ -352,3 +352,26 @@ def test_a_driver_without_visible_gpus_names_the_reason(visible: str | None, pro
     assert (found.version, found.cuda, found.gpus) == ("570.86.15", (12, 8), [])
     assert found.problem == problem
     assert found.remedy
+
+
+# ---- libraries for GPUs
+def test_flash_attention_is_found_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "vllm" / "vllm_flash_attn"
+    folder.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    for name in ("_vllm_fa2_C.abi3.so", "_vllm_fa3_C.abi3.so", "_vllm_fa3_C.abi3.so.part", "_C.so"):
+        (folder / name).touch()
+    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert gpu_libraries.attention_libraries() == [
+        "FlashAttention 3 (vllm 0.33.0)",
+        "FlashAttention 2 (vllm 0.33.0)",
+    ]
+
+
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert gpu_libraries.version_of("no-such-package") == ""
+    assert gpu_libraries.version_of("numpy")

@@ -38,9 +38,9 @@ from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
 DESCRIPTION = """\
-Check whether this machine can run a server: libraries, CPU, threads, port, sockets and files, and
-for MODEL its memory and its tokenizer. Each line is a verdict; a problem comes with a remedy. The
-command changes nothing. It exits with code 1 if a line is BAD.
+Check whether this machine can run a server: libraries, CPU, threads, GPUs, port, sockets and files,
+and for MODEL its memory and its tokenizer. Each line is a verdict; a problem comes with a remedy.
+The command changes nothing. It exits with code 1 if a line is BAD.
 """
 
 EXAMPLES = """\
@@ -120,6 +120,7 @@ def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
     yield findings.processor(facts)
     yield findings.threads(facts, os.environ)
     yield findings.compute(facts)
+    yield from findings.gpus(facts)
     if facts.device_id:
         yield findings.device(facts, devices.read_holders(devices.directory() / facts.device_id))
     if finding is not None:

@@ -50,7 +50,7 @@ def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
         return ChosenDevice(name, sys.maxsize, sys.maxsize)
     driver = cuda_driver.read_driver(visible)
     index = 0 if wanted in ("auto", "cuda") else int(wanted.partition(":")[2])
-    if problem := _problem(build, driver, index):
+    if problem := gpu_problem(build, driver, index):
         if wanted == "auto":
             return ChosenDevice(CPU, machine.free_host_bytes())
         reason, remedy = problem
@@ -61,7 +61,7 @@ def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
     return ChosenDevice(f"cuda:{index}", gpu.free_bytes, gpu.total_bytes)
 
 
-def _problem(build: TorchBuild, driver: CudaDriver, index: int) -> tuple[str, str] | None:
+def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[str, str] | None:
     """Return why torch cannot use the GPU `index`, and a remedy; None if it can."""
     if not build.gpu:
         version = build.version.partition("+")[0]

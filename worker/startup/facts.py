@@ -15,7 +15,11 @@ from protocol.facts import MachineFacts
 from worker.kernels.cpuinfo import cpu_flags
 from worker.startup import device as devices
 from worker.startup import machine
+from worker.startup.check_device import gpu_problem
+from worker.startup.cuda_driver import read_driver
 from worker.startup.device import free_bytes
+from worker.startup.environment import visible_devices
+from worker.startup.gpu_libraries import attention_libraries, version_of
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
@@ -29,6 +33,8 @@ def machine_facts() -> MachineFacts:
     flags = cpu_flags()
     dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
     cores, quota = machine.allowed_cores(), machine.cpu_quota()
+    build, driver = machine.torch_build(), read_driver(visible_devices())
+    problem, remedy = (driver.gpus and gpu_problem(build, driver)) or ("", "")
     return MachineFacts(
         torch=str(torch.__version__),
         device=str(device),
@@ -41,6 +47,14 @@ def machine_facts() -> MachineFacts:
         quota=quota,
         threads=machine.choose_threads(0, cores=cores, quota=quota),
         free_bytes=free_bytes(device),
+        torch_build=f"{build.gpu.upper()} {build.toolkit[0]}.{build.toolkit[1]}"
+        if build.gpu
+        else "CPUs",
+        driver=driver,
+        gpu_problem=problem,
+        gpu_remedy=remedy,
+        triton=version_of("triton"),
+        attention=attention_libraries(),
     )
 
 
