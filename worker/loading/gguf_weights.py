@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.loading.gguf_file import GGMLType, GGUFFile
+from worker.loading.pinned_ring import Copy, copy_tensor
 from worker.loading.quant_blocks import BlockKind, QuantBlocks, dequantized
 
 PIECE_ITEMS = 1 << 18
@@ -26,13 +27,14 @@ OWN_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 class GGUFWeights:
     """A `WeightSource` (weights.py) that reads a GGUF file. It dequantises PIECE_ITEMS numbers at a
-    time, directly into the target."""
+    time. `copy` copies them to the target."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFFile, copy: Copy = copy_tensor) -> None:
         self._file = file
+        self._copy = copy
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
-        read_tensor(self._file, name, target, index)
+        read_tensor(self._file, name, target, index, self._copy)
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         info = self._file.tensors[name]
@@ -43,12 +45,18 @@ class GGUFWeights:
         return QuantBlocks(kind, raw.reshape(rows, columns // kind.weights, -1))
 
 
-def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = None) -> None:
+def read_tensor(
+    file: GGUFFile,
+    name: str,
+    target: Tensor,
+    index: int | None = None,
+    copy: Copy = copy_tensor,
+) -> None:
     """Dequantise the tensor `name`, or its item `index` of the first axis, into `target`, a
     contiguous tensor with the same number of items."""
     kind, raw, flat = file.tensors[name].kind, _raw(file, name, index), target.view(-1)
     if kind in PLAIN_DTYPES:
-        flat.copy_(torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))
+        copy(flat, torch.from_numpy(raw).view(PLAIN_DTYPES[kind]))
         return
     block_items, block_bytes = kind.block
     step = PIECE_ITEMS // block_items
@@ -58,7 +66,7 @@ def read_tensor(file: GGUFFile, name: str, target: Tensor, index: int | None = N
         # because a request fails anyway if its logits are not finite.
         with np.errstate(all="ignore"):
             values = _dequantized(blocks[first : first + step], kind)
-        flat[first * block_items :][: values.size].copy_(torch.from_numpy(values))
+        copy(flat[first * block_items :][: values.size], torch.from_numpy(values))
 
 
 def _raw(file: GGUFFile, name: str, index: int | None) -> NDArray[np.uint8]:

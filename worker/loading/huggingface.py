@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.loading import mxfp4
+from worker.loading.pinned_ring import Copy, copy_tensor
 from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, QuantBlocks
 from worker.loading.quantized_layers import QuantizedLayer
 from worker.loading.quantized_weights import QuantizedMatrix
@@ -37,6 +38,7 @@ class SafetensorsWeights:
     read.
 
     quantized   name of a weight -> its layer, for the layers that `quantization_config` describes
+    copy        copies what was read to the target
 
     A name that is neither in `quantized` nor in the files names a matrix in MXFP4. The files store
     the matrix as two tensors, whose names end in BLOCKS and SCALES.
@@ -45,18 +47,22 @@ class SafetensorsWeights:
     """
 
     def __init__(
-        self, files: SafetensorsFiles, quantized: Mapping[str, QuantizedLayer] | None = None
+        self,
+        files: SafetensorsFiles,
+        quantized: Mapping[str, QuantizedLayer] | None = None,
+        copy: Copy = copy_tensor,
     ) -> None:
         opened = {path: _opened(path) for path in files.paths}
         self._files = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
         self._quantized = quantized or {}
+        self._copy = copy
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
         if name in self._quantized:
             for first, values in self._matrix(name).pieces():
-                target[first : first + len(values)].copy_(torch.from_numpy(values))
+                self._copy(target[first : first + len(values)], torch.from_numpy(values))
         elif name in self._files:
-            target.copy_(self._read(name, index))
+            self._copy(target, self._read(name, index))
         else:
             self._read_mxfp4(name, target, index)
 
@@ -76,7 +82,7 @@ class SafetensorsWeights:
         for first in range(0, len(blocks), PIECE_BLOCKS):
             piece = slice(first, first + PIECE_BLOCKS)
             values = mxfp4.values(mxfp4.integers(blocks[piece]), scales[piece])
-            rows[piece].copy_(torch.from_numpy(values))
+            self._copy(rows[piece], torch.from_numpy(values))
 
     def _mxfp4(self, name: str, index: int | None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the blocks [N, 16] and scales [N] of a matrix in MXFP4."""

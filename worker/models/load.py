@@ -25,6 +25,7 @@ from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
+from worker.loading.pinned_ring import Copy, copy_tensor, copying_to
 from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
@@ -86,8 +87,9 @@ def load_model(
     spec = header.spec
     kernels = fitting(kernels or TorchKernels(), spec)
     form = layout(kernels, weights, dtype, activations)
-    source = open_weights(header)
-    loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
+    with copying_to(device) as copy:
+        source = open_weights(header, copy)
+        loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
     costs = settle(spec, loaded, dtype, kernels, measurements)
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
@@ -129,12 +131,15 @@ def _rounded_kv(dtype: torch.dtype) -> list[str]:
     return ["kv"] if dtype == ROUNDED else []
 
 
-def open_weights(header: ModelHeader) -> WeightSource:
-    """Return the source that reads the weights of the model with this header."""
+def open_weights(header: ModelHeader, copy: Copy = copy_tensor) -> WeightSource:
+    """Return the source that reads the weights of the model with this header.
+
+    copy   copies what was read to the targets
+    """
     if isinstance(header.files, GGUFFile):
-        return GGUFWeights(header.files)
+        return GGUFWeights(header.files, copy)
     quantized = header.quantized
-    return SafetensorsWeights(header.files, quantized.layers if quantized else None)
+    return SafetensorsWeights(header.files, quantized.layers if quantized else None, copy)
 
 
 def _card(
