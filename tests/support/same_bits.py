@@ -21,12 +21,14 @@ import torch
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
+from protocol.facts import GIB
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
+from worker.kv.cache import block_bytes
 from worker.models.load import LoadedModel
 from worker.quantize.writing import quantize_model
 
@@ -292,10 +294,11 @@ def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[
 def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
     """Store the blocks of each prompt when it is first computed, and load them later: from host
     memory after the cache has lost them, from disk by another engine."""
+    num_blocks = sum(len(prompt) // BLOCK_TOKENS for prompt in subject.prompts)
     if tier == "disk":
         moves = WorkerConfig(model="", kv_disk=str(folder))
     else:
-        moves = WorkerConfig(model="", kv_host_gib=0.25)
+        moves = WorkerConfig(model="", kv_host_gib=2 * num_blocks * _block_bytes(subject) / GIB)
     new_replica = partial(
         Replica,
         subject.loaded,
@@ -310,7 +313,7 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
         replica.close()
         replica = new_replica()
     else:
-        _await_stored(replica, tier, sum(len(prompt) // BLOCK_TOKENS for prompt in subject.prompts))
+        _await_stored(replica, tier, num_blocks)
         pool = replica.engine.scheduler.pool
         pool.release(pool.allocate(pool.num_free) or [])
     with closing(replica):
@@ -320,6 +323,11 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
             assert usage is not None
             assert usage.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             yield BitCase(number, found)
+
+
+def _block_bytes(subject: Subject) -> int:
+    spec, dtype = subject.loaded.spec, subject.loaded.kv_dtype
+    return block_bytes(spec.num_layers, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim, dtype)
 
 
 def _await_stored(replica: Replica, tier: str, num_blocks: int) -> None:

@@ -111,7 +111,10 @@ def main(arguments: list[str]) -> int:
         )  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # two would wait for each other on a busy machine
-    rows = [*compare(options.models, options.dtypes, options.ways, options.prompts)]
+    rows = []
+    for row in compare(options.models, options.dtypes, options.ways, options.prompts):
+        tqdm.write(f"done: {', '.join(row.cells())}", file=sys.stderr)
+        rows.append(row)
     return print_table(COLUMNS, rows, 1.0)
 
 
