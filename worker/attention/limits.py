@@ -1,0 +1,124 @@
+"""What the attention backends for GPUs support, as plain data. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.config.worker import AttentionBackend
+from worker.loading.errors import UnusableModel
+
+Platform = Literal["cpu", "cuda", "rocm"]
+Version = tuple[int, int]
+HEAD_DIM_MULTIPLE = 8
+"""Libraries load 16 bytes at a time, so a head of 16-bit numbers must be a multiple of them."""
+
+
+class NoBackend(Exception):
+    """A backend cannot be used on this machine. The message gives the reason in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """A machine, and the attention of a model that it is to compute."""
+
+    #: "cuda": an NVIDIA GPU; "rocm": an AMD GPU, which torch calls "cuda" too.
+    platform: Platform
+    #: Compute capability of an NVIDIA GPU; (0, 0) for all other devices.
+    capability: Version
+    #: Number of its streaming multiprocessors, or of AMD's compute units.
+    num_processors: int
+    torch_version: Version
+    #: Names of the dtypes of the queries and of the cache, as torch spells them.
+    dtype: str
+    kv_dtype: str
+    #: Most query heads of a layer.
+    num_heads: int
+    head_dim: int
+    block_tokens: int
+    #: Whether a layer has sinks, or may have some.
+    has_sinks: bool
+    has_soft_cap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashLimits:
+    """What a FlashAttention library supports: 16-bit numbers on NVIDIA GPUs, and the following."""
+
+    #: Least compute capability.
+    capability: Version
+    #: Whether the library only has code for GPUs of that major version.
+    one_major: bool = False
+    #: Least version of torch.
+    torch_version: Version
+    #: The tokens of a block must be a multiple of this.
+    block_multiple: int = 1
+    max_head_dim: int = 256
+    #: Most query heads of a layer with sinks; 0: no sinks.
+    max_sink_heads: int = 0
+    has_soft_cap: bool = True
+
+    def reason_against(self, needs: AttentionNeeds) -> str | None:
+        """Return why the library cannot compute this attention on this machine; None if it can."""
+        if needs.platform != "cuda":
+            return "it needs an NVIDIA GPU"
+        if self._is_other_gpu(needs.capability):
+            found, needed = _dotted(needs.capability), _dotted(self.capability)
+            return f"compute capability {found}, it needs {needed}"
+        if needs.torch_version < self.torch_version:
+            return f"torch {_dotted(needs.torch_version)}, it needs {_dotted(self.torch_version)}"
+        if needs.dtype not in ("bfloat16", "float16"):
+            return f"dtype {needs.dtype}, it needs bfloat16"
+        if needs.kv_dtype != needs.dtype:
+            return f"the KV cache is in {needs.kv_dtype}"
+        if needs.head_dim > self.max_head_dim or needs.head_dim % HEAD_DIM_MULTIPLE:
+            most = f"a multiple of {HEAD_DIM_MULTIPLE} up to {self.max_head_dim}"
+            return f"head dim {needs.head_dim}, it needs {most}"
+        if needs.block_tokens % self.block_multiple:
+            return f"--block-tokens {needs.block_tokens}, it needs {self.block_multiple}"
+        if needs.has_sinks and not self.max_sink_heads:
+            return "it has no attention sinks"
+        if needs.has_sinks and needs.num_heads > self.max_sink_heads:
+            return f"{needs.num_heads} heads with sinks, it has at most {self.max_sink_heads}"
+        if needs.has_soft_cap and not self.has_soft_cap:
+            return "it has no soft cap"
+        return None
+
+    def _is_other_gpu(self, capability: Version) -> bool:
+        is_newer = self.one_major and capability[0] > self.capability[0]
+        return is_newer or capability < self.capability
+
+
+FA3_LIMITS = FlashLimits(
+    capability=(9, 0), one_major=True, torch_version=(2, 10), max_sink_heads=64
+)
+FA2_LIMITS = FlashLimits(capability=(8, 0), torch_version=(2, 10), block_multiple=16)
+VARLEN_LIMITS = FlashLimits(
+    capability=(8, 0), torch_version=(2, 13), block_multiple=256, has_soft_cap=False
+)
+"""Of `varlen_attn`, which is part of torch. It has block tables since 2.13."""
+
+
+def reason_against_triton(needs: AttentionNeeds) -> str | None:
+    """Return why our Triton kernels cannot compute this attention; None if they can."""
+    if needs.platform == "cpu":
+        return "it needs a GPU"
+    if needs.platform == "cuda" and needs.capability < (8, 0):
+        return f"compute capability {_dotted(needs.capability)}, it needs 8.0"
+    if needs.kv_dtype != needs.dtype:
+        return f"the KV cache is in {needs.kv_dtype}"
+    return None
+
+
+def check_device(wanted: AttentionBackend, *, is_cpu: bool) -> None:
+    """Raise UnusableModel if the option `--attention` has the value `wanted`, but the device has no
+    such backend."""
+    if is_cpu and wanted in ("flash", "triton"):
+        raise UnusableModel(
+            f"attention {wanted!r} needs a GPU, but the device is the CPU",
+            remedy="serve with --attention auto",
+        )
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
