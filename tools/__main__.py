@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -73,13 +74,14 @@ COMMANDS = {
     "pull": "download a model",
     "quantize": "write a model as a smaller GGUF file",
     "rm": "remove models from the cache",
+    "fetch-kernels": "fetch a FlashAttention library for GPUs",
 }
 """Name and summary of each command, in the order of `--help`."""
 
 
 def _tool(name: str) -> Tool:
     """Import the module of a command."""
-    return cast(Tool, import_module(f"tools.commands.{name.replace(' ', '_')}"))
+    return cast(Tool, import_module(f"tools.commands.{re.sub('[ -]', '_', name)}"))
 
 
 class PrintVersion(argparse.Action):

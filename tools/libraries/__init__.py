@@ -1,0 +1,1 @@
+"""Libraries of GPU kernels that are fetched rather than installed."""
