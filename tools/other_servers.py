@@ -43,7 +43,8 @@ REPLACEMENTS: Mapping[str, str] = {
     "$TIDEGATE_HOME selects the directory of downloaded models": "--download-dir",
     "--default-sampling sets sampling parameters for requests that set none": "--generation-config"
     " --temp --temperature --top-p --top-k --min-p",
-    "--kernels selects the kernels on a CPU": "--attention-backend -fa --flash-attn",
+    "--attention selects the attention on a GPU, and --kernels the kernels on a CPU": ""
+    "--attention-backend -fa --flash-attn",
     "--kv-memory-gib sets the size of the KV cache, in GiB": "--gpu-memory-utilization"
     " --kv-cache-memory-bytes --mem-fraction-static",
     "--speculation selects the method; see also --draft-model and --max-drafts": ""

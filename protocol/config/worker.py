@@ -70,6 +70,18 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "avx512bf16"
         ),
     ] = "auto"
+    attention: Annotated[
+        AttentionBackend,
+        about(
+            "attention on a GPU; flash: a FlashAttention library (tidegate fetch-kernels); triton: "
+            "our Triton kernels; torch: torch's operations; auto: the first of these that supports "
+            "the GPU and the model. On a CPU, auto is the attention of --kernels"
+        ),
+    ] = "auto"
+    libraries: Annotated[
+        str,
+        about("directory of the libraries of `tidegate fetch-kernels`; empty: none", wiring=True),
+    ] = ""
     weights: Annotated[
         WeightForm,
         about(

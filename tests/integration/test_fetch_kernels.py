@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from tests.support.package_index import MEMBER, PACKAGE, VERSION, PackageIndex, wheel_with
 from tools.__main__ import main
 from tools.failure import Failure
@@ -25,7 +27,10 @@ from tools.libraries.catalogue import (
 )
 from tools.libraries.fetch import fetch_library
 from tools.libraries.remote_wheel import NoRanges, RangeFile, fetch_member
+from tools.models.fetch import home
 from tools.models.wheel_file import WheelFile
+from tools.processes.topology import with_model
+from worker.attention.flash_library import FA2_OPERATOR, FA3_OPERATOR
 
 CONTENT = random.Random(0).randbytes(40_000)
 WHEEL = wheel_with(CONTENT, before=random.Random(1).randbytes(400_000))
@@ -187,6 +192,14 @@ def test_every_library_has_digests() -> None:
         assert entry.name == name
         for digest in (entry.wheel_sha256, entry.file_sha256):
             assert len(bytes.fromhex(digest)) == hashlib.sha256().digest_size
+
+
+def test_a_worker_searches_the_files_where_the_command_stores_them() -> None:
+    assert LIBRARIES["fa3"].file == FA3_OPERATOR.file
+    assert LIBRARIES["fa2"].file == FA2_OPERATOR.file
+    engine = EngineConfig(address="ipc://engine", worker=WorkerConfig(model="tide"))
+    worker = with_model(engine, Path("/tide.gguf")).worker
+    assert worker.libraries == str(library_folder(home()))
 
 
 def test_the_command_prints_the_path(

@@ -145,7 +145,7 @@ def options(*words: str) -> dict[str, object]:
 def test_every_field_but_wiring_is_an_option() -> None:
     for _, config in CONFIGS:
         fields = {field.name for field in msgspec.structs.fields(config)}
-        wiring = {"model", "address", "worker", "engine", "card", "measurements"}
+        wiring = {"model", "address", "worker", "engine", "card", "measurements", "libraries"}
         wiring |= {"recommended_sampling"}
         wiring |= {"api_key_digests", "supervisor_digest", "metrics_directory", "tried_tokenizer"}
         wiring |= {"expected_card"}

@@ -158,6 +158,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path, tiny: 
         ({"weights": "packed", "kernels": "torch"}, "packed weights need compiled kernels"),
         ({"activations": "int8", "weights": "dense"}, "in int8 need packed weights"),
         ({"activations": "int8", "kernels": "torch"}, "in int8 need packed weights"),
+        ({"attention": "flash"}, "attention 'flash' needs a GPU, but the device is the CPU"),
         ({"max_len": 4096}, "max_len is 4,096; the model's context is 128 tokens"),
     ],
     ids=str,

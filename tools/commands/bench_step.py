@@ -19,6 +19,7 @@ from tools.bench.report import aligned
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
+from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.processes.children import last_error_line, module_command
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
             {**vars(options), **dict.fromkeys(FIXED)},
             model=model,
             measurements=str(home() / "measurements"),  # so the kernels are those of a server
+            libraries=str(library_folder(home())),
         )
         config = build(StepBench, vars(options), worker=worker)
     except ValueError as error:

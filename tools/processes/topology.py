@@ -24,6 +24,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.model_card import SamplingDefaults
 from tools.failure import Failure
+from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import CATALOGUE
 from tools.models.fetch import home
 from tools.processes.run_lock import RUN_KEY
@@ -112,6 +113,7 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
         model=str(path),
         draft_model=draft_path,
         measurements=measurements,
+        libraries=str(library_folder(home())),
         recommended_sampling=entry.sampling if entry else SamplingDefaults(),
     )
 

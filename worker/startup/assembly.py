@@ -39,6 +39,7 @@ from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
+from worker.startup.attention_needs import attention_needs
 from worker.startup.device import free_bytes
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
@@ -77,7 +78,8 @@ def assemble(
         models = [loaded] if draft is None else [loaded, draft]
         window, groups = _windows(config, loaded.spec)
         shapes = [_cache_shape(model.spec, config, groups) for model in models]
-        parts = RunnerParts(models, [_attention(model, config, dtype) for model in models])
+        attentions = [_attention(model, config, dtype, device) for model in models]
+        parts = RunnerParts(models, attentions)
         make_caches = partial(_caches, models, shapes, groups, device)
         demand = KVDemand(
             context_tokens=loaded.card.context_tokens,
@@ -245,9 +247,25 @@ def _tokenizer(header: ModelHeader | TransformersHeader) -> TokenizerRead:
     )
 
 
-def _attention(loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype) -> Attention:
-    """Return the attention of the kernels that the model uses."""
-    return select_attention(config.block_tokens, dtype=dtype, kernels=loaded.model.kernels)
+def _attention(
+    loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype, device: torch.device
+) -> Attention:
+    """Return the attention of the kernels that the model uses, or of its GPU."""
+    needs = attention_needs(
+        loaded.spec,
+        device,
+        block_tokens=config.block_tokens,
+        dtype=dtype,
+        kv_dtype=loaded.kv_dtype,
+    )
+    return select_attention(
+        config.block_tokens,
+        dtype=dtype,
+        kernels=loaded.model.kernels,
+        wanted=config.attention,
+        gpu=needs,
+        libraries=Path(config.libraries) if config.libraries else None,
+    )
 
 
 def _cost(draft: ModelCard, model: ModelCard) -> float:
