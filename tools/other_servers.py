@@ -45,8 +45,9 @@ REPLACEMENTS: Mapping[str, str] = {
     " --temp --temperature --top-p --top-k --min-p",
     "--attention selects the attention on a GPU, and --kernels the kernels on a CPU": ""
     "--attention-backend -fa --flash-attn",
-    "--kv-memory-gib sets the size of the KV cache, in GiB": "--gpu-memory-utilization"
-    " --kv-cache-memory-bytes --mem-fraction-static",
+    "--gpu-memory sets the share of a GPU's memory to use": "--gpu-memory-utilization"
+    " --mem-fraction-static",
+    "--kv-memory-gib sets the size of the KV cache, in GiB": "--kv-cache-memory-bytes",
     "--speculation selects the method; see also --draft-model and --max-drafts": ""
     "--speculative-config --speculative-model",
     "--split here, or `tidegate engine --role` on several hosts": "--disaggregation-mode",

@@ -364,13 +364,14 @@ def test_flash_attention_is_found_by_its_files(
     (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
     for name in ("_vllm_fa2_C.abi3.so", "_vllm_fa3_C.abi3.so", "_vllm_fa3_C.abi3.so.part", "_C.so"):
         (folder / name).touch()
-    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
-    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert gpu_libraries.attention_libraries() == [
-        "FlashAttention 3 (vllm 0.33.0)",
-        "FlashAttention 2 (vllm 0.33.0)",
-    ]
+    fetched = tmp_path / "libraries"
+    found = [f"FlashAttention 3 ({folder})", f"FlashAttention 2 ({folder})"]
+    assert gpu_libraries.attention_libraries(fetched) == found
+    fetched.mkdir()
+    (fetched / "_vllm_fa3_C.abi3.so").touch()
+    found.insert(0, f"FlashAttention 3 ({fetched})")
+    assert gpu_libraries.attention_libraries(fetched) == found
 
 
 def test_a_package_that_is_not_installed_has_no_version() -> None:

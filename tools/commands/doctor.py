@@ -29,6 +29,7 @@ from tools import findings
 from tools.failure import Failure
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
+from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.fetch import cached_file, format_size, home, is_cached
 from tools.models.preflight import ModelCheck, preflight
@@ -178,7 +179,7 @@ def _machine_facts() -> MachineFacts | str:
 
     This needs a process of its own, because the tools must not import torch.
     """
-    command = module_command("worker.startup.facts")
+    command = module_command("worker.startup.facts", str(library_folder(home())))
     try:
         done = run_module("examining this machine", command, timeout_s=FACTS_TIMEOUT_S)
     except Failure as failure:

@@ -75,6 +75,8 @@ class FlashPlan:
 class FlashPagedAttention:
     """Attention with the function of a FlashAttention library."""
 
+    is_capturable = True
+
     def __init__(self, attend: FlashFunction) -> None:
         self._attend = attend
         #: Sinks of a layer -> the same in the dtype that the library reads. They are weights, so

@@ -1,5 +1,5 @@
-"""`python -P -m worker.startup.facts`: print this machine's facts and a worker's defaults on it, as
-JSON.
+"""`python -P -m worker.startup.facts LIBRARIES`: print this machine's facts and a worker's defaults
+on it, as JSON. LIBRARIES is the directory of `tidegate fetch-kernels`.
 
 This module calls the same functions as a starting worker, so both have the same results.
 """
@@ -7,6 +7,7 @@ This module calls the same functions as a starting worker, so both have the same
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import msgspec
 import torch
@@ -28,7 +29,7 @@ SPEED_FLAGS = frozenset(
 """CPU features that affect speed or precision. The second line lists those of ARM."""
 
 
-def machine_facts() -> MachineFacts:
+def machine_facts(libraries: Path) -> MachineFacts:
     device = devices.choose_device("auto")
     flags = cpu_flags()
     dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
@@ -54,12 +55,13 @@ def machine_facts() -> MachineFacts:
         gpu_problem=problem,
         gpu_remedy=remedy,
         triton=version_of("triton"),
-        attention=attention_libraries(),
+        attention=attention_libraries(libraries),
     )
 
 
 def main() -> int:
-    sys.stdout.write(msgspec.json.encode(machine_facts()).decode() + "\n")
+    facts = machine_facts(Path(sys.argv[1]))
+    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
     return 0
 
 
