@@ -1,0 +1,247 @@
+"""Triton kernels on a machine without a GPU: run by Triton's interpreter, or compiled for a GPU.
+
+Triton decides when it decorates a function whether launches interpret or compile it, and decorates
+its own library (`tl.max`, `tl.cdiv`, ...) when it is first imported. So `interpreted` returns a
+second copy of a module. Its kernels are interpreted, together with what they call. The first copy
+can still be compiled. `compile_for` compiles a kernel with the compilers in Triton's package, and
+returns what the machine code needs and contains.
+
+Three rules for kernels and their tests:
+
+- The interpreter multiplies the bits of bfloat16 numbers instead of the numbers in `tl.dot`, so
+  tests that interpret such kernels use float32 or float16.
+- A module imports Triton's language as `import triton.language as tl`, because the interpreter
+  replaces the functions of this module if it finds it among a kernel's globals.
+- A launch passes `enable_fp_fusion=True`. Without it Triton warns, because the default will change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+CAPABILITIES = (80, 90, 100)
+"""Compute capabilities that kernels are compiled for: A100, H100 and B200."""
+MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Compute capability -> most shared memory of one block of threads."""
+
+PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition)
+"""Modules and classes whose attributes the interpreter replaces. It restores only those that the
+launched kernel uses by itself, and not those that its callees use."""
+OWN = "worker.kernels.triton"
+"""Package whose modules `interpreted` loads again, with the module that is asked for."""
+
+
+# ---- Interpretation.
+@cache
+def interpreted(module_name: str) -> ModuleType:
+    """Return a copy of a module whose kernels are interpreted, so that they accept tensors on the
+    CPU. What it imports from the modules of `worker.kernels.triton` is interpreted as well."""
+
+    def concerned() -> set[str]:
+        return {name for name in sys.modules if _is_own(name) or name == module_name}
+
+    others = {name: sys.modules.pop(name) for name in concerned()}
+    try:
+        with knobs.runtime.scope():
+            knobs.runtime.interpret = True
+            module = importlib.import_module(module_name)
+        for name in concerned():
+            _isolate_launches(sys.modules[name])
+    finally:
+        for name in concerned():
+            del sys.modules[name]
+            _bind(name, None)
+        for name, other in others.items():
+            sys.modules[name] = other
+            _bind(name, other)
+    return module
+
+
+def _is_own(name: str) -> bool:
+    return name == OWN or name.startswith(OWN + ".")
+
+
+def _bind(name: str, module: ModuleType | None) -> None:
+    """Set the attribute of a package that holds its submodule `name`; remove it if None."""
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(child, None)
+        if module is not None:
+            setattr(sys.modules[parent], child, module)
+
+
+def _isolate_launches(module: ModuleType) -> None:
+    """Make a launch of each kernel of `module` leave no trace in Triton's own modules."""
+    for kernel in vars(module).values():
+        if isinstance(kernel, interpreter.InterpretedFunction):
+            kernel.run = _isolated(kernel)
+
+
+def _isolated(kernel: Any) -> Any:
+    run = interpreter.InterpretedFunction.run.__get__(kernel)
+
+    def isolated_run(*args: Any, **kwargs: Any) -> None:
+        with _interpretation():
+            run(*args, **kwargs)
+
+    return isolated_run
+
+
+@contextmanager
+def _interpretation() -> Iterator[None]:
+    """Interpret Triton's own library as well, and restore everything afterwards. The functions that
+    it calls are replaced here once, not again at each call."""
+    saved = [(place, dict(vars(place))) for place in PATCHED]
+    call = JITFunction.__call__
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        JITFunction.__call__ = lambda self, *args, **kwargs: _callee(self.fn)(*args, **kwargs)
+        interpreter._patch_lang(tl.max.fn)
+        try:
+            yield
+        finally:
+            JITFunction.__call__ = call
+            for place, attributes in saved:
+                _restore(place, attributes)
+
+
+@cache
+def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
+    return interpreter.InterpretedFunction(function).rewrite()
+
+
+def _restore(place: Any, attributes: Mapping[str, object]) -> None:
+    for name in vars(place).keys() - attributes.keys():
+        delattr(place, name)
+    for name, value in attributes.items():
+        if vars(place)[name] is not value:
+            setattr(place, name, value)
+
+
+# ---- Compilation.
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """What the machine code of a kernel needs and contains."""
+
+    #: Registers of a thread.
+    registers: int
+    #: Bytes of a thread in slow memory, for arrays and for registers that were spilled.
+    stack_bytes: int
+    #: Instructions that store registers to this memory, and that load them from it.
+    spill_stores: int
+    spill_loads: int
+    #: Shared memory of a block of threads.
+    shared_bytes: int
+    #: Bytes per thread -> number of instructions that load so many from global memory.
+    loads: Mapping[int, int]
+    #: The same for stores.
+    stores: Mapping[int, int]
+    uses_tensor_cores: bool
+
+    @property
+    def widest_load_bytes(self) -> int:
+        return max(self.loads, default=0)
+
+    @property
+    def narrowest_load_bytes(self) -> int:
+        return min(self.loads, default=0)
+
+
+def compile_for(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int,
+    *,
+    divisible: Collection[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> KernelResources:
+    """Compile a kernel, as Triton does at a launch, and return what the machine code needs.
+
+    signature    type of each argument that is not a constant, such as "*bf16", "i32" or "fp32"
+    constants    value of each `tl.constexpr` argument, and of each argument that is 1 or None,
+                 which Triton treats in the same way
+    capability   one of CAPABILITIES
+    divisible    integer arguments that are multiples of 16. All pointers are
+    """
+    names = list(kernel.arg_names)
+    aligned = [name for name in names if signature.get(name, "")[:1] == "*" or name in divisible]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: signature.get(name, "constexpr") for name in names},
+        constexprs=dict(constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
+    assert columns <= 512, f"{columns} columns of tensor memory: a launch would fail"
+    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _resources(cubin: bytes, shared_bytes: int) -> KernelResources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _cuobjdump("-res-usage", file.name)
+        code = _cuobjdump("-sass", file.name)
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)", code)
+    kinds = Counter(opcode.split(".")[0] for opcode in opcodes)
+    return KernelResources(
+        registers=_figure(usage, "REG"),
+        stack_bytes=_figure(usage, "STACK"),
+        spill_stores=kinds["STL"],
+        spill_loads=kinds["LDL"],
+        shared_bytes=shared_bytes,
+        loads=_widths(opcodes, "LDG", "LDGSTS"),
+        stores=_widths(opcodes, "STG"),
+        uses_tensor_cores=any("MMA" in kind for kind in kinds),
+    )
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    command = [knobs.nvidia.cuobjdump.path, option, path]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _figure(usage: str, name: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", usage)
+    assert found, f"cuobjdump prints no {name}: {usage}"
+    return int(found[1])
+
+
+def _widths(opcodes: Collection[str], *kinds: str) -> dict[int, int]:
+    """Return how many instructions of these kinds move how many bytes per thread."""
+    widths: Counter[int] = Counter()
+    for kind, *modifiers in (opcode.split(".") for opcode in opcodes):
+        if kind in kinds:
+            bits = [int(found[1]) for each in modifiers if (found := BITS.fullmatch(each))]
+            widths[bits[0] // 8 if bits else 4] += 1
+    return dict(sorted(widths.items()))
+
+
+BITS = re.compile(r"[US]?(8|16|64|128|256)")
+"""The modifier of an instruction that moves another number of bits than 32."""
