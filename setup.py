@@ -46,6 +46,9 @@ HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
 TRANSFORMERS = [  # architectures without a family of ours (docs/models.md)
     "transformers>=5.23,<6",
 ]
+CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
+    "triton>=3.6,<4; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
+]
 OTEL = [  # request traces (docs/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
@@ -156,10 +159,11 @@ setup(
         "cuda": ["triton>=3.6,<4; platform_system == 'Linux'"],
         # The package `nixl` requires its builds for several CUDA versions. This is one of them.
         "nixl": ["nixl-cu12>=1.5,<2"],
+        "cuda": CUDA,
         "otel": OTEL,
         "hub": HUB,
         "transformers": TRANSFORMERS,
         "all": GATEWAY + ENGINE + WORKER + HUB,
-        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + TEST,
+        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + TEST,
     },
 )

@@ -23,7 +23,10 @@ LIBRARIES = {
         *("prometheus_client", "gunicorn", "werkzeug", "markupsafe", "opentelemetry"),
     },
     "engine_core": {"msgspec", "zmq", "llguidance"},
-    "worker": {"msgspec", "zmq", "numpy", "torch", "safetensors", "gguf", "transformers"},
+    "worker": {
+        *("msgspec", "zmq", "numpy", "torch", "safetensors", "gguf", "transformers"),
+        "triton",
+    },
     "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2"},
 }
 ROOMS = list(LIBRARIES)
@@ -304,7 +307,7 @@ def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:
         from worker.startup.postponed import TORCH_SHAPES, load_postponed, postpone
         postpone(TORCH_SHAPES)
         import worker.startup.assembly
-        assert not sys.modules.keys() & {"transformers", "gguf", "torch._refs"}
+        assert not sys.modules.keys() & {"transformers", "gguf", "triton", "torch._refs"}
         load_postponed(TORCH_SHAPES)
         import torch
         columns, scales = (torch.zeros(shape, device="meta") for shape in [(3, 2), (2,)])
