@@ -4,7 +4,8 @@ Triton decides when it decorates a function whether launches interpret or compil
 its own library (`tl.max`, `tl.cdiv`, ...) when it is first imported. So `interpreted` returns a
 second copy of a module. Its kernels are interpreted, together with what they call. The first copy
 can still be compiled. `compile_for` compiles a kernel with the compilers in Triton's package, and
-returns what the machine code needs and contains.
+returns what the machine code needs and contains. `recorded_calls` collects the arguments with which
+the host launches kernels, to compile exactly what a GPU would run.
 
 Three rules for kernels and their tests:
 
@@ -39,12 +40,15 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities that kernels are compiled for: A100, H100 and B200."""
 MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Compute capability -> most shared memory of one block of threads."""
+
+NUM_WARPS, NUM_STAGES = 4, 3
+"""Triton's defaults."""
 
 PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition)
 """Modules and classes whose attributes the interpreter replaces. It restores only those that the
@@ -103,6 +107,8 @@ def _isolated(kernel: Any) -> Any:
     run = interpreter.InterpretedFunction.run.__get__(kernel)
 
     def isolated_run(*args: Any, **kwargs: Any) -> None:
+        for names in _RECORDS:
+            names.append(kernel.__name__)
         with _interpretation():
             run(*args, **kwargs)
 
@@ -112,14 +118,15 @@ def _isolated(kernel: Any) -> Any:
 @contextmanager
 def _interpretation() -> Iterator[None]:
     """Interpret Triton's own library as well, and restore everything afterwards. The functions that
-    it calls are replaced here once, not again at each call."""
+    the library calls are replaced here once, not again at each call, which would take most of the
+    time."""
     saved = [(place, dict(vars(place))) for place in PATCHED]
     call = JITFunction.__call__
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
         JITFunction.__call__ = lambda self, *args, **kwargs: _callee(self.fn)(*args, **kwargs)
-        interpreter._patch_lang(tl.max.fn)
         try:
+            interpreter.InterpretedFunction(tl.cdiv.fn)(1, 1)  # replaces the functions of tl.core
             yield
         finally:
             JITFunction.__call__ = call
@@ -140,7 +147,74 @@ def _restore(place: Any, attributes: Mapping[str, object]) -> None:
             setattr(place, name, value)
 
 
+_RECORDS: list[list[str]] = []
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[str]]:
+    """Return a list that receives the name of each interpreted kernel when it is launched."""
+    names: list[str] = []
+    _RECORDS.append(names)
+    try:
+        yield names
+    finally:
+        _RECORDS.pop()
+
+
 # ---- Compilation.
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A launch of a kernel with keyword arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+
+    def compile_for(self, capability: int) -> KernelResources:
+        """Compile the kernel as a GPU of this capability would for this launch."""
+        signature, constants, divisible = {}, {}, []
+        for parameter in self.kernel.params:
+            name, value = parameter.name, self.arguments[parameter.name]
+            is_special = type(value) is int and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (is_special and value == 1):
+                constants[name] = value
+                continue
+            signature[name] = mangle_type(value)
+            if is_special and value % 16 == 0:
+                divisible.append(name)
+        return compile_for(
+            self.kernel,
+            signature,
+            constants,
+            capability,
+            divisible=divisible,
+            num_warps=self.arguments.get("num_warps", NUM_WARPS),
+            num_stages=self.arguments.get("num_stages", NUM_STAGES),
+        )
+
+
+@contextmanager
+def recorded_calls(module: ModuleType) -> Iterator[list[KernelLaunch]]:
+    """Return a list that receives the launches of a module's kernels, which do not run."""
+    calls: list[KernelLaunch] = []
+
+    def recorder(kernel: Any) -> Any:
+        def run(*, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> None:
+            calls.append(KernelLaunch(kernel, grid, arguments))
+
+        return run
+
+    kernels = [each for each in vars(module).values() if isinstance(each, JITFunction)]
+    originals = [kernel.run for kernel in kernels]
+    for kernel in kernels:
+        kernel.run = recorder(kernel)
+    try:
+        yield calls
+    finally:
+        for kernel, run in zip(kernels, originals, strict=True):
+            kernel.run = run
+
+
 @dataclass(frozen=True, slots=True)
 class KernelResources:
     """What the machine code of a kernel needs and contains."""
@@ -176,8 +250,8 @@ def compile_for(
     capability: int,
     *,
     divisible: Collection[str] = (),
-    num_warps: int = 4,
-    num_stages: int = 3,
+    num_warps: int = NUM_WARPS,
+    num_stages: int = NUM_STAGES,
 ) -> KernelResources:
     """Compile a kernel, as Triton does at a launch, and return what the machine code needs.
 
@@ -224,7 +298,7 @@ def _resources(cubin: bytes, shared_bytes: int) -> KernelResources:
 
 def _cuobjdump(option: str, path: str) -> str:
     command = [knobs.nvidia.cuobjdump.path, option, path]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _figure(usage: str, name: str) -> int:
