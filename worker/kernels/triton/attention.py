@@ -1,0 +1,420 @@
+"""Attention over the paged cache, as Triton kernels.
+
+The queries that read the same keys are the rows of one matrix: all heads of a group, and in a
+prefill also several tokens. So the keys are read once for all of them, and the scores are a product
+of matrices, which tensor cores compute. A program loops over tiles of keys and keeps a running
+softmax: the peak of each query's scores, and the sum and the weighted values relative to that peak.
+
+`decode` computes rows of one token. Few rows would occupy only a part of a GPU, so the keys of a
+row can be split among several programs; `merge` adds up their results. `prefill` computes all other
+rows.
+
+Scores are multiplied by log2(e), because a GPU computes powers of 2. Positions outside the window
+and the context are never read, neither in the block table nor in the cache. A row whose context is
+0 tokens is padding: nothing is read or written for it.
+
+Arguments that differ from step to step are not specialised, and the number of splits is not a
+constant. So a model needs few variants of each kernel, and serving does not stop to compile one.
+
+Legend: as in worker/attention/base.py, and G = H / H_kv heads of a group, S splits, W queries in a
+tile (heads and tokens). D_PADDED is D rounded up to a power of two.
+
+Arguments of the kernels:
+
+q, out         [T, H, D], strides in items; the last stride is 1
+k, v           [B, BLOCK_TOKENS, H_kv, D], with equal strides; the last stride is 1
+table          [R, M] int32: the block table; the last stride is 1
+context_lens   [R] int32
+row_starts     [R + 1] int32
+sinks          [H] float32, or None
+factor         what multiplies the scores: scale * log2(e), or soft_cap * log2(e) with a soft cap
+cap_factor     scale / soft_cap; None without a soft cap
+window         a token sees this many last tokens; None: all
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING = tl.constexpr(float("-inf"))
+"""The score of a key that a query does not see."""
+SEARCHED_ROWS = tl.constexpr(128)
+"""Rows whose starts are loaded together by `_row_of_tile`."""
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode(
+    q,
+    k,
+    v,
+    out,
+    table,
+    context_lens,
+    sinks,
+    part_out,  # [R, H, S, D] float32: result of each split; None if there is one
+    part_logs,  # [R, H, S] float32: log2 of the sum of each split's weights; -inf if it is empty
+    factor,
+    cap_factor,
+    window,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    block_stride,
+    token_stride,
+    kv_head_stride,
+    table_stride,
+    IS_SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Compute the queries of one row and group against one split of its keys.
+
+    The grid is [H_kv, S, R]. Row r has the token r, so R is the number of decode rows.
+    """
+    kv_head, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens + row)
+    if context_len == 0:
+        return
+    num_heads = tl.num_programs(0) * GROUP
+    member = tl.arange(0, TILE_QUERIES)
+    dims = tl.arange(0, D_PADDED)
+    head = kv_head * GROUP + member
+    is_real = member < GROUP
+    stored = is_real[:, None] & (dims < D)[None, :]
+
+    first_key = 0
+    if window is not None:
+        first_key = tl.maximum(context_len - window, 0)
+    first_tile = first_key // TILE_KEYS
+    num_tiles = tl.cdiv(context_len, TILE_KEYS) - first_tile
+    split_tiles = tl.cdiv(num_tiles, num_splits)
+    begin = first_tile + split * split_tiles
+    end = tl.minimum(begin + split_tiles, first_tile + num_tiles)
+    if IS_SPLIT:
+        part = (row * num_heads + head) * num_splits + split
+        if begin >= end:
+            tl.store(part_logs + part, tl.full([TILE_QUERIES], NOTHING, tl.float32), mask=is_real)
+            return
+
+    place = (head * q_head_stride)[:, None] + dims[None, :]
+    queries = tl.load(q + row * q_row_stride + place, mask=stored, other=0.0)
+    peak, total = _start(sinks, head, is_real, split == 0)
+    weighted = tl.zeros([TILE_QUERIES, D_PADDED], tl.float32)
+    last = tl.where(is_real, context_len - 1, -1)
+    peak, total, weighted = _attend(
+        queries,
+        peak,
+        total,
+        weighted,
+        last,
+        k + kv_head * kv_head_stride,
+        v + kv_head * kv_head_stride,
+        table + row * table_stride,
+        begin,
+        end,
+        first_key,
+        context_len,
+        factor,
+        cap_factor,
+        window,
+        block_stride,
+        token_stride,
+        BLOCK_TOKENS,
+        D,
+        D_PADDED,
+        TILE_KEYS,
+        IS_MASKED=True,
+    )
+    result = weighted * _inverse(total)[:, None]
+    if IS_SPLIT:
+        tl.store(part_out + part[:, None] * D + dims[None, :], result, mask=stored)
+        tl.store(part_logs + part, peak + tl.log2(tl.where(is_real, total, 1.0)), mask=is_real)
+    else:
+        place = (head * out_head_stride)[:, None] + dims[None, :]
+        result = result.to(out.dtype.element_ty)
+        tl.store(out + row * out_row_stride + place, result, mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge(
+    part_out,  # [R, H, S, D] float32
+    part_logs,  # [R, H, S] float32
+    out,
+    context_lens,
+    out_row_stride,
+    out_head_stride,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+):
+    """Add up the results of a row's splits for one head. The grid is [H, R]."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(context_lens + row) == 0:
+        return
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PADDED)
+    part = (row * tl.num_programs(0) + head) * num_splits + splits
+    logs = tl.load(part_logs + part, mask=splits < num_splits, other=NOTHING)
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    stored = (logs > NOTHING)[:, None] & (dims < D)[None, :]
+    results = tl.load(part_out + part[:, None] * D + dims[None, :], mask=stored, other=0.0)
+    result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
+    out += row * out_row_stride + head * out_head_stride
+    tl.store(out + dims, result.to(out.dtype.element_ty), mask=dims < D)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
+def prefill(
+    q,
+    k,
+    v,
+    out,
+    table,
+    context_lens,
+    row_starts,
+    sinks,
+    first_row,
+    num_rows,
+    factor,
+    cap_factor,
+    window,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    block_stride,
+    token_stride,
+    kv_head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Compute some tokens of one of the rows [first_row, num_rows), for the heads of one group.
+
+    The grid is [H_kv, number of tiles]. The rows before `first_row` have one token each. The tiles
+    of a row start at the tile (row's first token - first_row) // TILE_TOKENS + (row - first_row).
+    So all rows have enough tiles, and a few tiles are empty. The last tiles see the most keys, so
+    they are computed first.
+    """
+    TILE_TOKENS: tl.constexpr = TILE_QUERIES // GROUP
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = _row_of_tile(tile, row_starts, first_row, num_rows, TILE_TOKENS).to(tl.int64)
+    context_len = tl.load(context_lens + row)
+    start = tl.load(row_starts + row)
+    num_tokens = tl.load(row_starts + row + 1) - start
+    tile -= (start - first_row) // TILE_TOKENS + (row - first_row).to(tl.int32)
+    first_token = tile * TILE_TOKENS
+    if (context_len == 0) | (first_token >= num_tokens):
+        return
+
+    member = tl.arange(0, TILE_QUERIES)
+    dims = tl.arange(0, D_PADDED)
+    head = kv_head * GROUP + member % GROUP
+    token = first_token + member // GROUP
+    is_real = (member < TILE_TOKENS * GROUP) & (token < num_tokens)
+    stored = is_real[:, None] & (dims < D)[None, :]
+    # Offsets from the tile's first token fit in 32 bits.
+    origin = (start + first_token).to(tl.int64)
+    place = (member // GROUP) * q_row_stride + head * q_head_stride
+    queries = tl.load(
+        q + origin * q_row_stride + (place[:, None] + dims[None, :]), mask=stored, other=0.0
+    )
+    peak, total = _start(sinks, head, is_real, True)
+    weighted = tl.zeros([TILE_QUERIES, D_PADDED], tl.float32)
+    num_before = context_len - num_tokens
+    last = tl.where(is_real, num_before + token, -1)
+    end_key = num_before + tl.minimum(first_token + TILE_TOKENS, num_tokens)
+    first_key = 0
+    masked_tile = (num_before + first_token + 1) // TILE_KEYS
+    if window is not None:
+        first_key = tl.maximum(num_before + first_token + 1 - window, 0)
+        masked_tile = first_key // TILE_KEYS
+    else:
+        # All queries see all keys of these tiles.
+        peak, total, weighted = _attend(
+            queries,
+            peak,
+            total,
+            weighted,
+            last,
+            k + kv_head * kv_head_stride,
+            v + kv_head * kv_head_stride,
+            table + row * table_stride,
+            0,
+            masked_tile,
+            first_key,
+            end_key,
+            factor,
+            cap_factor,
+            window,
+            block_stride,
+            token_stride,
+            BLOCK_TOKENS,
+            D,
+            D_PADDED,
+            TILE_KEYS,
+            IS_MASKED=False,
+        )
+    peak, total, weighted = _attend(
+        queries,
+        peak,
+        total,
+        weighted,
+        last,
+        k + kv_head * kv_head_stride,
+        v + kv_head * kv_head_stride,
+        table + row * table_stride,
+        masked_tile,
+        tl.cdiv(end_key, TILE_KEYS),
+        first_key,
+        end_key,
+        factor,
+        cap_factor,
+        window,
+        block_stride,
+        token_stride,
+        BLOCK_TOKENS,
+        D,
+        D_PADDED,
+        TILE_KEYS,
+        IS_MASKED=True,
+    )
+    result = weighted * _inverse(total)[:, None]
+    place = (member // GROUP) * out_row_stride + head * out_head_stride
+    tl.store(
+        out + origin * out_row_stride + (place[:, None] + dims[None, :]),
+        result.to(out.dtype.element_ty),
+        mask=stored,
+    )
+
+
+@triton.jit
+def _row_of_tile(tile, row_starts, first_row, num_rows, TILE_TOKENS: tl.constexpr):
+    """Return the last row whose first tile is not after `tile`."""
+    row = first_row - 1
+    for some in range(first_row, num_rows, SEARCHED_ROWS):
+        rows = some + tl.arange(0, SEARCHED_ROWS)
+        starts = tl.load(row_starts + rows, mask=rows < num_rows, other=0)
+        first_tiles = (starts - first_row) // TILE_TOKENS + rows - first_row
+        row += tl.sum(((rows < num_rows) & (first_tiles <= tile)).to(tl.int32), 0)
+    return row
+
+
+@triton.jit
+def _start(sinks, head, is_real, has_sinks):
+    """Return the peak and the sum [W] of a softmax before the first key. A sink, which has no
+    value, is part of both; `has_sinks` says whether it belongs to this split."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_real, other=0.0) * LOG2_E
+        peak = tl.where(has_sinks, sink, NOTHING)
+        total = tl.where(has_sinks, tl.full(head.shape, 1.0, tl.float32), 0.0)
+    else:
+        peak = tl.full(head.shape, NOTHING, tl.float32)
+        total = tl.zeros(head.shape, tl.float32)
+    return peak, total
+
+
+@triton.jit
+def _inverse(total):
+    """Return 1 / total, for positive `total`. It is 0 for queries that are padding."""
+    return 1.0 / tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+def _attend(
+    queries,
+    peak,
+    total,
+    weighted,
+    last,
+    k,
+    v,
+    table,
+    begin,
+    end,
+    first_key,
+    end_key,
+    factor,
+    cap_factor,
+    window,
+    block_stride,
+    token_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Continue a softmax with the keys of the tiles [begin, end). Return its new state.
+
+    queries     [W, D_PADDED]
+    peak        [W] float32: largest score so far, multiplied by log2(e)
+    total       [W] float32: sum of 2 ** (score - peak)
+    weighted    [W, D_PADDED] float32: the same sum, of the values
+    last        [W] int32: the last key that each query sees; -1 for padding
+    k, v        first block of this group's head
+    table       the row's blocks
+    first_key, end_key   only keys of this range are read
+    IS_MASKED   False: all queries see all keys of the tiles
+    """
+    # Float32 numbers are split into parts that tensor cores multiply, almost without rounding. This
+    # has no effect on other dtypes.
+    PRECISION: tl.constexpr = "tf32x3"
+    dims = tl.arange(0, D_PADDED)
+    for tile in range(begin, end):
+        keys = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+        if IS_MASKED:
+            is_read = (keys >= first_key) & (keys < end_key)
+            block = tl.load(table + keys // BLOCK_TOKENS, mask=is_read, other=0)
+            read = is_read[:, None] & (dims < D)[None, :]
+        else:
+            block = tl.load(table + keys // BLOCK_TOKENS)
+            read = (dims < D)[None, :]
+        place = block.to(tl.int64) * block_stride + (keys % BLOCK_TOKENS) * token_stride
+        place = place[:, None] + dims[None, :]
+        tile_k = tl.load(k + place, mask=read, other=0.0)
+        tile_v = tl.load(v + place, mask=read, other=0.0)
+        scores = tl.dot(queries, tl.trans(tile_k), input_precision=PRECISION)
+        if cap_factor is not None:
+            scores = _tanh(scores * cap_factor)
+        if IS_MASKED:
+            seen = keys[None, :] <= last[:, None]
+            if window is not None:
+                seen = seen & (keys[None, :] > last[:, None] - window)
+            scores = tl.where(seen, scores, NOTHING)
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        shift = new_peak
+        if IS_MASKED:
+            # A query may have seen nothing so far.
+            shift = tl.where(new_peak == NOTHING, 0.0, new_peak)
+        weights = tl.exp2(scores * factor - shift[:, None])
+        correction = tl.exp2(peak - shift)
+        total = total * correction + tl.sum(weights, 1)
+        weighted = tl.dot(
+            weights.to(tile_v.dtype),
+            tile_v,
+            weighted * correction[:, None],
+            input_precision=PRECISION,
+        )
+        peak = new_peak
+    return peak, total, weighted
+
+
+@triton.jit
+def _tanh(x):
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    size = (1.0 - power) / (1.0 + power)
+    return tl.where(x < 0.0, -size, size)
