@@ -156,7 +156,6 @@ setup(
         "gateway": GATEWAY,
         "engine": ENGINE,
         "worker": WORKER,
-        "cuda": ["triton>=3.6,<4; platform_system == 'Linux'"],
         # The package `nixl` requires its builds for several CUDA versions. This is one of them.
         "nixl": ["nixl-cu12>=1.5,<2"],
         "cuda": CUDA,

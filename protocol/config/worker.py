@@ -67,7 +67,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "CPU kernels, by instruction set, or torch's; auto: the best set that this CPU "
             "supports, or avx512 if a measurement at the first start shows that it is faster than "
-            "avx512bf16"
+            "avx512bf16. A GPU uses Triton's kernels, or torch's if they are chosen"
         ),
     ] = "auto"
     attention: Annotated[

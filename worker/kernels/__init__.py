@@ -1,1 +1,2 @@
-"""CPU kernels in C++, a slow torch reference for each, and the code that chooses between them."""
+"""CPU kernels in C++ and GPU kernels in Triton, a slow torch reference for each, and the code that
+chooses between them."""

@@ -1,7 +1,7 @@
 """The interface of the operations between the linear layers of a forward pass.
 
 `reference.py` implements it with torch, and is its definition. `native.py` implements it with
-compiled kernels.
+compiled kernels for CPUs, and `gpu.py` with Triton kernels.
 
 Legend: T tokens in the step, H query heads, H_kv key/value heads, D head dim, I intermediate.
 """

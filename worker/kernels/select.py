@@ -1,5 +1,5 @@
-"""Chooses the kernels: those compiled for the processor's best or fastest instruction set, or
-torch's.
+"""Chooses the kernels: Triton's on a GPU, those compiled for the processor's best or fastest
+instruction set on a CPU, or torch's.
 
 attention/select.py then chooses the attention backend that belongs to the kernels.
 """
@@ -36,7 +36,9 @@ def select_kernels(
 ) -> Kernels:
     """Return the kernels that the option `wanted` selects.
 
-    - "torch", or a device other than the CPU: torch's kernels.
+    - "torch": torch's kernels.
+    - A device other than the CPU: Triton's kernels; torch's if Triton is not installed, or does not
+      compile for the device.
     - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded. If
       the set has a rival (RIVALS) that is compiled, `choose` decides between them.
     - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
@@ -45,8 +47,10 @@ def select_kernels(
     cpu_flags   the processor's features, from `cpuinfo.cpu_flags`
     choose      None: the best instruction set
     """
-    if wanted == "torch" or device.type != "cpu":
+    if wanted == "torch":
         return TorchKernels()
+    if device.type != "cpu":
+        return _kernels_of_gpu(device)
     sets = runnable(cpu_flags)
     if wanted == "auto":
         try:
@@ -62,6 +66,21 @@ def select_kernels(
         return NativeKernels(*load(each for each in INSTRUCTION_SETS if each.name == wanted))
     except NoKernels as error:
         raise UnusableModel(f"kernels {wanted!r}: {error}") from error
+
+
+def _kernels_of_gpu(device: torch.device) -> Kernels:
+    """Return Triton's kernels. Return torch's, and log why, if they cannot run on `device`."""
+    reason = f"Triton's kernels do not support the device {device.type!r}"
+    if device.type == "cuda":
+        try:
+            # Triton takes a second to import, and is not needed on a CPU.
+            from worker.kernels.gpu import TritonKernels
+
+            return TritonKernels()
+        except ImportError as error:
+            reason = f"Triton cannot be imported: {error}"
+    log.warning("serving with torch's kernels, which are several times slower: %s", reason)
+    return TorchKernels()
 
 
 def _rival(best: NativeKernels, sets: Sequence[InstructionSet]) -> NativeKernels | None:

@@ -38,6 +38,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from worker.attention.base import Attention, AttentionBatch
 from worker.kernels import sizes
 from worker.kernels.base import Kernels
+from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
@@ -207,7 +208,7 @@ class TransformersModel:
     """A model whose forward pass runs in a class of the `transformers` library. It implements
     StepModel.
 
-    kernels   the compiled kernels if they can compute the model's attention, else torch's
+    kernels   the worker's kernels if they can compute the model's attention, else torch's
     """
 
     def __init__(
@@ -333,11 +334,12 @@ def load(
 
 
 def _fitting(kernels: Kernels, spec: TransformersSpec) -> Kernels:
-    """Return `kernels` if they can compute the model's attention, else torch's."""
+    """Return `kernels` if they can compute the model's attention, else torch's. Only compiled
+    kernels have limits."""
     fits = sizes.fits(
         heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, sizes=()
     )
-    return kernels if fits else TorchKernels()
+    return kernels if fits or not isinstance(kernels, NativeKernels) else TorchKernels()
 
 
 def _check_found(found: Any) -> None:

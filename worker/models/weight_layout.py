@@ -45,8 +45,9 @@ times are too short to be reliable."""
 
 
 def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
-    """Return `kernels` if they support the model, else torch's."""
-    if isinstance(kernels, TorchKernels) or is_fitting(spec):
+    """Return `kernels` if they support the model, else torch's. Only compiled kernels have
+    limits."""
+    if not isinstance(kernels, NativeKernels) or is_fitting(spec):
         return kernels
     log.warning(
         "serving with torch's kernels, which are several times slower: the compiled kernels do not "

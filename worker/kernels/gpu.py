@@ -1,0 +1,183 @@
+"""The kernels for a GPU. Each call is one launch of a Triton kernel (triton/layers.py).
+
+Legend in base.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.kernels.reference import TorchKernels, heads_of
+from worker.kernels.triton import layers
+from worker.kv.cache import KVCache
+from worker.layers.norm import Norm
+from worker.layers.rope import CosSin
+from worker.models.spec import MlpSpec
+
+WIDE = 256
+"""Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""
+
+
+class TritonKernels:
+    """The `Kernels` (base.py) in Triton. Layer norms and rounded caches are torch's. A norm over
+    all heads together is a launch of its own."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._torch = TorchKernels()
+
+    def cos_sin(
+        self, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float
+    ) -> CosSin:
+        tokens, half = len(positions), len(inv_freq)
+        cos, sin = positions.new_empty(2, tokens, 1, 2 * half, dtype=dtype).unbind()
+        layers.cos_sin[(tokens,)](
+            positions, inv_freq, factor, cos, sin, half, _power(half), num_warps=1
+        )
+        return cos, sin
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm | None,
+        *,
+        post_norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        if not (_is_rms(norm) and _is_rms(post_norm)):
+            return self._torch.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+        out = x if norm is None else torch.empty_like(x)
+        _launch_add_norm(x, delta, norm, out, post_norm=post_norm, scale=scale)
+        return out
+
+    def place(
+        self,
+        qkv: Tensor,
+        cos_sin: CosSin | None,
+        cache: KVCache,
+        layer: int,
+        slot_mapping: Tensor,
+        *,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        if cache.is_rounded or not (_is_rms(q_norm) and _is_rms(k_norm)):
+            return self._torch.place(
+                qkv, cos_sin, cache, layer, slot_mapping, q_norm=q_norm, k_norm=k_norm
+            )
+        heads, kv_heads = heads_of(qkv, cache.head_dim), cache.k.shape[3]
+        num_q = heads.shape[1] - 2 * kv_heads
+        if q_norm is not None and q_norm.weight.numel() != cache.head_dim:
+            q, k, _ = torch.split(heads, [num_q, kv_heads, kv_heads], dim=1)
+            for part, norm in ((q, q_norm), (k, k_norm)):
+                _launch_add_norm(part.flatten(1), None, norm, out=part.flatten(1))
+            q_norm = k_norm = None
+        _launch_place(heads, cos_sin, cache.layer(layer), slot_mapping, q_norm, k_norm)
+        return heads[:, :num_q]
+
+    def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+        size = inner.shape[1] // 2 if mlp.is_gated else inner.shape[1]
+        out = inner.new_empty(len(inner), size)
+        block = min(4 * WIDE, _power(size))
+        layers.activate[(len(inner), -(-size // block))](
+            inner,
+            out,
+            inner.stride(0),
+            mlp.alpha,
+            mlp.limit,
+            size,
+            mlp.activation,
+            mlp.is_gated,
+            block,
+            num_warps=_warps(block),
+        )
+        return out
+
+
+def _launch_add_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: Norm | None,
+    out: Tensor,
+    *,
+    post_norm: Norm | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Launch the kernel of `add_norm` for RMS norms, which writes the norm to `out`."""
+    rows, size = x.shape
+    block = _power(size)
+    layers.add_norm[(rows,)](
+        x,
+        delta,
+        None if post_norm is None else post_norm.weight,
+        None if norm is None else norm.weight,
+        out,
+        x.stride(0),
+        0 if delta is None else delta.stride(0),
+        out.stride(0),
+        0.0 if post_norm is None else post_norm.spec.eps,
+        scale,
+        0.0 if norm is None else norm.spec.eps,
+        size,
+        block,
+        num_warps=_warps(block // 2, most=16),
+    )
+
+
+def _launch_place(
+    heads: Tensor,
+    cos_sin: CosSin | None,
+    caches: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None:
+    """Launch the kernel of `place` for heads [T, H + 2 H_kv, D] and norms over each head."""
+    tokens, num_heads, head_dim = heads.shape
+    kv_heads = caches[0].shape[2]
+    num_q = num_heads - 2 * kv_heads
+    cos, sin = cos_sin or (None, None)
+    half = 0 if cos is None else cos.shape[-1] // 2
+    block_half, block_rest = _power(half), _power(head_dim - 2 * half)
+    part = max(block_half, block_rest)
+    block_heads = min(_power(num_q), max(1, 4 * WIDE // part))
+    num_blocks = -(-num_q // block_heads) + -(-kv_heads // block_heads)
+    layers.place[(tokens, num_blocks)](
+        heads,
+        cos,
+        sin,
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        *caches,
+        slot_mapping,
+        heads.stride(0),
+        0.0 if q_norm is None else q_norm.spec.eps,
+        0.0 if k_norm is None else k_norm.spec.eps,
+        num_q,
+        kv_heads,
+        head_dim,
+        half,
+        block_heads,
+        block_half,
+        block_rest,
+        _power(head_dim),
+        num_warps=_warps(block_heads * part),
+    )
+
+
+def _is_rms(norm: Norm | None) -> bool:
+    """Return whether `norm` is not a layer norm."""
+    return norm is None or norm.spec.kind == "rms"
+
+
+def _power(size: int) -> int:
+    """Return the least power of two that is at least `size`, and 1 for 0."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _warps(items: int, most: int = 4) -> int:
+    """Return the number of warps, a power of two, that load `items` items in one wide load each."""
+    return min(most, max(1, items // WIDE))
