@@ -169,7 +169,7 @@ class CountedLaunches:
     def __getitem__(self, grid: tuple[int, ...]) -> CountedLaunches:
         return self
 
-    def __call__(self, *args: object, num_warps: int) -> None:
+    def __call__(self, **arguments: object) -> None:
         self.count += 1
 
 

@@ -34,7 +34,14 @@ class TritonKernels:
         tokens, half = len(positions), len(inv_freq)
         cos, sin = positions.new_empty(2, tokens, 1, 2 * half, dtype=dtype).unbind()
         layers.cos_sin[(tokens,)](
-            positions, inv_freq, factor, cos, sin, half, _power(half), num_warps=1
+            positions=positions,
+            inv_freq=inv_freq,
+            factor=factor,
+            cos=cos,
+            sin=sin,
+            HALF=half,
+            BLOCK=_power(half),
+            num_warps=1,
         )
         return cos, sin
 
@@ -75,7 +82,7 @@ class TritonKernels:
             for part, norm in ((q, q_norm), (k, k_norm)):
                 _launch_add_norm(part.flatten(1), None, norm, out=part.flatten(1))
             q_norm = k_norm = None
-        _launch_place(heads, cos_sin, cache.layer(layer), slot_mapping, q_norm, k_norm)
+        _launch_place(heads, cos_sin, *cache.layer(layer), slot_mapping, q_norm, k_norm)
         return heads[:, :num_q]
 
     def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
@@ -83,15 +90,15 @@ class TritonKernels:
         out = inner.new_empty(len(inner), size)
         block = min(4 * WIDE, _power(size))
         layers.activate[(len(inner), -(-size // block))](
-            inner,
-            out,
-            inner.stride(0),
-            mlp.alpha,
-            mlp.limit,
-            size,
-            mlp.activation,
-            mlp.is_gated,
-            block,
+            inner=inner,
+            out=out,
+            inner_stride=inner.stride(0),
+            alpha=mlp.alpha,
+            limit=mlp.limit,
+            SIZE=size,
+            ACTIVATION=mlp.activation,
+            IS_GATED=mlp.is_gated,
+            BLOCK=block,
             num_warps=_warps(block),
         )
         return out
@@ -110,19 +117,19 @@ def _launch_add_norm(
     rows, size = x.shape
     block = _power(size)
     layers.add_norm[(rows,)](
-        x,
-        delta,
-        None if post_norm is None else post_norm.weight,
-        None if norm is None else norm.weight,
-        out,
-        x.stride(0),
-        0 if delta is None else delta.stride(0),
-        out.stride(0),
-        0.0 if post_norm is None else post_norm.spec.eps,
-        scale,
-        0.0 if norm is None else norm.spec.eps,
-        size,
-        block,
+        x=x,
+        delta=delta,
+        post_weight=None if post_norm is None else post_norm.weight,
+        weight=None if norm is None else norm.weight,
+        out=out,
+        x_stride=x.stride(0),
+        delta_stride=0 if delta is None else delta.stride(0),
+        out_stride=out.stride(0),
+        post_eps=0.0 if post_norm is None else post_norm.spec.eps,
+        scale=scale,
+        eps=0.0 if norm is None else norm.spec.eps,
+        SIZE=size,
+        BLOCK=block,
         num_warps=_warps(block // 2, most=16),
     )
 
@@ -130,14 +137,15 @@ def _launch_add_norm(
 def _launch_place(
     heads: Tensor,
     cos_sin: CosSin | None,
-    caches: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
     slot_mapping: Tensor,
     q_norm: Norm | None,
     k_norm: Norm | None,
 ) -> None:
     """Launch the kernel of `place` for heads [T, H + 2 H_kv, D] and norms over each head."""
     tokens, num_heads, head_dim = heads.shape
-    kv_heads = caches[0].shape[2]
+    kv_heads = k_cache.shape[2]
     num_q = num_heads - 2 * kv_heads
     cos, sin = cos_sin or (None, None)
     half = 0 if cos is None else cos.shape[-1] // 2
@@ -146,24 +154,25 @@ def _launch_place(
     block_heads = min(_power(num_q), max(1, 4 * WIDE // part))
     num_blocks = -(-num_q // block_heads) + -(-kv_heads // block_heads)
     layers.place[(tokens, num_blocks)](
-        heads,
-        cos,
-        sin,
-        None if q_norm is None else q_norm.weight,
-        None if k_norm is None else k_norm.weight,
-        *caches,
-        slot_mapping,
-        heads.stride(0),
-        0.0 if q_norm is None else q_norm.spec.eps,
-        0.0 if k_norm is None else k_norm.spec.eps,
-        num_q,
-        kv_heads,
-        head_dim,
-        half,
-        block_heads,
-        block_half,
-        block_rest,
-        _power(head_dim),
+        qkv=heads,
+        cos=cos,
+        sin=sin,
+        q_weight=None if q_norm is None else q_norm.weight,
+        k_weight=None if k_norm is None else k_norm.weight,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
+        qkv_stride=heads.stride(0),
+        q_eps=0.0 if q_norm is None else q_norm.spec.eps,
+        k_eps=0.0 if k_norm is None else k_norm.spec.eps,
+        H=num_q,
+        H_KV=kv_heads,
+        D=head_dim,
+        HALF=half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+        BLOCK_D=_power(head_dim),
         num_warps=_warps(block_heads * part),
     )
 

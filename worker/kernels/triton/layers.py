@@ -121,6 +121,9 @@ def _place_heads(
     if HALF > 0:
         first = tl.load(source + pair, is_head & is_pair, 0.0).to(tl.float32)
         second = tl.load(source + HALF + pair, is_head & is_pair, 0.0).to(tl.float32)
+        # The first half of sin is the second half, negated.
+        c = tl.load(cos + HALF + pair, is_pair, 0.0).to(tl.float32)
+        s = tl.load(sin + HALF + pair, is_pair, 0.0).to(tl.float32)
     if HAS_REST:
         others = tl.load(source + rest, is_head & is_rest, 0.0).to(tl.float32)
     if weight is not None:
@@ -135,10 +138,9 @@ def _place_heads(
             second = _head_norm(second, inverse, weight, HALF + pair, is_pair, source)
         if HAS_REST:
             others = _head_norm(others, inverse, weight, rest, is_rest, source)
+    # Several threads may load the same items of a small part, and `target` may be `source`.
+    tl.debug_barrier()
     if HALF > 0:
-        # The first half of sin is the second half, negated.
-        c = tl.load(cos + HALF + pair, is_pair, 0.0).to(tl.float32)
-        s = tl.load(sin + HALF + pair, is_pair, 0.0).to(tl.float32)
         tl.store(target + pair, _rounded(first * c, source) - second * s, is_head & is_pair)
         tl.store(target + HALF + pair, _rounded(second * c, source) + first * s, is_head & is_pair)
     if HAS_REST:
@@ -194,11 +196,11 @@ def place(
         is_head = head < H_KV
         k = qkv + H * D + head * D
         to = slot * (H_KV * D) + head * D
+        item = tl.arange(0, BLOCK_D)[None, :]
+        v = tl.load(k + H_KV * D + item, is_head & (item < D))
         _place_heads(
             k, k_cache + to, is_head, k_weight, k_eps, cos, sin, D, HALF, BLOCK_HALF, BLOCK_REST
         )
-        item = tl.arange(0, BLOCK_D)[None, :]
-        v = tl.load(k + H_KV * D + item, is_head & (item < D))
         tl.store(v_cache + to + item, v, is_head & (item < D))
 
 
