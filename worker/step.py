@@ -31,7 +31,7 @@ from worker.batch.batch import (
     read_rows,
     stage_drafts,
 )
-from worker.batch.decode_fast_path import DecodeFastPath, DecodeStep
+from worker.batch.decode_fast_path import DecodeFastPath, PlainDecode
 from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.batch.readback import Mark, Readback, mark
 from worker.draft.model import DraftModel
@@ -78,7 +78,7 @@ class Runner:
         *,
         draft_model: DraftModel | None = None,
         mark: Mark = mark,
-        decode: DecodeStep | None = None,
+        decode: PlainDecode | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -158,7 +158,7 @@ class Runner:
 
     def _run_decode(
         self,
-        decode: DecodeStep,
+        decode: PlainDecode,
         rows: BatchRows,
         plan: StepPlan,
         receive_masks: Callable[[], object],

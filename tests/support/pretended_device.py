@@ -72,7 +72,7 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, content: Tensor) -> DeviceTensor:
-        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: DeviceTensor = cls._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             content.shape,
             strides=content.stride(),
@@ -237,31 +237,30 @@ class PretendedDevice:
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation of which an argument is on the device."""
-        name = func._schema.name.split("::")[1]
-        name = name if name.startswith("_") and name.endswith("__") else name.rstrip("_")
+        name = name_of(func)
         if name == "_to_copy":
             return self._converted(func, args, kwargs)
         if name == "copy":
             return self._copied(func, args, kwargs)
         self._check(name, args, kwargs)
-        self._count(name)
+        self.count(name)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        result = self._run(func, _contents(args), _contents(kwargs))
+        result = self.run(func, _contents(args), _contents(kwargs))
         if name in ("_local_scalar_dense", "equal", "is_nonzero"):
             return result
         return _on_device(result, {id(each.content): each for each in _device_tensors(args)})
 
     def upload(self, source: Tensor, *, waits: bool, dtype: torch.dtype | None) -> DeviceTensor:
         """Return a copy of a host tensor on the device."""
-        self._count("upload")
+        self.count("upload")
         if self._tape is not None:
-            self._fault("copy in a graph", "upload")
+            self.fault("copy in a graph", "upload")
         if source.dim() and not self.is_pinned(source):
-            self._fault("pageable copy", "upload")
+            self.fault("pageable copy", "upload")
         elif waits and source.dim():
-            self._fault("synchronisation", "upload that waits")
+            self.fault("synchronisation", "upload that waits")
         return DeviceTensor(source.to(dtype or source.dtype, copy=True))
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -275,53 +274,54 @@ class PretendedDevice:
 
     def _converted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Run `Tensor.to` of a tensor of the device."""
-        self._count("convert")
+        self.count("convert")
         target = kwargs.pop("device", None)
         kwargs.pop("non_blocking", None)
         kwargs.pop("pin_memory", None)
-        result: Tensor = self._run(func, _contents(args), kwargs)
+        result: Tensor = self.run(func, _contents(args), kwargs)
         if target is None or torch.device(target) == DEVICE:
             return DeviceTensor(result)
-        self._fault("synchronisation", "copy to the host")
+        self.fault("synchronisation", "copy to the host")
         return result
 
     def _copied(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Run `target.copy_(source)`."""
-        self._count("copy")
+        self.count("copy")
         target, source = args[0], args[1]
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         host = next((each for each in (target, source) if not isinstance(each, DeviceTensor)), None)
         if host is not None and (host.dim() or host is target):
             if not self.is_pinned(host):
-                self._fault("pageable copy", "copy_")
+                self.fault("pageable copy", "copy_")
             elif waits:
-                self._fault("synchronisation", "copy_ that waits")
+                self.fault("synchronisation", "copy_ that waits")
         if host is not None and host is target and not waits:
             self.queued_copies.append(QueuedCopy(target, source.content.clone()))
             target.view(torch.uint8).fill_(GARBAGE)
         else:
-            self._run(func, _contents(args), _contents(kwargs))
+            self.run(func, _contents(args), _contents(kwargs))
         if self._tape is not None and host is not None:
-            self._fault("copy in a graph", "copy_")
+            self.fault("copy in a graph", "copy_")
         return target
 
     def _check(self, name: str, args: Any, kwargs: Any) -> None:
         if name in SYNCHRONISING:
-            self._fault("synchronisation", name)
+            self.fault("synchronisation", name)
         is_masked = any(each.dtype == torch.bool for each in _tensors(args[1:2]))
         if name in ("index", "index_put") and is_masked:
-            self._fault("synchronisation", f"{name} with a mask")
+            self.fault("synchronisation", f"{name} with a mask")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
-            self._fault("synchronisation", name)
+            self.fault("synchronisation", name)
         tensors = (*_tensors(args), *_tensors(kwargs))
         if any(each.dim() for each in tensors if not isinstance(each, DeviceTensor)):
-            self._fault("mix of host and device", name)
+            self.fault("mix of host and device", name)
 
-    def _count(self, name: str) -> None:
+    def count(self, name: str) -> None:
+        """Count a launch of this operation."""
         if not self._is_fused and name not in VIEWS and name not in ALLOCATIONS:
             self.by_operation[name] = self.by_operation.get(name, 0) + 1
 
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation on the CPU. While a graph is captured, record it."""
         result = func(*args, **kwargs)
         if self._tape is not None:
@@ -334,7 +334,8 @@ class PretendedDevice:
             self._tape.append(repeat)
         return result
 
-    def _fault(self, kind: str, operation: str) -> None:
+    def fault(self, kind: str, operation: str) -> None:
+        """Record that an operation violates a rule."""
         if not (self._is_fused and kind == "synchronisation"):
             self.faults.append(DeviceFault(kind, operation, _line_of_the_worker()))
 
@@ -369,8 +370,8 @@ class _Functions(TorchFunctionMode):
         if func is torch.tensor:
             return self._device.upload(func(*args, **kwargs), waits=True, dtype=None)
         if func is not torch.empty:
-            self._device._count(func.__name__)
-        return DeviceTensor(self._device._run(func, args, kwargs))
+            self._device.count(func.__name__)
+        return DeviceTensor(self._device.run(func, args, kwargs))
 
 
 class _Operations(TorchDispatchMode):
@@ -388,16 +389,22 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        name = func._schema.name.split("::")[1]
+        name = name_of(func)
         if any(each.dim() for each in _tensors(args)):
-            self._device._fault("pageable copy", name)
-        self._device._count(name)
-        return DeviceTensor(self._device._run(func, args, kwargs))
+            self._device.fault("pageable copy", name)
+        self._device.count(name)
+        return DeviceTensor(self._device.run(func, args, kwargs))
 
 
 def _active() -> PretendedDevice:
     assert PretendedDevice.active is not None, "the pretended device is used outside its `with`"
     return PretendedDevice.active
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation, without its overload: "add" for "aten::add_.Tensor"."""
+    name: str = func.name().partition("::")[2].partition(".")[0]
+    return name if name.endswith("__") else name.rstrip("_")
 
 
 def content(tensor: Tensor) -> Tensor:

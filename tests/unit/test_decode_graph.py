@@ -106,6 +106,7 @@ class GraphScene:
             decode = GraphDecode.for_model(model, self.slots, self.cache, attend, device.capture)
             assert decode is not None
             decode.prepare()
+        self.decode = decode
         self.runner = Runner(model, self.slots, self.cache, attend, decode=decode)
 
     def run(self, params: SamplingParams, num_steps: int = 3) -> list[list[int]]:
@@ -181,14 +182,13 @@ def test_a_captured_step_refuses_rows_outside_the_slots(
 def test_steps_that_are_not_plain_are_not_captured() -> None:
     with PretendedDevice() as device:
         scene = GraphScene(device, PLAIN, is_captured=True)
-        decode = scene.runner._decode
-        assert decode is not None
+        assert scene.decode is not None
         for plan, is_plain in [
             (step_plan(1, rows=[(1, 3, 1, True)]), True),
             (step_plan(1, rows=[(1, 3, 1, False)]), False),
             (step_plan(1, rows=[(1, 3, 2, True)]), False),
         ]:
-            assert decode.is_for(plan, read_rows(plan)) == is_plain
+            assert scene.decode.is_for(plan, read_rows(plan)) == is_plain
 
 
 @pytest.mark.parametrize(

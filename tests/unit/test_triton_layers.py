@@ -198,6 +198,8 @@ def _is_new(result: Any, argument: Tensor) -> bool:
 class NoAttention:
     """An attention backend that launches nothing."""
 
+    is_capturable = True
+
     def plan(self, batch: AttentionBatch, window: int | None = None, like: Any = None) -> None: ...
 
     def run(self, q: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -80,6 +80,8 @@ class TritonPagedAttention:
     num_processors   streaming multiprocessors of the GPU
     """
 
+    is_capturable = True
+
     def __init__(self, block_tokens: int, *, num_processors: int) -> None:
         self._block_tokens = block_tokens
         self._num_processors = num_processors

@@ -35,7 +35,7 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
     return len(rows.sampled) == plan.num_decodes == len(rows.slots) and plan.follow_starts is None
 
 
-class DecodeStep(Protocol):
+class PlainDecode(Protocol):
     """An implementation of plain decode steps."""
 
     def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
@@ -79,7 +79,7 @@ class DecodeCall:
 
 
 class DecodeFastPath:
-    """The compiled decode step of one model, its slots and its cache. Implements DecodeStep."""
+    """The compiled decode step of one model, its slots and its cache. Implements PlainDecode."""
 
     def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
         self._whole = whole

@@ -142,7 +142,7 @@ class CapturedBucket:
 
 
 class GraphDecode:
-    """The captured decode steps of one model, its slots and its cache. Implements DecodeStep."""
+    """The captured decode steps of one model, its slots and its cache. Implements PlainDecode."""
 
     def __init__(
         self,
