@@ -58,6 +58,8 @@ interpreter: Any = importlib.import_module("triton.runtime.interpreter")
 gpu: Any = interpreted("worker.kernels.gpu")
 DEVICE_CODE = Path("worker/kernels/triton/layers.py")
 CUDA = torch.device("cuda")
+CONVERT = "_convert_float"
+"""The interpreter's function that rounds. Triton has no public way to change its rounding."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
@@ -68,7 +70,7 @@ pytestmark = [
 @pytest.fixture
 def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter round to bfloat16 as GPUs do. It would cut off digits."""
-    convert = interpreter._convert_float
+    convert = getattr(interpreter, CONVERT)
 
     def rounded(numbers: Any, source: Any, target: Any, mode: Any) -> Any:
         if target != tl.bfloat16:
@@ -76,7 +78,7 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         nearest = torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16()
         return nearest.view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
 
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter, CONVERT, rounded)
 
 
 @pytest.fixture
