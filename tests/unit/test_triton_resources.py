@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma 2": {"heads": 8, "kv_heads": 4, "head_dim": 256, "soft_cap": 50.0, "window": 4096},
     "gpt-oss": {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True, "window": 128},
     "Phi-3": {"heads": 32, "kv_heads": 32, "head_dim": 96, "window": 2047, "block_tokens": 64},
+    "Qwen3, short rows": {"heads": 32, "kv_heads": 8, "head_dim": 128, "prefill": (5, 9_000)},
     "float32": {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.float32},
 }
 EVERYWHERE = ("Qwen3", "Gemma 2", "gpt-oss")
@@ -61,14 +62,17 @@ def launches(
     sinks: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
+    prefill: tuple[int, int] = (700, 700),
 ) -> list[KernelLaunch]:
-    """Return the launches of a step with rows of both kinds: decode, merge and prefill."""
-    lens = torch.tensor([8_192, 4_000, 700])
-    starts = torch.tensor([0, 1, 2, 702])
+    """Return the launches of a step with rows of both kinds. If the tokens and the context of the
+    last row are `prefill`, its keys are split only if there are few tokens and many keys."""
+    num_tokens = 2 + prefill[0]
+    lens = torch.tensor([8_192, 4_000, prefill[1]])
+    starts = torch.tensor([0, 1, 2, num_tokens])
     meta = torch.device("meta")
     batch = AttentionBatch(
-        positions=torch.empty(702, dtype=torch.int64, device=meta),
-        slot_mapping=torch.empty(702, dtype=torch.int64, device=meta),
+        positions=torch.empty(num_tokens, dtype=torch.int64, device=meta),
+        slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device=meta),
         row_starts=starts,
         context_lens=lens,
         block_table=torch.empty(3, 512, dtype=torch.int32, device=meta),
@@ -76,7 +80,7 @@ def launches(
         device_row_starts=starts.to(meta, torch.int32),
         device_context_lens=lens.to(meta, torch.int32),
     )
-    q = torch.empty(702, heads + 2 * kv_heads, head_dim, dtype=dtype, device=meta)[:, :heads]
+    q = torch.empty(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=meta)[:, :heads]
     cache = torch.empty(2_048, block_tokens, kv_heads, head_dim, dtype=dtype, device=meta)
     attention = TritonPagedAttention(block_tokens, num_processors=132)
     with recorded_calls(kernels) as calls:
@@ -108,6 +112,7 @@ CASES = [
     for kernel in KERNELS
     for capability in (CAPABILITIES if model in EVERYWHERE else (80,))
 ]
+CASES += [("Qwen3, short rows", "prefill", capability) for capability in CAPABILITIES[1:]]
 CASES += [("Qwen3", "merge", capability) for capability in CAPABILITIES]
 
 
@@ -129,6 +134,16 @@ def test_a_kernel_keeps_within_its_limits(model: str, kernel: str, capability: i
 
 def as_json(found: KernelResources) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(found)))
+
+
+def test_both_kinds_of_launches_are_compiled() -> None:
+    def is_split(model: str) -> dict[str, bool]:
+        calls = {each.kernel.fn.__name__: each.arguments for each in launches(**MODELS[model])}
+        return {name: bool(calls[name]["IS_SPLIT"]) for name in KERNELS}
+
+    assert is_split("Qwen3") == {"decode": True, "prefill": False}
+    assert is_split("gpt-oss") == {"decode": False, "prefill": False}
+    assert is_split("Qwen3, short rows") == {"decode": True, "prefill": True}
 
 
 # ---- The limits can be exceeded.

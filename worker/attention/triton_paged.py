@@ -5,8 +5,9 @@ rows of each kind. The rows themselves are described in the GPU's memory. So nei
 layer waits for the GPU, and a captured graph can be replayed with other rows, if their numbers do
 not exceed those of the step that was captured.
 
-A layer needs one launch for rows of one token, another one if their keys are split, and one for all
-other rows. The bits of a row's output depend on the number of splits, and so on the other rows.
+A layer needs one launch for rows of one token, one for all other rows, and one more if the keys of
+either are split among several programs. The bits of a row's output depend on the number of splits,
+and so on the other rows.
 
 Legend as in base.py, and G = H / H_kv.
 """
@@ -15,48 +16,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import e, log2
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
+from worker.attention.triton_tiles import (
+    DECODE_SPLITS,
+    MAX_SPLITS,
+    PREFILL_SPLITS,
+    TileShape,
+    decode_tile,
+    num_splits,
+    padded_dim,
+    prefill_tile,
+)
 from worker.kernels.triton import attention as kernels
 
 LOG2_E = log2(e)
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of caches that the kernels read. Queries have the same dtype."""
-MAX_SPLITS = 64
-MIN_SPLIT_TOKENS = 128
-"""Fewest keys of a split. With fewer, merging costs more than it saves."""
-SPLIT_SLACK = 1.25
-"""Fewer splits are preferred if the step then takes at most this many times as long."""
-PROGRAMS_PER_PROCESSOR = 2
-NUM_STAGES = 5
-TILE_NUMBERS = 1 << 13
-"""Numbers of 16 bits in a tile of keys. There are as many in a tile of values. Two tiles of each,
-and the queries, fit into the shared memory of all GPUs that are supported."""
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """Sizes of the tiles of a kernel, and how many threads and stages compute them."""
-
-    num_queries: int
-    num_keys: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return arguments of a launch."""
-        return {
-            "TILE_QUERIES": self.num_queries,
-            "TILE_KEYS": self.num_keys,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": True,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +46,11 @@ class TritonPlan:
     context_lens: Tensor
     block_table: Tensor
     num_decodes: int
-    #: Most tokens in a row; of all rows of several tokens.
+    #: Most tokens in a row, of the rows that are no decodes; 0 if there are none.
     longest_query: int
-    #: Most keys that a row of one token sees.
-    longest_decode: int
+    #: Most keys that a token of a row of one token sees, and of any other row.
+    decode_keys: int
+    prefill_keys: int
     window: int | None
 
 
@@ -94,15 +75,16 @@ class TritonPagedAttention:
         assert batch.device_row_starts is not None
         assert batch.device_context_lens is not None
         num_decodes = batch.num_decodes
-        counts = batch.row_starts.diff()[num_decodes:]
-        longest = int(batch.context_lens[:num_decodes].max()) if num_decodes else 0
+        counts = batch.row_starts[num_decodes:].diff()
+        seen = batch.context_lens if window is None else batch.context_lens.clamp(max=window)
         return TritonPlan(
             row_starts=batch.device_row_starts,
             context_lens=batch.device_context_lens,
             block_table=batch.block_table,
             num_decodes=num_decodes,
-            longest_query=int(counts.max()) if len(counts) else 0,
-            longest_decode=longest if window is None else min(longest, window),
+            longest_query=_largest(counts),
+            decode_keys=_largest(seen[:num_decodes]),
+            prefill_keys=_largest(seen[num_decodes:]),
             window=window,
         )
 
@@ -119,111 +101,114 @@ class TritonPagedAttention:
     ) -> Tensor:
         _check(q, k_cache, v_cache, block_tokens=self._block_tokens)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        num_tokens, num_heads, head_dim = q.shape
+        num_decodes, kv_heads = plan.num_decodes, k_cache.shape[2]
+        group = num_heads // kv_heads
+        prefill = prefill_tile(group, head_dim, q.dtype.itemsize)
+        num_tiles = _num_tiles(plan, num_tokens, prefill.num_queries // group)
+        decode_splits = num_splits(
+            num_decodes * kv_heads, plan.decode_keys, self._num_processors, DECODE_SPLITS
+        )
+        prefill_splits = num_splits(
+            num_tiles * kv_heads, plan.prefill_keys, self._num_processors, PREFILL_SPLITS
+        )
+        # The tokens whose keys are split are adjacent.
+        first = 0 if decode_splits > 1 else num_decodes
+        stop = num_tokens if prefill_splits > 1 else num_decodes
+        parts = SplitResults.empty_like(out[first:stop], max(decode_splits, prefill_splits))
         shared = {
             **_tensors(q, k_cache, v_cache, out),
-            **_scoring(scale, soft_cap),
+            **_scoring(head_dim**-0.5 if scale is None else scale, soft_cap),
+            **_rows(plan),
             "sinks": sinks,
-            "window": plan.window,
-            "table": plan.block_table,
-            "table_stride": plan.block_table.stride(0),
-            "context_lens": plan.context_lens,
         }
-        if plan.num_decodes:
-            self._decode(shared, out, plan)
+        if num_decodes:
+            kernels.decode[(kv_heads, decode_splits, num_decodes)](
+                **shared,
+                **parts.arguments(is_split=decode_splits > 1),
+                **_options(decode_tile(group, head_dim, q.dtype.itemsize)),
+            )
         if plan.longest_query:
-            _prefill(shared, out, plan)
-        return out
-
-    def _decode(self, shared: dict[str, Any], out: Tensor, plan: TritonPlan) -> None:
-        """Launch the kernels for the rows of one token."""
-        num_rows, (_, num_heads, head_dim) = plan.num_decodes, out.shape
-        kv_heads = num_heads // shared["GROUP"]
-        splits = num_splits(num_rows * kv_heads, plan.longest_decode, self._num_processors)
-        part_out = part_logs = None
-        if splits > 1:
-            logs = (num_rows, num_heads, splits)
-            part_logs = torch.empty(logs, dtype=torch.float32, device=out.device)
-            part_out = torch.empty((*logs, head_dim), dtype=torch.float32, device=out.device)
-        kernels.decode[(kv_heads, splits, num_rows)](
-            **shared,
-            part_out=part_out,
-            part_logs=part_logs,
-            IS_SPLIT=splits > 1,
-            **decode_tile(shared["GROUP"], head_dim, out.dtype.itemsize).options,
-        )
-        if splits > 1:
-            kernels.merge[(num_heads, num_rows)](
-                part_out=part_out,
-                part_logs=part_logs,
-                num_splits=splits,
+            kernels.prefill[(kv_heads, prefill_splits, num_tiles)](
+                **shared,
+                **parts.arguments(is_split=prefill_splits > 1),
+                **_options(prefill),
+                first_split=first,
+                row_starts=plan.row_starts,
+                first_row=num_decodes,
+                num_rows=len(plan.context_lens),
+            )
+        if first < stop:
+            kernels.merge[(num_heads, stop - first)](
+                part_out=parts.out,
+                part_logs=parts.logs,
+                out=out[first:stop],
+                part_splits=parts.logs.shape[2],
+                num_decodes=num_decodes - first,
+                decode_splits=decode_splits,
+                prefill_splits=prefill_splits,
                 MAX_SPLITS=MAX_SPLITS,
                 enable_fp_fusion=True,
                 **{name: shared[name] for name in MERGED},
             )
+        return out
 
 
-def _prefill(shared: dict[str, Any], out: Tensor, plan: TritonPlan) -> None:
-    """Launch the kernel for the rows of several tokens."""
-    num_tokens, num_heads, head_dim = out.shape
-    group, num_rows = shared["GROUP"], len(plan.context_lens)
-    tile = prefill_tile(group, head_dim, out.dtype.itemsize)
-    num_tiles = (num_tokens - plan.num_decodes) // (tile.num_queries // group)
-    num_tiles += num_rows - plan.num_decodes
-    kernels.prefill[(num_heads // group, num_tiles)](
-        **shared,
-        row_starts=plan.row_starts,
-        first_row=plan.num_decodes,
-        num_rows=num_rows,
-        **tile.options,
-    )
-
-
-MERGED = ("out", "context_lens", "out_row_stride", "out_head_stride", "D", "D_PADDED")
+MERGED = ("out_row_stride", "out_head_stride", "D", "D_PADDED")
 """Arguments that `merge` shares with the other kernels."""
 
 
-def num_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """Return into how many parts the keys of each decode row are split.
+@dataclass(frozen=True, slots=True)
+class SplitResults:
+    """Memory for the results of splits, of N tokens."""
 
-    num_programs   programs of a launch without splits: rows times key/value heads
-    num_keys       most keys that a row sees
+    #: [N, H, S, D] and [N, H, S] float32.
+    out: Tensor
+    logs: Tensor
 
-    A GPU runs PROGRAMS_PER_PROCESSOR programs on each processor at the same time. A launch takes as
-    many rounds as are needed for all programs, and a round takes as long as the longest split.
-    """
-    slots = PROGRAMS_PER_PROCESSOR * num_processors
-    most = min(MAX_SPLITS, max(1, num_keys // MIN_SPLIT_TOKENS))
-    times = [-(-num_programs * splits // slots) / splits for splits in range(1, most + 1)]
-    limit = min(times) * SPLIT_SLACK
-    return 1 + next(i for i, time in enumerate(times) if time <= limit)
+    @classmethod
+    def empty_like(cls, out: Tensor, splits: int) -> Self:
+        """Return memory for the results of tokens out [N, H, D]."""
+        num_tokens, num_heads, head_dim = out.shape
+        shape = (num_tokens, num_heads, splits)
+        logs = torch.empty(shape, dtype=torch.float32, device=out.device)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
+        return cls(parts, logs)
 
-
-def decode_tile(group: int, head_dim: int, itemsize: int) -> TileShape:
-    """Return the tiles of `decode`: all queries of a group."""
-    num_queries = max(16, _power_of_two(group))
-    if itemsize == 4:
-        return _float32_tile(num_queries, head_dim)
-    num_warps = 4 if num_queries < 64 else 8
-    return TileShape(num_queries, _tile_keys(head_dim), num_warps, NUM_STAGES)
-
-
-def prefill_tile(group: int, head_dim: int, itemsize: int) -> TileShape:
-    """Return the tiles of `prefill`: the queries of as many tokens as fit."""
-    if itemsize == 4:
-        return _float32_tile(max(16, _power_of_two(group)), head_dim)
-    most, num_stages = (128, NUM_STAGES) if head_dim <= 128 else (64, NUM_STAGES - 1)
-    num_queries = max(most, _power_of_two(group))
-    return TileShape(num_queries, _tile_keys(head_dim), 8, num_stages)
+    def arguments(self, *, is_split: bool) -> dict[str, Any]:
+        """Return arguments of a kernel, whose keys are split or not."""
+        return {
+            "part_out": self.out if is_split else None,
+            "part_logs": self.logs if is_split else None,
+            "part_splits": self.logs.shape[2],
+            "IS_SPLIT": is_split,
+        }
 
 
-def _float32_tile(num_queries: int, head_dim: int) -> TileShape:
-    """Return small tiles: the parts of float32 numbers that are multiplied need more registers."""
-    return TileShape(num_queries, 32, 4, 3) if head_dim <= 128 else TileShape(num_queries, 16, 8, 3)
+def _num_tiles(plan: TritonPlan, num_tokens: int, tile_tokens: int) -> int:
+    """Return how many tiles of queries the rows of several tokens need at most."""
+    num_rows = len(plan.context_lens) - plan.num_decodes
+    return (num_tokens - plan.num_decodes) // tile_tokens + num_rows
 
 
-def _tile_keys(head_dim: int) -> int:
-    return min(max(TILE_NUMBERS // _power_of_two(head_dim), 16), 128)
+def _rows(plan: TritonPlan) -> dict[str, Any]:
+    """Return what describes the rows of a step as arguments of the kernels."""
+    return {
+        "context_lens": plan.context_lens,
+        "table": plan.block_table,
+        "table_stride": plan.block_table.stride(0),
+        "window": plan.window,
+    }
+
+
+def _options(tile: TileShape) -> dict[str, Any]:
+    return {
+        "TILE_QUERIES": tile.num_queries,
+        "TILE_KEYS": tile.num_keys,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def _tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> dict[str, Any]:
@@ -244,7 +229,7 @@ def _tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> dict[s
         "GROUP": q.shape[1] // k_cache.shape[2],
         "BLOCK_TOKENS": k_cache.shape[1],
         "D": head_dim,
-        "D_PADDED": _power_of_two(head_dim),
+        "D_PADDED": padded_dim(head_dim),
     }
 
 
@@ -272,6 +257,6 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_tokens: int) ->
         raise ValueError(f"blocks of {k_cache.shape[1]} tokens, not {block_tokens}")
 
 
-def _power_of_two(n: int) -> int:
-    """Return the least power of two that is at least n; n >= 1."""
-    return 1 << (n - 1).bit_length()
+def _largest(numbers: Tensor) -> int:
+    """Return the largest of some numbers on the CPU; 0 if there are none."""
+    return int(numbers.max()) if len(numbers) else 0

@@ -5,19 +5,18 @@ prefill also several tokens. So the keys are read once for all of them, and the 
 of matrices, which tensor cores compute. A program loops over tiles of keys and keeps a running
 softmax: the peak of each query's scores, and the sum and the weighted values relative to that peak.
 
-`decode` computes rows of one token. Few rows would occupy only a part of a GPU, so the keys of a
-row can be split among several programs; `merge` adds up their results. `prefill` computes all other
-rows.
+`decode` computes rows of one token, and `prefill` all other rows. Few queries would occupy only a
+part of a GPU, so their keys can be split among several programs, whose results `merge` adds up.
 
 Scores are multiplied by log2(e), because a GPU computes powers of 2. Positions outside the window
 and the context are never read, neither in the block table nor in the cache. A row whose context is
-0 tokens is padding: nothing is read or written for it.
+0 tokens is padding: nothing is read or written for it in these tensors.
 
 Arguments that differ from step to step are not specialised, and the number of splits is not a
 constant. So a model needs few variants of each kernel, and serving does not stop to compile one.
 
 Legend: as in worker/attention/base.py, and G = H / H_kv heads of a group, S splits, W queries in a
-tile (heads and tokens). D_PADDED is D rounded up to a power of two.
+tile (heads and tokens), N tokens whose keys are split. D_PADDED is D rounded up to a power of two.
 
 Arguments of the kernels:
 
@@ -27,6 +26,9 @@ table          [R, M] int32: the block table; the last stride is 1
 context_lens   [R] int32
 row_starts     [R + 1] int32
 sinks          [H] float32, or None
+part_out       [N, H, S, D] float32: the result of each split; None if keys are not split
+part_logs      [N, H, S] float32: log2 of the sum of each split's weights; -inf if it has no keys
+part_splits    S; a launch may use fewer
 factor         what multiplies the scores: scale * log2(e), or soft_cap * log2(e) with a soft cap
 cap_factor     scale / soft_cap; None without a soft cap
 window         a token sees this many last tokens; None: all
@@ -44,7 +46,7 @@ SEARCHED_ROWS = tl.constexpr(128)
 """Rows whose starts are loaded together by `_row_of_tile`."""
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "part_splits"])
 def decode(
     q,
     k,
@@ -53,8 +55,9 @@ def decode(
     table,
     context_lens,
     sinks,
-    part_out,  # [R, H, S, D] float32: result of each split; None if there is one
-    part_logs,  # [R, H, S] float32: log2 of the sum of each split's weights; -inf if it is empty
+    part_out,
+    part_logs,
+    part_splits,
     factor,
     cap_factor,
     window,
@@ -76,33 +79,28 @@ def decode(
 ):
     """Compute the queries of one row and group against one split of its keys.
 
-    The grid is [H_kv, S, R]. Row r has the token r, so R is the number of decode rows.
+    The grid is [H_kv, splits, R]. Row r has the token r, so R is the number of decode rows.
     """
-    kv_head, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + row)
-    if context_len == 0:
-        return
-    num_heads = tl.num_programs(0) * GROUP
+    first_key = 0
+    if window is not None:
+        first_key = tl.maximum(context_len - window, 0)
+    begin, end = _split_tiles(first_key // TILE_KEYS, tl.cdiv(context_len, TILE_KEYS))
+
     member = tl.arange(0, TILE_QUERIES)
     dims = tl.arange(0, D_PADDED)
     head = kv_head * GROUP + member
     is_real = member < GROUP
     stored = is_real[:, None] & (dims < D)[None, :]
-
-    first_key = 0
-    if window is not None:
-        first_key = tl.maximum(context_len - window, 0)
-    first_tile = first_key // TILE_KEYS
-    num_tiles = tl.cdiv(context_len, TILE_KEYS) - first_tile
-    split_tiles = tl.cdiv(num_tiles, num_splits)
-    begin = first_tile + split * split_tiles
-    end = tl.minimum(begin + split_tiles, first_tile + num_tiles)
-    if IS_SPLIT:
-        part = (row * num_heads + head) * num_splits + split
-        if begin >= end:
-            tl.store(part_logs + part, tl.full([TILE_QUERIES], NOTHING, tl.float32), mask=is_real)
-            return
+    part = head * part_splits + split
+    first_part = row * tl.num_programs(0) * GROUP * part_splits
+    if begin >= end:
+        if IS_SPLIT:
+            nothing = tl.full([TILE_QUERIES], NOTHING, tl.float32)
+            tl.store(part_logs + first_part + part, nothing, mask=is_real)
+        return
 
     place = (head * q_head_stride)[:, None] + dims[None, :]
     queries = tl.load(q + row * q_row_stride + place, mask=stored, other=0.0)
@@ -135,43 +133,17 @@ def decode(
     )
     result = weighted * _inverse(total)[:, None]
     if IS_SPLIT:
-        tl.store(part_out + part[:, None] * D + dims[None, :], result, mask=stored)
-        tl.store(part_logs + part, peak + tl.log2(tl.where(is_real, total, 1.0)), mask=is_real)
+        tl.store(part_logs + first_part + part, _log2_sum(peak, total), mask=is_real)
+        tl.store(part_out + first_part * D + part[:, None] * D + dims[None, :], result, mask=stored)
     else:
         place = (head * out_head_stride)[:, None] + dims[None, :]
         result = result.to(out.dtype.element_ty)
         tl.store(out + row * out_row_stride + place, result, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def merge(
-    part_out,  # [R, H, S, D] float32
-    part_logs,  # [R, H, S] float32
-    out,
-    context_lens,
-    out_row_stride,
-    out_head_stride,
-    num_splits,
-    MAX_SPLITS: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-):
-    """Add up the results of a row's splits for one head. The grid is [H, R]."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(context_lens + row) == 0:
-        return
-    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PADDED)
-    part = (row * tl.num_programs(0) + head) * num_splits + splits
-    logs = tl.load(part_logs + part, mask=splits < num_splits, other=NOTHING)
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    stored = (logs > NOTHING)[:, None] & (dims < D)[None, :]
-    results = tl.load(part_out + part[:, None] * D + dims[None, :], mask=stored, other=0.0)
-    result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
-    out += row * out_row_stride + head * out_head_stride
-    tl.store(out + dims, result.to(out.dtype.element_ty), mask=dims < D)
-
-
-@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "first_split", "table_stride", "part_splits"]
+)
 def prefill(
     q,
     k,
@@ -181,8 +153,12 @@ def prefill(
     context_lens,
     row_starts,
     sinks,
+    part_out,
+    part_logs,
+    part_splits,
     first_row,
     num_rows,
+    first_split,  # the token of the step that has the first results in `part_out`
     factor,
     cap_factor,
     window,
@@ -194,6 +170,7 @@ def prefill(
     token_stride,
     kv_head_stride,
     table_stride,
+    IS_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     D: tl.constexpr,
@@ -201,24 +178,31 @@ def prefill(
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Compute some tokens of one of the rows [first_row, num_rows), for the heads of one group.
+    """Compute some tokens of one of the rows [first_row, num_rows), for the heads of one group,
+    against one split of their keys.
 
-    The grid is [H_kv, number of tiles]. The rows before `first_row` have one token each. The tiles
-    of a row start at the tile (row's first token - first_row) // TILE_TOKENS + (row - first_row).
-    So all rows have enough tiles, and a few tiles are empty. The last tiles see the most keys, so
-    they are computed first.
+    The grid is [H_kv, splits, number of tiles]. The rows before `first_row` have one token each.
+    The tiles of a row start at the tile
+    (row's first token - first_row) // TILE_TOKENS + (row - first_row). So all rows have enough
+    tiles, and a few tiles are empty. The last tiles see the most keys, so they are computed first.
     """
     TILE_TOKENS: tl.constexpr = TILE_QUERIES // GROUP
-    kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
     row = _row_of_tile(tile, row_starts, first_row, num_rows, TILE_TOKENS).to(tl.int64)
     context_len = tl.load(context_lens + row)
     start = tl.load(row_starts + row)
     num_tokens = tl.load(row_starts + row + 1) - start
     tile -= (start - first_row) // TILE_TOKENS + (row - first_row).to(tl.int32)
     first_token = tile * TILE_TOKENS
-    if (context_len == 0) | (first_token >= num_tokens):
+    if first_token >= num_tokens:
         return
+    num_before = context_len - num_tokens
+    end_key = num_before + tl.minimum(first_token + TILE_TOKENS, num_tokens)
+    first_key = 0
+    if window is not None:
+        first_key = tl.maximum(num_before + first_token + 1 - window, 0)
+    begin, end = _split_tiles(first_key // TILE_KEYS, tl.cdiv(end_key, TILE_KEYS))
 
     member = tl.arange(0, TILE_QUERIES)
     dims = tl.arange(0, D_PADDED)
@@ -228,22 +212,26 @@ def prefill(
     stored = is_real[:, None] & (dims < D)[None, :]
     # Offsets from the tile's first token fit in 32 bits.
     origin = (start + first_token).to(tl.int64)
+    num_heads = tl.num_programs(0) * GROUP
+    part = ((member // GROUP) * num_heads + head) * part_splits + split
+    first_part = (origin - first_split) * num_heads * part_splits
+    if (context_len == 0) | (begin >= end):
+        if IS_SPLIT:
+            nothing = tl.full([TILE_QUERIES], NOTHING, tl.float32)
+            tl.store(part_logs + first_part + part, nothing, mask=is_real)
+        return
+
     place = (member // GROUP) * q_row_stride + head * q_head_stride
     queries = tl.load(
         q + origin * q_row_stride + (place[:, None] + dims[None, :]), mask=stored, other=0.0
     )
-    peak, total = _start(sinks, head, is_real, True)
+    peak, total = _start(sinks, head, is_real, split == 0)
     weighted = tl.zeros([TILE_QUERIES, D_PADDED], tl.float32)
-    num_before = context_len - num_tokens
     last = tl.where(is_real, num_before + token, -1)
-    end_key = num_before + tl.minimum(first_token + TILE_TOKENS, num_tokens)
-    first_key = 0
-    masked_tile = (num_before + first_token + 1) // TILE_KEYS
-    if window is not None:
-        first_key = tl.maximum(num_before + first_token + 1 - window, 0)
-        masked_tile = first_key // TILE_KEYS
-    else:
-        # All queries see all keys of these tiles.
+    masked = begin
+    if window is None:
+        # All queries see all keys of the tiles before `masked`.
+        masked = tl.minimum(tl.maximum((num_before + first_token + 1) // TILE_KEYS, begin), end)
         peak, total, weighted = _attend(
             queries,
             peak,
@@ -253,8 +241,8 @@ def prefill(
             k + kv_head * kv_head_stride,
             v + kv_head * kv_head_stride,
             table + row * table_stride,
-            0,
-            masked_tile,
+            begin,
+            masked,
             first_key,
             end_key,
             factor,
@@ -277,8 +265,8 @@ def prefill(
         k + kv_head * kv_head_stride,
         v + kv_head * kv_head_stride,
         table + row * table_stride,
-        masked_tile,
-        tl.cdiv(end_key, TILE_KEYS),
+        masked,
+        end,
         first_key,
         end_key,
         factor,
@@ -293,12 +281,51 @@ def prefill(
         IS_MASKED=True,
     )
     result = weighted * _inverse(total)[:, None]
-    place = (member // GROUP) * out_row_stride + head * out_head_stride
-    tl.store(
-        out + origin * out_row_stride + (place[:, None] + dims[None, :]),
-        result.to(out.dtype.element_ty),
-        mask=stored,
-    )
+    if IS_SPLIT:
+        tl.store(part_logs + first_part + part, _log2_sum(peak, total), mask=is_real)
+        tl.store(part_out + first_part * D + part[:, None] * D + dims[None, :], result, mask=stored)
+    else:
+        place = (member // GROUP) * out_row_stride + head * out_head_stride
+        result = result.to(out.dtype.element_ty)
+        tl.store(
+            out + origin * out_row_stride + (place[:, None] + dims[None, :]), result, mask=stored
+        )
+
+
+@triton.jit(do_not_specialize=["part_splits", "num_decodes", "decode_splits", "prefill_splits"])
+def merge(
+    part_out,
+    part_logs,
+    out,
+    part_splits,
+    num_decodes,
+    decode_splits,
+    prefill_splits,
+    out_row_stride,
+    out_head_stride,
+    MAX_SPLITS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+):
+    """Add up the results of the splits of one head and token. The grid is [H, N].
+
+    The first `num_decodes` tokens have `decode_splits` splits, the others have `prefill_splits`.
+    """
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_splits = tl.where(token < num_decodes, decode_splits, prefill_splits)
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PADDED)
+    first_part = (token * tl.num_programs(0) + head) * part_splits
+    logs = tl.load(part_logs + first_part + splits, mask=splits < num_splits, other=NOTHING)
+    peak = tl.max(logs, 0)
+    if peak == NOTHING:
+        return  # padding
+    weights = tl.exp2(logs - peak)
+    read = (logs > NOTHING)[:, None] & (dims < D)[None, :]
+    place = splits[:, None] * D + dims[None, :]
+    results = tl.load(part_out + first_part * D + place, mask=read, other=0.0)
+    result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
+    out += token * out_row_stride + head * out_head_stride
+    tl.store(out + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
 @triton.jit
@@ -325,6 +352,21 @@ def _start(sinks, head, is_real, has_sinks):
         peak = tl.full(head.shape, NOTHING, tl.float32)
         total = tl.zeros(head.shape, tl.float32)
     return peak, total
+
+
+@triton.jit
+def _split_tiles(first_tile, end_tile):
+    """Return the tiles [begin, end) of this program's split of the tiles [first_tile, end_tile)."""
+    count = tl.cdiv(end_tile - first_tile, tl.num_programs(1))
+    begin = first_tile + tl.program_id(1) * count
+    return begin, tl.minimum(begin + count, end_tile)
+
+
+@triton.jit
+def _log2_sum(peak, total):
+    """Return log2 of the sum of the weights [W], for queries that saw a key or a sink; otherwise
+    -inf."""
+    return tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), NOTHING)
 
 
 @triton.jit
