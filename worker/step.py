@@ -38,10 +38,9 @@ from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
 from worker.models.base import StepModel
 from worker.sampling.bans import row_masks
-from worker.sampling.logits import process_logits
-from worker.sampling.logprobs import prompt_logprobs, sampled_logprobs
-from worker.sampling.sampler import TokenChoice, sample
-from worker.sampling.verify import verify
+from worker.sampling.base import Sampling
+from worker.sampling.logprobs import prompt_logprobs
+from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.staging import integers, upload
 from worker.slots.table import SlotTable
 
@@ -67,6 +66,7 @@ class Runner:
     draft_model   needed only by plans that use the draft model
     decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see batch/readback.py
+    sampling      None: `TorchSampling`
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Runner:
         draft_model: DraftModel | None = None,
         mark: Mark = mark,
         decode: PlainDecode | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -86,6 +87,7 @@ class Runner:
         self._attention = attention
         self.draft_model = draft_model
         self._mark = mark
+        self._sampling = sampling or TorchSampling()
         self._decode = decode or DecodeFastPath.for_model(model, slots, cache)
 
     @property
@@ -122,7 +124,9 @@ class Runner:
                     num_entries=self._cache.num_entries,
                 )
                 hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
-                prompt_columns = prompt_logprobs(hidden, self._model.logits, self._slots, batch)
+                prompt_columns = prompt_logprobs(
+                    hidden, self._model.logits, self._slots, batch, self._sampling.score
+                )
                 sampled = self._sample(hidden, batch, plan, receive_masks)
                 proposed = self._run_draft_model(plan, batch, sampled)
         return PendingStep.start_readback(
@@ -195,44 +199,11 @@ class Runner:
     ) -> SampledTokens:
         """Sample one token for each of the S positions, and append the tokens that belong to the
         answers to the slots."""
-        slots, masks = self._slots, None
+        masks = None
         if plan.masked is not None:
             masks = row_masks(plan, rows, receive_masks(), logits.shape[1], logits.device)
-        processed = process_logits(logits, slots, sampled, masks)
-        choice = sample(processed, slots, sampled)
-        if plan.row_drafts is not None:
-            return self._verify_drafts(logits, processed, choice, sampled, rows)
-        slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
-        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
-        return SampledTokens(choice.tokens, choice.finite, None, logprobs)
-
-    def _verify_drafts(
-        self,
-        logits: Tensor,
-        processed: Tensor,
-        choice: TokenChoice,
-        sampled: Sampled,
-        rows: BatchRows,
-    ) -> SampledTokens:
-        """Verify the drafts, and return the sampled tokens that belong to the answers. The last one
-        of each row is appended to its slot. The others equal their drafts, which are in the slot
-        already. This waits for the device."""
-        tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
-        verified = verify(tokens, finite, rows.drafts)
-        last_places = verified.places[verified.last]
-        index, last = upload([verified.places, last_places], self._slots.device)
-        ends = sampled.subset(last_places)
-        self._slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
-        logits, processed, verified_tokens = (
-            tensor.index_select(0, index) for tensor in (logits, processed, choice.tokens)
-        )
-        places = sampled.subset(verified.places)
-        return SampledTokens(
-            verified_tokens,
-            choice.finite.index_select(0, last),
-            torch.from_numpy(verified.counts),
-            sampled_logprobs(logits, processed, verified_tokens, self._slots, places),
-        )
+        drafts = None if plan.row_drafts is None else rows.drafts
+        return self._sampling.sample(logits, self._slots, sampled, masks=masks, drafts=drafts)
 
     def _run_draft_model(
         self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens | None
@@ -247,10 +218,11 @@ class Runner:
 
 
 def _known_lens(batch: StepBatch, sampled: SampledTokens | None) -> Ints:
-    """Return the number of known tokens of each row after sampling, [R] int64."""
+    """Return the number of known tokens of each row after sampling, [R] int64. If drafts were
+    verified, this waits for the device."""
     rows, lens = batch.rows, batch.rows.known.copy()
     if sampled is not None:
         first = np.flatnonzero(np.diff(rows.sampled, prepend=-1))
-        counts = np.ones_like(first) if sampled.counts is None else sampled.counts.numpy()
+        counts = np.ones_like(first) if sampled.counts is None else sampled.counts.cpu().numpy()
         lens[rows.sampled[first]] += counts - rows.drafts_after[first]
     return lens

@@ -17,6 +17,7 @@ from worker.batch.readback import Mark, mark
 from worker.debug.slot_registry import Poison, PoisonedSlots
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
+from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.step import Runner
@@ -97,6 +98,7 @@ def tiny_runner(
     mark: Mark = mark,
     draft: TinyModel | None = None,
     kind: type[Runner] = Runner,
+    sampling: Sampling | None = None,
 ) -> Runner:
     device = slots.device
     attention = TorchPagedAttention(BLOCK_TOKENS, torch.float32)
@@ -105,4 +107,6 @@ def tiny_runner(
         beside = tiny_cache(cache.num_blocks, device)
         draft_model = DraftModel(draft, beside, attention, VOCAB)
     target = model or TinyModel(device=device)
-    return kind(target, slots, cache, attention, draft_model=draft_model, mark=mark)
+    return kind(
+        target, slots, cache, attention, draft_model=draft_model, mark=mark, sampling=sampling
+    )

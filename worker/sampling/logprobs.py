@@ -49,6 +49,10 @@ class Scores:
     asked: Tensor
 
 
+Scorer = Callable[..., Scores]
+"""Function with the arguments of `score`. `asked_ids` is passed only if a request names tokens."""
+
+
 def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None = None) -> Scores:
     """Return the scores of tokens [N] int64 under logits [N, V] float32, in which banned tokens are
     -inf. `num_top` is at most MAX_LOGPROBS. `asked_ids` is [N, A] int64."""
@@ -106,13 +110,18 @@ def sampled_logprobs(
 
 
 def prompt_logprobs(
-    hidden: Tensor, project: Callable[[Tensor], Tensor], slots: SlotTable, batch: StepBatch
+    hidden: Tensor,
+    project: Callable[[Tensor], Tensor],
+    slots: SlotTable,
+    batch: StepBatch,
+    scorer: Scorer = score,
 ) -> LogprobColumns | None:
     """Return logprobs of the prompt tokens that follow a computed position, for the rows that
     request them, or None if no row does.
 
     hidden    [T, hidden] the step's hidden states
     project   turns rows of `hidden` into logits
+    scorer    `score`, or another function that does the same
     """
     if not batch.sampled.features & PROMPT_LOGPROBS:
         return None
@@ -134,6 +143,7 @@ def prompt_logprobs(
         counts[row_of],
         tokens,
         lambda a, b: project(hidden.index_select(0, positions[a:b])),
+        scorer=scorer,
     )
 
 
@@ -221,20 +231,19 @@ def _scored(
     tokens: Tensor,
     logits_of: Callable[[int, int], Tensor],
     asked_ids: Tensor | None = None,
+    scorer: Scorer = score,
 ) -> LogprobColumns:
     """Return the logprobs of tokens [N], computed in chunks. `logits_of(a, b)` returns the logits
     that score tokens [a, b)."""
     num_top, size = int(counts.max()), rows_at_once(tokens.device)
-    asked = tokens.new_empty(len(tokens), 0) if asked_ids is None else asked_ids
+    asked = () if asked_ids is None else (asked_ids,)
     parts = []
     for start in range(0, len(rows), CHUNK):
         some = slice(start, start + CHUNK)
         logits = logits_of(start, min(start + CHUNK, len(rows)))
-        pieces = (torch.split(each, size) for each in (logits, tokens[some], asked[some]))
-        parts += [
-            score(piece, chosen, num_top, named)
-            for piece, chosen, named in zip(*pieces, strict=True)
-        ]
+        columns = (logits, tokens[some], *(ids[some] for ids in asked))
+        pieces = zip(*(torch.split(each, size) for each in columns), strict=True)
+        parts += [scorer(piece, chosen, num_top, *named) for piece, chosen, *named in pieces]
     top_logprobs = torch.cat([part.top_logprobs for part in parts])
     return LogprobColumns(
         rows=rows,

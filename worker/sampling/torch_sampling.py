@@ -1,0 +1,71 @@
+"""Samples the tokens of a step with torch. This is the implementation on a CPU, and the reference
+for others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker.batch.batch import Ints, Sampled
+from worker.batch.pending_step import SampledTokens
+from worker.sampling.bans import RowMasks
+from worker.sampling.logits import process_logits
+from worker.sampling.logprobs import Scores, sampled_logprobs, score
+from worker.sampling.sampler import TokenChoice, sample
+from worker.sampling.verify import verify
+from worker.slots.staging import upload
+from worker.slots.table import SlotTable
+
+
+class TorchSampling:
+    """Samples with torch, see `Sampling` in base.py."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: SlotTable,
+        sampled: Sampled,
+        *,
+        masks: RowMasks | None = None,
+        drafts: Ints | None = None,
+    ) -> SampledTokens:
+        """Sample a token at each place. With drafts, this waits for the device."""
+        processed = process_logits(logits, slots, sampled, masks)
+        choice = sample(processed, slots, sampled)
+        if drafts is not None:
+            return _verified(logits, processed, choice, slots, sampled, drafts)
+        slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
+        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
+        return SampledTokens(choice.tokens, choice.finite, None, logprobs)
+
+    def score(self, logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
+        return score(logits, tokens, num_top)
+
+
+def _verified(
+    logits: Tensor,
+    processed: Tensor,
+    choice: TokenChoice,
+    slots: SlotTable,
+    sampled: Sampled,
+    drafts: Ints,
+) -> SampledTokens:
+    """Verify the drafts, and return the sampled tokens that belong to the answers. The last one of
+    each row is appended to its slot. The others equal their drafts, which are in the slot already.
+    """
+    tokens, finite = choice.tokens.cpu().numpy(), choice.finite.cpu().numpy()
+    verified = verify(tokens, finite, drafts)
+    last_places = verified.places[verified.last]
+    index, last = upload([verified.places, last_places], slots.device)
+    ends = sampled.subset(last_places)
+    slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
+    logits, processed, verified_tokens = (
+        tensor.index_select(0, index) for tensor in (logits, processed, choice.tokens)
+    )
+    places = sampled.subset(verified.places)
+    return SampledTokens(
+        verified_tokens,
+        choice.finite.index_select(0, last),
+        torch.from_numpy(verified.counts),
+        sampled_logprobs(logits, processed, verified_tokens, slots, places),
+    )
