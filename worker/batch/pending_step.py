@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protocol.arrays import Int32
@@ -23,12 +24,15 @@ class SampledTokens:
     tokens   [T] int64
     finite   [P] bool; False if the logits of the row's last token were not finite
     counts   [P] int64, tokens of each row; None: one each
+    starts   [P] index of each row's first token. `tokens` and `logprobs` then also contain the
+             tokens that were sampled after a wrong draft. None: they contain no others
     """
 
     tokens: Tensor
     finite: Tensor
     counts: Tensor | None
     logprobs: LogprobColumns | None
+    starts: NDArray[np.int64] | None = None
 
     def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> SampledTokens:
         """Return a copy in which `copy` is applied to each tensor."""
@@ -37,6 +41,22 @@ class SampledTokens:
             copy(self.finite),
             None if self.counts is None else copy(self.counts),
             None if self.logprobs is None else self.logprobs.map_tensors(copy),
+            self.starts,
+        )
+
+    def without_wrong(self) -> SampledTokens:
+        """Return the result without the tokens that were sampled after a wrong draft. The tensors
+        must be in host memory and readable."""
+        if self.starts is None or self.counts is None:
+            return self
+        counts = self.counts.numpy()
+        offsets = np.repeat(self.starts - (counts.cumsum() - counts), counts)
+        places = offsets + np.arange(len(offsets))
+        return SampledTokens(
+            self.tokens[places],
+            self.finite,
+            self.counts,
+            None if self.logprobs is None else self.logprobs.at(places),
         )
 
 
@@ -93,7 +113,8 @@ class PendingStep:
         """Wait for this step, but for no later one, and return its result."""
         self.wait()
         computed_s = perf_counter() - self.started
-        sampled, prompt_logprobs = self.sampled, self.prompt_logprobs
+        sampled = None if self.sampled is None else self.sampled.without_wrong()
+        prompt_logprobs = self.prompt_logprobs
         counts = None if sampled is None else sampled.counts
         logprobs = None if sampled is None else sampled.logprobs
         return StepResult(

@@ -61,6 +61,30 @@ class LogprobColumns:
         }
         return replace(self, **moved)
 
+    def at(self, places: Ints) -> LogprobColumns:
+        """Return the columns of these tokens, which are renumbered from 0. `places` [T] are
+        ascending indexes into the tokens. The tensors must be in host memory and readable."""
+        kept = np.flatnonzero(np.isin(self.rows, places))
+        if self.drawn_at is None or self.drawn is None:
+            drawn_at, drawn = None, None
+        else:
+            both = np.flatnonzero(np.isin(self.drawn_at, kept))
+            drawn_at, drawn = np.searchsorted(kept, self.drawn_at[both]), self.drawn[both]
+        return LogprobColumns(
+            rows=np.searchsorted(places, self.rows[kept]),
+            counts=self.counts[kept],
+            possible=self.possible[kept],
+            ids=self.ids[kept],
+            logprobs=self.logprobs[kept],
+            ranks=self.ranks[kept],
+            top_ids=self.top_ids[kept],
+            top_logprobs=self.top_logprobs[kept],
+            asked_counts=None if self.asked_counts is None else self.asked_counts[kept],
+            asked=None if self.asked is None else self.asked[kept],
+            drawn_at=drawn_at,
+            drawn=drawn,
+        )
+
     def to_message(self) -> Logprobs:
         """Return the message. The tensors must be in host memory and readable."""
         return Logprobs(
