@@ -164,7 +164,7 @@ def recorded_launches() -> Iterator[list[str]]:
 # ---- Compilation.
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A launch of a kernel with keyword arguments."""
+    """A launch of a kernel, with the names of all arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -190,6 +190,7 @@ class KernelLaunch:
             divisible=divisible,
             num_warps=self.arguments.get("num_warps", NUM_WARPS),
             num_stages=self.arguments.get("num_stages", NUM_STAGES),
+            fuses=self.arguments.get("enable_fp_fusion", True),
         )
 
 
@@ -199,8 +200,9 @@ def recorded_calls(module: ModuleType) -> Iterator[list[KernelLaunch]]:
     calls: list[KernelLaunch] = []
 
     def recorder(kernel: Any) -> Any:
-        def run(*, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> None:
-            calls.append(KernelLaunch(kernel, grid, arguments))
+        def run(*args: Any, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> None:
+            named = dict(zip(kernel.arg_names, args, strict=False))
+            calls.append(KernelLaunch(kernel, grid, named | arguments))
 
         return run
 
@@ -252,6 +254,7 @@ def compile_for(
     divisible: Collection[str] = (),
     num_warps: int = NUM_WARPS,
     num_stages: int = NUM_STAGES,
+    fuses: bool = True,
 ) -> KernelResources:
     """Compile a kernel, as Triton does at a launch, and return what the machine code needs.
 
@@ -260,6 +263,7 @@ def compile_for(
                  which Triton treats in the same way
     capability   one of CAPABILITIES
     divisible    integer arguments that are multiples of 16. All pointers are
+    fuses        whether a product and a sum may become one instruction
     """
     names = list(kernel.arg_names)
     aligned = [name for name in names if signature.get(name, "")[:1] == "*" or name in divisible]
@@ -269,7 +273,7 @@ def compile_for(
         constexprs=dict(constants),
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuses}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
     assert columns <= 512, f"{columns} columns of tensor memory: a launch would fail"
