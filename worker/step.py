@@ -40,7 +40,7 @@ from worker.models.base import StepModel
 from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
 from worker.sampling.logprobs import prompt_logprobs
-from worker.sampling.torch_sampling import TorchSampling
+from worker.sampling.select import select_sampling
 from worker.slots.staging import integers, upload
 from worker.slots.table import SlotTable
 
@@ -66,7 +66,7 @@ class Runner:
     draft_model   needed only by plans that use the draft model
     decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see batch/readback.py
-    sampling      None: `TorchSampling`
+    sampling      None: the one that `select_sampling` chooses for the slots' device
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Runner:
         self._attention = attention
         self.draft_model = draft_model
         self._mark = mark
-        self._sampling = sampling or TorchSampling()
+        self._sampling = sampling or select_sampling(slots.device)
         self._decode = decode or DecodeFastPath.for_model(model, slots, cache)
 
     @property

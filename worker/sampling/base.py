@@ -19,10 +19,12 @@ from worker.slots.table import SlotTable
 class Sampling(Protocol):
     """Samples the tokens of a step. It holds no state of any request.
 
-    Both implementations follow the same rules (sampler.py, logits.py, logprobs.py, verify.py) and
-    make sums of integers, so their results depend on no other row. The integers are made from
-    exponentials, which may differ in the last bit between them: then a token differs only if its
-    random number falls between the two bounds, which about one draw in a million does.
+    All implementations follow the rules of sampler.py, logits.py, logprobs.py and verify.py, and
+    all sums over the vocabulary are sums of integers. So a row's result depends on no other row,
+    and not on how its work is divided. The integers are made of exponentials: torch's differ
+    between processors in the last bit, those of the Triton kernels are the same on every GPU. So
+    two implementations may draw different tokens where a random number falls between their bounds
+    of a token, about once in a million draws.
     """
 
     def sample(

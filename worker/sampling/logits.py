@@ -35,12 +35,7 @@ def process_logits(
 ) -> Tensor:
     """Return the processed logits [S, V] float32: `logits` itself if no row needs a stage,
     otherwise a changed copy."""
-    candidates = [
-        (stage, where(needs_stage(slots, sampled)))
-        for feature, needs_stage, stage in STAGES
-        if sampled.features & feature
-    ]
-    work = [(stage, rows) for stage, rows in candidates if len(rows)]
+    work = needed_stages(slots, sampled)
     if not work and masks is None:
         return logits
     logits = logits.clone()
@@ -49,6 +44,16 @@ def process_logits(
     if masks is not None:
         apply_masks(logits, masks)
     return logits
+
+
+def needed_stages(slots: SlotTable, sampled: Sampled) -> list[tuple[Stage, Tensor]]:
+    """Return the stages that rows of the step need, in order, each with these rows [N]."""
+    candidates = [
+        (stage, where(needs_stage(slots, sampled)))
+        for feature, needs_stage, stage in STAGES
+        if sampled.features & feature
+    ]
+    return [(stage, rows) for stage, rows in candidates if len(rows)]
 
 
 # ---- functions of tensors
