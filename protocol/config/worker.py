@@ -78,6 +78,13 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "the GPU and the model. On a CPU, auto is the attention of --kernels"
         ),
     ] = "auto"
+    decode_graphs: Annotated[
+        Literal["auto", "off"],
+        about(
+            "on a GPU, capture decode steps as graphs when the worker starts, which saves most of "
+            "the time of their launches; off: launch each kernel"
+        ),
+    ] = "auto"
     libraries: Annotated[
         str,
         about("directory of the libraries of `tidegate fetch-kernels`; empty: none", wiring=True),

@@ -235,6 +235,18 @@ class PretendedDevice:
 
     # ---- operations
 
+    def launch(self, name: str, kernel: Callable[..., object], args: Any, kwargs: Any) -> None:
+        """Run a kernel that is not torch's, which changes its arguments in place."""
+        self.count(name)
+        if any(each.dim() for each in _tensors(args) if not isinstance(each, DeviceTensor)):
+            self.fault("mix of host and device", name)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            kernel(*args, **kwargs)
+            return ()
+
+        self.run(run, _contents(args), _contents(kwargs))
+
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation of which an argument is on the device."""
         name = name_of(func)
@@ -418,7 +430,7 @@ def _contents(tree: Any) -> Any:
     if isinstance(tree, DeviceTensor):
         return tree.content
     if isinstance(tree, tuple | list):
-        return [_contents(each) for each in tree]
+        return type(tree)(_contents(each) for each in tree)
     if isinstance(tree, dict):
         return {key: _contents(each) for key, each in tree.items()}
     return tree

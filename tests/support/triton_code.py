@@ -33,6 +33,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.pretended_device import PretendedDevice
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402
@@ -61,7 +63,8 @@ OWN = "worker.kernels.triton"
 @cache
 def interpreted(module_name: str) -> ModuleType:
     """Return a copy of a module whose kernels are interpreted, so that they accept tensors on the
-    CPU. What it imports from the modules of `worker.kernels.triton` is interpreted as well."""
+    CPU, or on a pretended device. What it imports from the modules of `worker.kernels.triton` is
+    interpreted as well."""
 
     def concerned() -> set[str]:
         return {name for name in sys.modules if _is_own(name) or name == module_name}
@@ -106,11 +109,17 @@ def _isolate_launches(module: ModuleType) -> None:
 def _isolated(kernel: Any) -> Any:
     run = interpreter.InterpretedFunction.run.__get__(kernel)
 
+    def interpret(*args: Any, **kwargs: Any) -> None:
+        with _interpretation():
+            run(*args, **kwargs)
+
     def isolated_run(*args: Any, **kwargs: Any) -> None:
         for names in _RECORDS:
             names.append(kernel.__name__)
-        with _interpretation():
-            run(*args, **kwargs)
+        if (device := PretendedDevice.active) is None:
+            interpret(*args, **kwargs)
+        else:
+            device.launch(kernel.__name__, interpret, args, kwargs)
 
     return isolated_run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, PretendedDevice, content
 from tests.support.random_decoder import ROLES, RandomTensors, attention, mlp, model_spec
+from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.batch.batch import read_rows
 from worker.batch.decode_graph import (
@@ -24,12 +26,15 @@ from worker.batch.decode_graph import (
     reason_against_graphs,
 )
 from worker.kv.cache import KVCache, layer_places
+from worker.loading.errors import UnusableModel
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
+from worker.models.load import load_model
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import ModelTensors, names_of
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
+from worker.startup.assembly import RunnerParts
 from worker.step import Runner
 
 BLOCK_TOKENS, MAX_SLOTS, MAX_LEN = 4, 7, 24
@@ -208,3 +213,25 @@ def test_reasons_against_graphs(
         )
         backend = TorchPagedAttention(4, FLOAT) if attend is None else attend(device)
         assert reason_against_graphs(DecoderModel(spec, weights), backend) == reason
+
+
+def test_a_capture_that_fails_names_the_option_that_turns_it_off(tmp_path: Path) -> None:
+    def fail(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    write_tiny_llama(tmp_path)
+    with PretendedDevice() as device:
+        loaded = load_model(tmp_path, dtype=FLOAT, device=DEVICE, kernels=FusedTwins(device))
+        spec = loaded.spec
+        cache = KVCache(
+            spec.num_layers, 3, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim, FLOAT, DEVICE
+        )
+        slots = SlotTable(slot_fields(MAX_LEN, BLOCKS), MAX_SLOTS, DEVICE)
+        parts = RunnerParts([loaded], [FusedAttention(device)])
+        assert parts.captured_decode(slots, [cache], device.capture) is not None
+        with pytest.raises(
+            UnusableModel, match=r"not permitted when stream is capturing$"
+        ) as error:
+            parts.captured_decode(slots, [cache], fail)
+        assert error.value.remedy == "serve with --decode-graphs off"

@@ -23,6 +23,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, StepPlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
+from worker.batch.decode_fast_path import PlainDecode
+from worker.batch.decode_graph import Capture, CudaGraphs, GraphDecode
 from worker.draft.model import DraftModel
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
@@ -101,6 +103,12 @@ def assemble(
         slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
     with timing("warm up"):
         _warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
+    decode = None
+    if device.type == "cuda" and config.decode_graphs == "auto":
+        with timing("capture graphs"):
+            before = free_bytes(device)
+            decode = parts.captured_decode(slots, caches, CudaGraphs(device))
+            log.info("graphs of decode steps take %s", in_gib(before - free_bytes(device)))
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
@@ -128,7 +136,7 @@ def assemble(
         kv_window=window,
         kv_groups=groups,
     )
-    return parts.runner(slots, caches, _runner_class(config)), ready
+    return parts.runner(slots, caches, _runner_class(config), decode), ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +147,43 @@ class RunnerParts:
     attentions: Sequence[Attention]
 
     def runner(
-        self, slots: SlotTable, caches: Sequence[KVCache], kind: type[Runner] = Runner
+        self,
+        slots: SlotTable,
+        caches: Sequence[KVCache],
+        kind: type[Runner] = Runner,
+        decode: PlainDecode | None = None,
     ) -> Runner:
         """Return a runner with these slots, and with one cache for each model."""
         model, draft_model = self.models[0], None
         if len(self.models) > 1:
             draft = self.models[1].model
             draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
-        return kind(model.model, slots, caches[0], self.attentions[0], draft_model=draft_model)
+        return kind(
+            model.model,
+            slots,
+            caches[0],
+            self.attentions[0],
+            draft_model=draft_model,
+            decode=decode,
+        )
+
+    def captured_decode(
+        self, slots: SlotTable, caches: Sequence[KVCache], capture: Capture
+    ) -> PlainDecode | None:
+        """Return captured decode steps, or None if those of the model cannot be captured. No slot
+        may be bound. Raises UnusableModel if the capture fails."""
+        model, attention = self.models[0].model, self.attentions[0]
+        decode = GraphDecode.for_model(model, slots, caches[0], attention, capture)
+        if decode is None:
+            return None
+        try:
+            decode.prepare()
+        except RuntimeError as error:
+            raise UnusableModel(
+                f"decode steps cannot be captured: {str(error).partition(chr(10))[0]}",
+                remedy="serve with --decode-graphs off",
+            ) from error
+        return decode
 
 
 def measured_memory(
