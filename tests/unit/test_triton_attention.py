@@ -6,11 +6,12 @@ The caches hold NaN wherever a row must not read, and new tensors are filled wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +22,14 @@ from protocol.kv_window import num_passed_blocks
 from tests.support.paged import PagedCase, PagedRow, attention_batch, case_of
 from tests.support.triton_code import interpreted, recorded_launches
 from worker.attention.base import AttentionBatch
-from worker.attention.triton_tiles import DECODE_SPLITS, SplitRule, num_splits
+from worker.attention.triton_tiles import (
+    DECODE_SPLITS,
+    SplitRule,
+    TileShape,
+    decode_tile,
+    num_splits,
+    prefill_tile,
+)
 
 triton_paged: Any = interpreted("worker.attention.triton_paged")
 KERNELS = Path("worker/kernels/triton/attention.py")
@@ -241,6 +249,38 @@ def test_queries_may_be_part_of_wider_rows() -> None:
     assert error(found, exact(case)) < TOLERANCE
 
 
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_a_nan_in_a_rows_own_block_is_not_hidden(
+    is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_split:
+        split_often(monkeypatch)
+    case = case_of((150, 1), (150, 3))
+    cache = case.cache()
+    for row in case.rows:
+        cache.k[0, row.blocks[4], 3] = float("nan")
+    attention = triton_paged.TritonPagedAttention(16, num_processors=100)
+    found = attention.run(case.queries(), *cache.layer(0), attention.plan(on_device(case.batch())))
+    assert found.isnan().all()
+
+
+def test_a_block_may_lie_beyond_2_to_the_31_numbers(tmp_path: Path) -> None:
+    """The cache is a file with a hole, which takes no memory."""
+    size = 2**31 + 16 * 64
+    memory = np.memmap(tmp_path / "cache", dtype=np.float16, mode="w+", shape=(size,))
+    far = torch.from_numpy(memory).as_strided((3, 16, 1, 64), (2**30, 64, 64, 1))
+    case = case_of((15, 1), kv_heads=1, dtype=torch.float16)
+    near, _ = case.cache().layer(0)
+    far[2] = near[case.rows[0].blocks[0]]
+    attention = triton_paged.TritonPagedAttention(16, num_processors=8)
+    near_plan, far_plan = (
+        attention.plan(on_device(attention_batch([replace(case.rows[0], blocks=blocks)], 16)))
+        for blocks in (case.rows[0].blocks, [2])
+    )
+    found = attention.run(case.queries(), far, far, far_plan)
+    assert torch.equal(found, attention.run(case.queries(), near, near, near_plan))
+
+
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
 def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(sink: float) -> None:
     case = case_of((700, 1), (3, 1), (30, 40), group=1)
@@ -313,6 +353,16 @@ def test_a_last_round_that_is_almost_empty_is_avoided() -> None:
     """34 rows of 8 heads need two rounds of 264 programs, the second one for 8 of them."""
     assert splits(33, 8, 32_000) == 1
     assert splits(34, 8, 32_000) > 1
+
+
+@pytest.mark.parametrize("tile_of", [decode_tile, prefill_tile])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_a_tile_holds_all_heads_of_a_group(
+    tile_of: Callable[[int, int, int], TileShape], head_dim: int
+) -> None:
+    for group in range(1, 129):
+        for itemsize in (2, 4):
+            assert tile_of(group, head_dim, itemsize).num_queries >= group
 
 
 def test_a_layer_needs_one_launch_for_each_kind_of_row_and_one_to_merge(

@@ -316,11 +316,11 @@ def merge(
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PADDED)
     first_part = (token * tl.num_programs(0) + head) * part_splits
     logs = tl.load(part_logs + first_part + splits, mask=splits < num_splits, other=NOTHING)
-    peak = tl.max(logs, 0)
-    if peak == NOTHING:
+    has_keys = logs != NOTHING  # also if the log is NaN
+    if tl.max(has_keys.to(tl.int32), 0) == 0:
         return  # padding
-    weights = tl.exp2(logs - peak)
-    read = (logs > NOTHING)[:, None] & (dims < D)[None, :]
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    read = has_keys[:, None] & (dims < D)[None, :]
     place = splits[:, None] * D + dims[None, :]
     results = tl.load(part_out + first_part * D + place, mask=read, other=0.0)
     result = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
@@ -364,15 +364,14 @@ def _split_tiles(first_tile, end_tile):
 
 @triton.jit
 def _log2_sum(peak, total):
-    """Return log2 of the sum of the weights [W], for queries that saw a key or a sink; otherwise
-    -inf."""
-    return tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), NOTHING)
+    """Return log2 of the sum of the weights [W]: -inf for queries that saw no key."""
+    return tl.where(total == 0.0, NOTHING, peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
 
 @triton.jit
 def _inverse(total):
-    """Return 1 / total, for positive `total`. It is 0 for queries that are padding."""
-    return 1.0 / tl.where(total > 0.0, total, 1.0)
+    """Return 1 / total [W]; 1 for queries that saw no key, whose results are not used."""
+    return 1.0 / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
