@@ -17,6 +17,7 @@ from torch import Tensor
 from protocol.sampling import SamplingParams
 from tests.property.test_sampler import GREEDY, PARAMS, draws_of, logits_of
 from tests.support.exact_exp import bounds_and_masses, exact_exp
+from tests.support.mistaken_kernels import mistaken_copy
 from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.triton_code import interpreted, recorded_launches
 from worker.sampling.row_split import RowSplit
@@ -215,18 +216,17 @@ def drafted_rows(seed: int) -> tuple[TokenChoice, np.ndarray[Any, np.dtype[np.in
     """Return the choice at each place of four rows with up to 5 drafts, and the drafts. Most drafts
     are right."""
     random = np.random.default_rng(seed)
-    drafts = [np.append(random.integers(0, 9, random.integers(0, 6)), NO_DRAFT) for _ in range(4)]
-    tokens = [np.append(row[:-1], random.integers(0, 9)) for row in drafts]
+    drafts = [np.append(random.integers(0, 3, random.integers(0, 6)), NO_DRAFT) for _ in range(4)]
+    tokens = [np.append(row[:-1], random.integers(0, 3)) for row in drafts]
     for row in tokens:
         is_wrong = random.random(len(row)) < 0.2
-        row[is_wrong] = random.integers(0, 9, is_wrong.sum())
+        row[is_wrong] = random.integers(0, 3, is_wrong.sum())
     finite = torch.from_numpy(random.random(sum(map(len, tokens))) < 0.9)
     choice = TokenChoice(torch.from_numpy(np.concatenate(tokens)) * finite, finite)
     return choice, np.concatenate(drafts)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_drafts_are_verified_as_on_the_host(seed: int) -> None:
+def assert_same_verdict(seed: int) -> None:
     choice, drafts = drafted_rows(seed)
     kept = verify(choice.tokens.numpy(), choice.finite.numpy(), drafts)
     last = torch.from_numpy(kept.places[kept.last])
@@ -241,6 +241,11 @@ def test_drafts_are_verified_as_on_the_host(seed: int) -> None:
     assert counts.tolist() == kept.counts.tolist()
     assert finite.tolist() == choice.finite[last].tolist()
     assert_equal_slots(slots, expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_are_verified_as_on_the_host(seed: int) -> None:
+    assert_same_verdict(seed)
 
 
 # ---- mistakes
@@ -258,24 +263,40 @@ MISTAKES = {
 }
 
 
+VERIFYING_MISTAKES = {
+    "a draft of a failed place is right": (
+        "tl.load(finite + start + nth, is_place, 0) != 0",
+        "True",
+    ),
+    "the last right draft is the last token": ("nth, PLACES), 0) + 1", "nth, PLACES), 0) + 0"),
+    "the row's last place is appended": ("last = start + count - 1", "last = end - 1 + count * 0"),
+    "the length is that before the token": ("(position + 1).to", "position.to"),
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_kernel_is_found(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the tests above would fail, too."""
-    right, wrong = MISTAKES[mistake]
-    source = KERNELS.read_text()
-    assert right in source
-    name = "mistaken_" + mistake.replace(" ", "_").replace("'", "")
-    (tmp_path / f"{name}.py").write_text(source.replace(right, wrong))
-    monkeypatch.syspath_prepend(tmp_path)
     params = [GREEDY, *DRAWING[1::4], *DRAWING[-3:], SamplingParams(top_k=40, top_p=0.3)]
     logits, requests = tied_logits(1.0)[: len(params)], requests_of(params)
     expected = [
         sample(logits, *bind_rows(requests)).tokens,
         *bounds_and_masses(logits[1:], draws_of(params[1:])),
     ]
-    monkeypatch.setattr(triton_sampling, "kernels", interpreted(name))
+    mistaken = mistaken_copy(KERNELS, MISTAKES[mistake], tmp_path, monkeypatch)
+    monkeypatch.setattr(triton_sampling, "kernels", mistaken)
     drawn = choose(logits, requests, 256)
     found = [drawn.choice.tokens, *(column[1:] for column in filters_of(drawn.records))]
     assert not all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("mistake", VERIFYING_MISTAKES)
+def test_a_mistake_in_the_verification_is_found(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistaken = mistaken_copy(KERNELS, VERIFYING_MISTAKES[mistake], tmp_path, monkeypatch)
+    monkeypatch.setattr(triton_sampling, "kernels", mistaken)
+    with pytest.raises(AssertionError):
+        list(map(assert_same_verdict, range(8)))

@@ -4,6 +4,7 @@ processed logits, tokens, verified drafts and logprobs."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from protocol.arrays import Int32
 from protocol.sampling import MAX_LOGPROBS, SamplingParams
 from protocol.steps import Logprobs, StepResult
 from tests.property.test_sampler import GREEDY, logits_of
+from tests.support.mistaken_kernels import mistaken_copy
+from tests.support.plans import slot_init, step_plan
 from tests.support.sampled_rows import RowRequest, bind_rows
+from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
 from tests.support.triton_code import interpreted, recorded_launches
 from tests.unit.test_logits import WORDS, random_logits, requests
 from worker.batch.batch import Sampled
@@ -33,12 +37,14 @@ from worker.sampling.base import Sampling
 from worker.sampling.logits import process_logits
 from worker.sampling.logprobs import score
 from worker.sampling.row_split import RowSplit
+from worker.sampling.select import select_sampling
 from worker.sampling.torch_sampling import TorchSampling
 from worker.sampling.verify import NO_DRAFT
 from worker.slots.table import SlotTable
 
 triton_sampling: Any = interpreted("worker.sampling.triton_sampling")
 STAGES = Path("worker/kernels/triton/logit_stages.py")
+SCORES = Path("worker/kernels/triton/scores.py")
 CPU = torch.device("cpu")
 
 
@@ -164,13 +170,8 @@ def test_a_mistake_in_a_stage_is_found(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the tests above would fail, too."""
-    right, wrong = MISTAKES[mistake]
-    source = STAGES.read_text()
-    assert right in source
-    name = "mistaken_" + mistake.replace(" ", "_")
-    (tmp_path / f"{name}.py").write_text(source.replace(right, wrong))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(triton_sampling, "logit_stages", interpreted(name))
+    mistaken = mistaken_copy(STAGES, MISTAKES[mistake], tmp_path, monkeypatch)
+    monkeypatch.setattr(triton_sampling, "logit_stages", mistaken)
     params = replace_params(EVERYTHING.params, min_tokens=6)
     group = [EVERYTHING, replace(EVERYTHING, params=params), replace(EVERYTHING, prompt_tokens=9)]
     logits = random_logits(3, 1)
@@ -211,8 +212,8 @@ def test_masks_ban_as_in_torch(vocab: int, reports: bool) -> None:
 ROWS = [
     (GREEDY, 0),
     (SamplingParams(temperature=0.0, logprobs=3), 2),
-    (SamplingParams(temperature=0.8, top_k=9, top_p=0.9, logprobs=0, logprobs_of="both"), 3),
-    (SamplingParams(logprobs=20, logprobs_of="sampling", top_p=0.7, frequency_penalty=0.5), 0),
+    (SamplingParams(temperature=1.7, top_k=9, top_p=0.99, logprobs=0, logprobs_of="both"), 3),
+    (SamplingParams(temperature=1.9, top_k=12, logprobs=20, logprobs_of="sampling"), 0),
     (SamplingParams(logprob_token_ids=[5, 96, 5, 0], logprobs_of="both", top_k=4, logprobs=2), 1),
     (SamplingParams(logprob_token_ids=[7], allowed_token_ids=[7, 8, 9], logprobs=5), 2),
 ]
@@ -333,6 +334,45 @@ def test_the_number_of_launches_depends_on_no_number_of_rows(num_rows: int) -> N
         assert len(names) == num_kernels, names
 
 
+def prompt_result(sampling: Sampling | None) -> StepResult:
+    """Return the result of a prompt with logprobs and a decode with drafts, one of them wrong."""
+    params = [
+        SamplingParams(temperature=0.0, prompt_logprobs=4, logprobs=1),
+        SamplingParams(temperature=0.0),
+    ]
+    binds = [
+        slot_init(n, [5, 9, 2, 77, 31], blocks=range(1 + 4 * n, 5 + 4 * n), params=one)
+        for n, one in enumerate(params)
+    ]
+    plan = step_plan(
+        bind=binds,
+        zero=list(range(1, 9)),
+        rows=[(0, 0, 5, True), (1, 0, 7, True)],
+        drafts={1: [11, 12]},
+    )
+    return tiny_runner(tiny_slots(3), tiny_cache(20), sampling=sampling).step(plan)
+
+
+def test_a_runner_gives_the_same_result_with_kernels() -> None:
+    found = prompt_result(triton_sampling.TritonSampling(block=64))
+    expected = prompt_result(None)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.counts.tolist() == expected.counts.tolist()
+    for name in ("logprobs", "prompt_logprobs"):
+        assert_same_logprobs(getattr(found, name), getattr(expected, name))
+
+
+def test_a_gpu_samples_with_kernels_if_triton_is_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.device("cuda")
+    assert isinstance(select_sampling(CPU), TorchSampling)
+    assert type(select_sampling(gpu)).__name__ == "TritonSampling"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert isinstance(select_sampling(gpu), TorchSampling)
+    assert "Triton is not installed" in caplog.text
+
+
 # ---- scores
 @pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("vocab", [7, 97, 200])
@@ -355,3 +395,38 @@ def test_equally_likely_tokens_are_reported_by_rising_id_also_where_the_list_end
     scores = triton_sampling.TritonSampling(block=64).score(logits, torch.tensor([70]), 5)
     assert scores.top_ids[0].tolist() == [10, 70, 140, 0, 1]
     assert scores.ranks.tolist() == [1]
+
+
+SCORING_MISTAKES = {
+    "an equal token ranks higher": ("(x > own)", "(x >= own)"),
+    "the peak is forgotten": ("normaliser += key", "normaliser += 0 * key"),
+    "a block's second best token is another": ("+ nth, best)\n", "+ nth, best - (nth == 1))\n"),
+    "one requested token is scored for all": ("MAX_ASKED + nth, is", "MAX_ASKED + nth * 0, is"),
+    "removed tokens keep their share": ("exp(gaps) >= bound", "exp(gaps) >= 0 * bound"),
+    "the temperature is ignored": (
+        "(tl.load(draws + PEAK)), temperature)",
+        "(tl.load(draws + PEAK)), 1.0)",
+    ),
+    "the sampled token's share is another's": (
+        "temperature, token, True, SCALE",
+        "temperature, token * 0, True, SCALE",
+    ),
+    "impossible tokens are counted": ("is_finite(value).to", "(value == value).to"),
+}
+
+
+@pytest.mark.parametrize("mistake", SCORING_MISTAKES)
+def test_a_mistake_in_a_score_is_found(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test of whole steps would fail, too."""
+    step = DraftedStep(0, [(params, 0) for params, _ in ROWS[1:]])
+    expected = step.result(TorchSampling())[0].logprobs
+    mistaken = mistaken_copy(SCORES, SCORING_MISTAKES[mistake], tmp_path, monkeypatch)
+    launcher = triton_sampling.score_tokens.__globals__
+    monkeypatch.setitem(launcher, "scores", mistaken)
+    found = step.result(triton_sampling.TritonSampling(block=64))[0].logprobs
+    assert found is not None
+    assert expected is not None
+    with pytest.raises(AssertionError):
+        assert_same_logprobs(found, expected)
