@@ -127,18 +127,22 @@ def _isolated(kernel: Any) -> Any:
 @contextmanager
 def _interpretation() -> Iterator[None]:
     """Interpret Triton's own library as well, and restore everything afterwards. The functions that
-    the library calls are replaced here once, not again at each call, which would take most of the
-    time."""
+    the library and the kernel's callees call are replaced here once, not again at each call, which
+    would take most of the time."""
     saved = [(place, dict(vars(place))) for place in PATCHED]
-    call = JITFunction.__call__
+    call, interpreted_call = JITFunction.__call__, interpreter.InterpretedFunction.__call__
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
         JITFunction.__call__ = lambda self, *args, **kwargs: _callee(self.fn)(*args, **kwargs)
         try:
             interpreter.InterpretedFunction(tl.cdiv.fn)(1, 1)  # replaces the functions of tl.core
+            interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
+                *args, **kwargs
+            )
             yield
         finally:
             JITFunction.__call__ = call
+            interpreter.InterpretedFunction.__call__ = interpreted_call
             for place, attributes in saved:
                 _restore(place, attributes)
 
