@@ -156,23 +156,13 @@ def choose(
     """Sample one token for each row of processed logits [S, V] float32. With `append`, append the
     tokens to the slots, which must be distinct."""
     searches = num_searches(slots, sampled, split.vocab)
-    histogram_words = kernels.NUM_DIGITS.value * kernels.SIZE.value
-    totals_at = kernels.HISTOGRAMS.value + (searches or 0) * histogram_words
-    width = totals_at + (0 if searches is None else split.num_blocks)
-    records = torch.zeros(
-        split.rows, triton.cdiv(width, 16) * 16, dtype=torch.int64, device=logits.device
-    )
+    records, totals_at = _new_records(split, searches, logits.device)
     row, record = (logits, logits.stride(0)), (records, records.stride(0))
     options: dict[str, Any] = {"BLOCK": split.block, "num_warps": WARPS, **EXACT}
-    shared = (split.vocab, split.blocks)
-    kernels.find_peaks[split.grid](*row, None, *record, *shared, **options)
+    kernels.find_peaks[split.grid](*row, None, *record, split.vocab, split.blocks, **options)
     options["SCALE"] = split.scale
     if searches is not None:
-        fields = [sampled.slots, *(slots[name] for name in ("temperature", "top_k", "top_p"))]
-        _search(split, (*row, *fields, *record, *shared), searches, options)
-        kernels.weigh_blocks[split.grid](
-            *row, *fields, slots["min_p"], *record, totals_at, *shared, **options
-        )
+        _weigh(logits, slots, sampled, split, records, totals_at, searches, options)
     choice = TokenChoice(
         torch.empty(split.rows, dtype=torch.int64, device=logits.device),
         torch.empty(split.rows, dtype=torch.bool, device=logits.device),
@@ -197,13 +187,40 @@ def choose(
     return DrawnRows(records, choice)
 
 
-def _search(
-    split: RowSplit, arguments: tuple[object, ...], searches: int, options: dict[str, Any]
+def _new_records(split: RowSplit, searches: int | None, device: torch.device) -> tuple[Tensor, int]:
+    """Return a record for each row, and the word of a record at which the blocks' weights begin.
+
+    searches   the result of `num_searches`
+    """
+    digits = (searches or 0) * kernels.NUM_DIGITS.value
+    totals_at = kernels.HISTOGRAMS.value + digits * kernels.SIZE.value
+    words = totals_at + (0 if searches is None else split.num_blocks)
+    width = triton.cdiv(words, 16) * 16
+    return torch.zeros(split.rows, width, dtype=torch.int64, device=device), totals_at
+
+
+def _weigh(
+    logits: Tensor,
+    slots: SlotTable,
+    sampled: Sampled,
+    split: RowSplit,
+    records: Tensor,
+    totals_at: int,
+    searches: int,
+    options: dict[str, Any],
 ) -> None:
-    """Find the digits of all bounds, the highest digit of the first search first."""
+    """Find the bounds of the rows that draw, digit by digit, and weigh the tokens that are kept."""
+    row = (logits, logits.stride(0), sampled.slots)
+    fields = [slots[name] for name in ("temperature", "top_k", "top_p")]
+    record, end = (records, records.stride(0)), (split.vocab, split.blocks)
     for search in range(searches):
         for digit in range(kernels.NUM_DIGITS.value):
-            kernels.add_digits[split.grid](*arguments, SEARCH=search, DIGIT=digit, **options)
+            kernels.add_digits[split.grid](
+                *row, *fields, *record, *end, SEARCH=search, DIGIT=digit, **options
+            )
+    kernels.weigh_blocks[split.grid](
+        *row, *fields, slots["min_p"], *record, totals_at, *end, **options
+    )
 
 
 def num_searches(slots: SlotTable, sampled: Sampled, vocab: int) -> int | None:

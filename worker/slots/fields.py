@@ -35,7 +35,7 @@ requests the logprob of the token itself only."""
 LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 """A slot stores the index of its request's `logprobs_of` in this tuple."""
 
-SAMPLED = ("SlotTable.append_tokens",)
+SAMPLED = ("SlotTable.append_tokens", "kernels.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
 """Values of `SlotField.written_by`: sampling writes the field, or the plan does."""
 
