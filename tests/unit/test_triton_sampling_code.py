@@ -1,8 +1,9 @@
 """The machine code of the kernels that sample: it is compiled for the launches of a large step, and
 uses no memory for spilled registers.
 
-Registers and shared memory are recorded in tests/data/triton_sampling.json, because they decide how
-many programs run at once. `python -m tests.unit.test_triton_sampling_code` writes the file.
+Registers and shared memory are recorded in tests/data/triton_sampling_resources.json, because they
+decide how many programs run at once. `python -m tests.unit.test_triton_sampling_code` writes the
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from worker.sampling.bans import RowMasks
 from worker.sampling.row_split import EXACT
 from worker.sampling.triton_sampling import TritonSampling
 
-RECORDED = Path("tests/data/triton_sampling.json")
+RECORDED = Path("tests/data/triton_sampling_resources.json")
 VOCAB = 151_936
 PARAMS = SamplingParams(
     top_k=50,
