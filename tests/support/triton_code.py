@@ -10,7 +10,8 @@ the host launches kernels, to compile exactly what a GPU would run.
 Three rules for kernels and their tests:
 
 - The interpreter multiplies the bits of bfloat16 numbers instead of the numbers in `tl.dot`, so
-  tests that interpret such kernels use float32 or float16.
+  tests that interpret such kernels use float32 or float16. The interpreter of Triton 3.6 does not
+  work with NumPy 2.4.
 - A module imports Triton's language as `import triton.language as tl`, because the interpreter
   replaces the functions of this module if it finds it among a kernel's globals.
 - A launch passes `enable_fp_fusion=True`. Without it Triton warns, because the default will change.

@@ -281,7 +281,14 @@ def prefill(
         IS_MASKED=True,
     )
     result = weighted * _inverse(total)[:, None]
+    # If these offsets were those from above, they would occupy registers during the loops. Since 0
+    # is added, but not at compile time, the compiler cannot use the same ones.
+    member += tl.load(row_starts + row, volatile=True) - start
+    head = kv_head * GROUP + member % GROUP
+    is_real = (member < TILE_TOKENS * GROUP) & (first_token + member // GROUP < num_tokens)
+    stored = is_real[:, None] & (dims < D)[None, :]
     if IS_SPLIT:
+        part = ((member // GROUP) * num_heads + head) * part_splits + split
         tl.store(part_logs + first_part + part, _log2_sum(peak, total), mask=is_real)
         tl.store(part_out + first_part * D + part[:, None] * D + dims[None, :], result, mask=stored)
     else:
