@@ -91,7 +91,7 @@ def padded_dim(head_dim: int) -> int:
 
 def _float32_tile(num_queries: int, head_dim: int) -> TileShape:
     """Return small tiles: the parts of float32 numbers that are multiplied need more registers."""
-    return TileShape(num_queries, 32, 4, 3) if head_dim <= 128 else TileShape(num_queries, 16, 8, 3)
+    return TileShape(num_queries, 32 if head_dim <= 128 else 16, num_warps=8, num_stages=3)
 
 
 def _tile_keys(head_dim: int) -> int:
