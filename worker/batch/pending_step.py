@@ -113,8 +113,9 @@ class PendingStep:
         """Wait for this step, but for no later one, and return its result."""
         self.wait()
         computed_s = perf_counter() - self.started
-        sampled = None if self.sampled is None else self.sampled.without_wrong()
-        prompt_logprobs = self.prompt_logprobs
+        sampled, prompt_logprobs = self.sampled, self.prompt_logprobs
+        if sampled is not None and sampled.starts is not None:
+            sampled = sampled.without_wrong()
         counts = None if sampled is None else sampled.counts
         logprobs = None if sampled is None else sampled.logprobs
         return StepResult(

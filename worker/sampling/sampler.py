@@ -75,11 +75,11 @@ class Draws:
 def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
     """Sample one token for each row of logits [S, V] float32."""
     if not sampled.features & DRAW:
-        return most_likely(logits)
+        return _checked(*logits.max(-1))
     is_greedy = slots.host("temperature")[sampled.host_slots] == 0
     greedy, drawing = _where(is_greedy), _where(~is_greedy)
     if not len(drawing):
-        return most_likely(logits)
+        return _checked(*logits.max(-1))
     if not len(greedy):
         return _draw_rows(logits, slots, sampled, drawing)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -87,7 +87,9 @@ def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
     for rows in (greedy, drawing):
         index = upload_one(rows, logits.device)
         part = logits.index_select(0, index)
-        choice = most_likely(part) if rows is greedy else _draw_rows(part, slots, sampled, rows)
+        choice = (
+            _checked(*part.max(-1)) if rows is greedy else _draw_rows(part, slots, sampled, rows)
+        )
         tokens.index_copy_(0, index, choice.tokens)
         finite.index_copy_(0, index, choice.finite)
     return TokenChoice(tokens, finite)
@@ -95,8 +97,7 @@ def sample(logits: Tensor, slots: SlotTable, sampled: Sampled) -> TokenChoice:
 
 def most_likely(logits: Tensor) -> TokenChoice:
     """Return the most likely token of each row of logits [S, V], the lowest id among equals."""
-    peaks, tokens = logits.max(-1)
-    return _checked(peaks, tokens)
+    return _checked(*logits.max(-1))
 
 
 def _checked(peaks: Tensor, tokens: Tensor) -> TokenChoice:

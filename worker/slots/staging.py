@@ -35,8 +35,8 @@ def upload(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
 
 
 def upload_one(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a one-dimensional int64 or float64 host tensor to `device`."""
-    return upload([tensor.numpy()], device)[0]
+    """Copy a one-dimensional int64 or float64 host tensor to `device`. On the CPU, return it."""
+    return tensor if device.type == "cpu" else upload([tensor.numpy()], device)[0]
 
 
 def upload_bytes(buffer: Any, device: torch.device) -> Tensor:

@@ -204,10 +204,10 @@ class SlotTable:
     def flush(self) -> None:
         """Apply the staged writes: first the rows of new occupants, then items, then derived
         fields."""
+        if not self._binds and not self._items:
+            return
         inits = list(self._binds.values())
         writes = self._resets(inits) + self._items
-        if not writes:
-            return
         merged = [self._merged(dtype, writes) for dtype in self._flat]
         columns = [column for pair in merged for column in pair]
         slots, *moved = upload([_column(self._binds), *columns], self.device)
@@ -229,10 +229,10 @@ class SlotTable:
     def append_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Write sampled tokens [S] at positions [S] int64 of distinct slots [S], on the device.
         Each slot's length becomes its position + 1."""
-        flat = self["token_ids"].view(-1)
+        token_ids, lens = self._tensors["token_ids"], self._tensors["len"]
         index = slots * self.fields["token_ids"].width + positions
-        flat.index_copy_(0, index, tokens.to(flat.dtype))
-        self["len"].index_copy_(0, slots, (positions + 1).to(self["len"].dtype))
+        token_ids.view(-1).index_copy_(0, index, tokens.to(token_ids.dtype))
+        lens.index_copy_(0, slots, (positions + 1).to(lens.dtype))
 
     def _resets(self, inits: Sequence[SlotInit]) -> list[SlotWrite]:
         """Return the writes that set the fields of all new occupants."""
