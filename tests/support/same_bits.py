@@ -57,11 +57,14 @@ SHAPE = {
 """The rows of each matrix have a multiple of 256 numbers, as K-quants need."""
 
 
-def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
+def small_model(
+    folder: Path, kind: str, dtype: torch.dtype, instructions: str | None = None
+) -> LoadedModel:
     """Write and load a Llama with random weights on the compiled kernels.
 
-    kind   a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; then options (INT8,
-           KV8), each after a hyphen
+    kind           a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; then
+                   options (INT8, KV8), each after a hyphen
+    instructions   instruction set of the kernels; None: the best one
     """
     form, *options = kind.split("-")
     model: Any = random_llama(**SHAPE)
@@ -72,7 +75,7 @@ def small_model(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     return load(
         path,
         dtype,
-        kernels=native_kernels(),
+        kernels=native_kernels(instructions),
         weights="packed",
         activations="int8" if INT8 in options else "bfloat16",
         kv_dtype="int8" if KV8 in options else "auto",

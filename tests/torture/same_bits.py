@@ -1,6 +1,7 @@
 """Computes many prompts in every way, and compares the bits with those of each prompt alone.
 
     python -m tests.torture.same_bits [--prompts 16] [--models default Q4_K] [--ways "disk tier"]
+                                      [--kernels avx2]
 
 The models are the default model and a small random one in several types of weights, each in both
 dtypes. The ways are those of tests/support/same_bits.py: chunks of any length, other requests in
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tests.support.kernels import native_kernels
+from tests.support.kernels import NAMES, native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import load
 from tests.support.same_bits import DENSE, WAYS, BitCase, Subject, small_model
@@ -62,20 +63,30 @@ class BitRow:
         return found + [self.failure] * bool(self.failure)
 
 
-def load_model(model: str, dtype: torch.dtype, folder: Path) -> LoadedModel:
+def load_model(
+    model: str, dtype: torch.dtype, folder: Path, instructions: str | None
+) -> LoadedModel:
     if model == DEFAULT:
-        return load(smollm2_gguf(), dtype, kernels=native_kernels(), weights="packed")
-    return small_model(folder, model, dtype)
+        kernels = native_kernels(instructions)
+        return load(smollm2_gguf(), dtype, kernels=kernels, weights="packed")
+    return small_model(folder, model, dtype, instructions)
 
 
 def compare(
-    models: Sequence[str], dtypes: Sequence[str], ways: Sequence[str], num_prompts: int
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    ways: Sequence[str],
+    num_prompts: int,
+    instructions: str | None,
 ) -> Iterator[BitRow]:
-    """Compute the prompts of each model in each dtype and way. Yield a row for each combination."""
+    """Compute the prompts of each model in each dtype and way. Yield a row for each combination.
+
+    instructions   instruction set of the kernels; None: the best one
+    """
     for model in models:
         for dtype in dtypes:
             with tempfile.TemporaryDirectory(prefix="tidegate-bits-") as folder:
-                loaded = load_model(model, DTYPES[dtype], Path(folder))
+                loaded = load_model(model, DTYPES[dtype], Path(folder), instructions)
                 subject = Subject.of(loaded, num_prompts)
                 for way in ways:
                     yield compare_way(BitRow(model, dtype, way), subject)
@@ -109,10 +120,14 @@ def main(arguments: list[str]) -> int:
             f"--{name}", nargs="+", choices=known, default=known, metavar=name[:-1].upper(),
             help=f"some of: {', '.join(known)} (default: all)",
         )  # fmt: skip
+    parser.add_argument(
+        "--kernels", choices=NAMES, help="instruction set of the kernels (default: the best one)"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # two would wait for each other on a busy machine
     rows = []
-    for row in compare(options.models, options.dtypes, options.ways, options.prompts):
+    chosen = (options.models, options.dtypes, options.ways, options.prompts, options.kernels)
+    for row in compare(*chosen):
         tqdm.write(f"done: {', '.join(row.cells())}", file=sys.stderr)
         rows.append(row)
     return print_table(COLUMNS, rows, 1.0)
