@@ -31,7 +31,7 @@ class DeviceDefault:
 
     def __str__(self) -> str:
         """Return both values, for the description of the field."""
-        return f"{self.cpu:,}, or {self.gpu:,} on a GPU"
+        return f"automatic ({self.cpu:,} on a CPU, {self.gpu:,} on a GPU)"
 
     def choose(self, wanted: int, *, is_gpu: bool) -> int:
         """Return `wanted`, or if it is 0 the default for the device."""

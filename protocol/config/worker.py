@@ -19,8 +19,8 @@ KVDtype = Literal["auto", "int8"]
 
 MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
 TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
-"""A step of a GPU reads all weights, which takes as long as computing some hundred tokens. So it
-needs many tokens to be used well. On a CPU a long step would delay all streams."""
+"""A step reads all weights, which takes a GPU as long as computing several hundred tokens. So only
+steps with many tokens use a GPU well. On a CPU a long step would delay all streams."""
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):
@@ -40,13 +40,17 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about("the catalogue's sampling parameters, if the model's files give none", wiring=True),
     ] = SamplingDefaults()
     device: Annotated[
-        Device, about("device to compute on; auto: the first GPU, or the CPU if there is none")
+        Device,
+        about(
+            "device to compute on; auto: the first GPU, or the CPU if torch cannot use a GPU "
+            "(tidegate doctor says why)"
+        ),
     ] = "auto"
     share_device: Annotated[
         bool,
         about(
-            "share the GPU with other servers that also set this option; make sure that the memory "
-            "is enough for all. Default: exclusive use"
+            "share the GPU with other servers that also set this option; limit the memory of each "
+            "with --gpu-memory. Default: exclusive use"
         ),
     ] = False
     dtype: Annotated[
@@ -145,7 +149,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     kv_memory_gib: Annotated[
         float,
         about(
-            "memory for the KV cache; 0: what --gpu-memory leaves on a GPU; on a CPU enough for "
+            "memory for the KV cache; 0 on a GPU: what --gpu-memory leaves; 0 on a CPU: enough for "
             "--max-slots average requests, but at most a quarter of the free memory",
             ge=0,
             le=1 << 20,
@@ -154,8 +158,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     gpu_memory: Annotated[
         float,
         about(
-            "share of the GPU's total memory that the worker may use, if the size of the KV cache "
-            "is not given: the cache gets what the weights and the largest step leave of it",
+            "fraction of the GPU's memory for this worker: weights, largest step and KV cache "
+            "together, such as 0.45 for two servers. Not used with --kv-blocks or --kv-memory-gib",
             ge=0.01,
             le=1,
         ),

@@ -134,4 +134,4 @@ def test_a_missing_gpu_is_refused_before_a_model_is_looked_for(
     code, lines = serve(tmp_path, "no-such-model", *options, "--device", "cuda", command=command)
     assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
     assert "device cuda was requested, but " in lines[0]
-    assert lines[0].endswith("or --device cpu")
+    assert "; serve with --device cpu, or install" in lines[0]

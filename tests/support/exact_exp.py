@@ -1,4 +1,4 @@
-"""The exponential of worker/kernels/triton/sampling.py, operation by operation in torch.
+"""The exponential of worker/kernels/triton/exact_numbers.py, operation by operation in torch.
 
 All operations round correctly in both, so both have the same bits.
 """

@@ -78,7 +78,13 @@ def chosen(
         (HOPPER, "FA3 FA2", "flash", "varlen_attn", None),
         (HOPPER, "", "triton", "triton", []),
         (HOPPER, "", "torch", "torch", []),
-        (AMPERE, "", "auto", "FA2", ["FA3: compute capability 8.6, it needs 9.0"]),
+        (
+            AMPERE,
+            "",
+            "auto",
+            "FA2",
+            ["FA3: this GPU has compute capability 8.6; it supports only 9.x"],
+        ),
         (replace(HOPPER, capability=(10, 0)), "", "auto", "FA2", None),
         (replace(HOPPER, capability=(7, 5)), "", "auto", "torch", None),
         (replace(HOPPER, platform="rocm", capability=(0, 0)), "", "auto", "triton", None),
@@ -112,17 +118,29 @@ def test_the_first_backend_that_supports_gpu_and_model_is_chosen(
     ("changed", "limits", "reason"),
     [
         ({"platform": "rocm", "capability": (0, 0)}, FA3_LIMITS, "it needs an NVIDIA GPU"),
-        ({"capability": (10, 0)}, FA3_LIMITS, "compute capability 10.0, it needs 9.0"),
-        ({"capability": (7, 5)}, FA2_LIMITS, "compute capability 7.5, it needs 8.0"),
-        ({"torch_version": (2, 9)}, FA3_LIMITS, "torch 2.9, it needs 2.10"),
-        ({"torch_version": (2, 12)}, VARLEN_LIMITS, "torch 2.12, it needs 2.13"),
-        ({"dtype": "float32"}, FA3_LIMITS, "dtype float32, it needs bfloat16"),
+        (
+            {"capability": (10, 0)},
+            FA3_LIMITS,
+            "this GPU has compute capability 10.0; it supports only 9.x",
+        ),
+        (
+            {"capability": (7, 5)},
+            FA2_LIMITS,
+            "this GPU has compute capability 7.5; it supports 8.0 and later",
+        ),
+        ({"torch_version": (2, 9)}, FA3_LIMITS, "torch is 2.9; it needs 2.10 or later"),
+        ({"torch_version": (2, 12)}, VARLEN_LIMITS, "torch is 2.12; it needs 2.13 or later"),
+        ({"dtype": "float32"}, FA3_LIMITS, "the dtype is float32; it needs bfloat16"),
         ({"kv_dtype": "int8"}, FA3_LIMITS, "the KV cache is in int8"),
-        ({"head_dim": 288}, FA3_LIMITS, "head dim 288, it needs a multiple of 8 up to 256"),
-        ({"block_tokens": 8}, FA2_LIMITS, "--block-tokens 8, it needs 16"),
-        ({"block_tokens": 16}, VARLEN_LIMITS, "--block-tokens 16, it needs 256"),
+        ({"head_dim": 288}, FA3_LIMITS, "the head dim is 288; it needs a multiple of 8 up to 256"),
+        ({"block_tokens": 8}, FA2_LIMITS, "--block-tokens is 8; it needs a multiple of 16"),
+        ({"block_tokens": 16}, VARLEN_LIMITS, "--block-tokens is 16; it needs a multiple of 256"),
         ({"has_sinks": True}, FA2_LIMITS, "it has no attention sinks"),
-        ({"has_sinks": True, "num_heads": 65}, FA3_LIMITS, "65 heads with sinks, it has at most"),
+        (
+            {"has_sinks": True, "num_heads": 65},
+            FA3_LIMITS,
+            "the model has 65 heads with sinks; it supports at most 64",
+        ),
         ({"has_soft_cap": True, "block_tokens": 256}, VARLEN_LIMITS, "it has no soft cap"),
     ],
 )
@@ -153,8 +171,9 @@ def test_a_backend_that_is_asked_for_and_missing_is_refused_with_all_reasons() -
     with pytest.raises(UnusableModel) as refused:
         chosen(AMPERE, ALL - {"FA2"}, "flash")
     assert refused.value.message == (
-        "attention 'flash' is not possible here: FA3: compute capability 8.6, it needs 9.0; "
-        "FA2: not installed; varlen_attn: --block-tokens 16, it needs 256"
+        "--attention flash cannot be used: FA3: this GPU has compute capability 8.6; it supports "
+        "only 9.x; FA2: not installed; "
+        "varlen_attn: --block-tokens is 16; it needs a multiple of 256"
     )
     assert refused.value.remedy == "serve with --attention auto"
 
@@ -268,7 +287,7 @@ def test_a_broken_library_is_one_line_in_the_log_and_the_next_backend_is_chosen(
     assert line.startswith("attention=")
     assert "; FA3: " in line
     assert "cannot be loaded" in line
-    assert "; FA2: --block-tokens 8, it needs 16" in line
+    assert "; FA2: --block-tokens is 8; it needs a multiple of 16" in line
     assert "\n" not in line
 
 

@@ -99,8 +99,9 @@ def test_a_request_is_as_long_as_the_cache() -> None:
 
 
 NUMBERS = (
-    r"^the GPU has 80.00 GiB; 16.00 GiB of weights leave \d+.00 GiB free; the largest step "
-    r"\(8,192 tokens of 256 requests\) takes 3.00 GiB, and 1.00 GiB are kept in reserve; "
+    r"^the GPU has 80.00 GiB; with 16.00 GiB of weights loaded, \d+.00 GiB are free; "
+    r"the largest step \(8,192 tokens of 256 requests\) takes 3.00 GiB, "
+    r"and 1.00 GiB are kept in reserve; "
 )
 
 
@@ -110,7 +111,7 @@ NUMBERS = (
         (
             gpu(),
             {"gpu_memory": 0.2},
-            "gpu_memory 0.2 leaves 0.00 GiB for the KV cache; 0 KV blocks hold 0 tokens, too few",
+            "--gpu-memory 0.2 leaves 0.00 GiB for the KV cache; 0 KV blocks hold 0 tokens, too few",
             "^--kv-memory-gib 0.0[12], or --gpu-memory 0.98, or a smaller --token-budget or --max-",
         ),
         (

@@ -31,8 +31,8 @@ the licence BSD-3-Clause, and vLLM, which builds the files, Apache-2.0.
 
 EXAMPLES = """\
 examples:
-  tidegate fetch-kernels              for a Hopper GPU
-  tidegate fetch-kernels fa2          for other GPUs from Ampere on
+  tidegate fetch-kernels              for H100 and H200 (compute capability 9.x)
+  tidegate fetch-kernels fa2          for other GPUs of compute capability 8.0 or later
 """
 
 

@@ -43,14 +43,14 @@ LIBRARIES = {
     for entry in (
         _of_vllm(
             "fa3",
-            "FlashAttention 3, for Hopper GPUs (H100, H200)",
+            "FlashAttention 3, for H100 and H200 (compute capability 9.x)",
             "_vllm_fa3_C.abi3.so",
             172_594_888,
             "bcea1246912ed71467b008749057c798877fbf6fcee63eb056c5cc4b0beace17",
         ),
         _of_vllm(
             "fa2",
-            "FlashAttention 2, for Ampere GPUs (A100, RTX 30) and later ones",
+            "FlashAttention 2, for compute capability 8.0 and later (A100, RTX 30 to 50, B200)",
             "_vllm_fa2_C.abi3.so",
             307_960_648,
             "826f6015512b7517c98a60c5507df9c9aba4270da128fa39fb2aaab2ba948037",

@@ -63,26 +63,35 @@ class FlashLimits:
         if needs.platform != "cuda":
             return "it needs an NVIDIA GPU"
         if self._is_other_gpu(needs.capability):
-            found, needed = _dotted(needs.capability), _dotted(self.capability)
-            return f"compute capability {found}, it needs {needed}"
+            found = _dotted(needs.capability)
+            return f"this GPU has compute capability {found}; it supports {self._capabilities}"
         if needs.torch_version < self.torch_version:
-            return f"torch {_dotted(needs.torch_version)}, it needs {_dotted(self.torch_version)}"
+            found = _dotted(needs.torch_version)
+            return f"torch is {found}; it needs {_dotted(self.torch_version)} or later"
         if needs.dtype not in ("bfloat16", "float16"):
-            return f"dtype {needs.dtype}, it needs bfloat16"
+            return f"the dtype is {needs.dtype}; it needs bfloat16"
         if needs.kv_dtype != needs.dtype:
-            return f"the KV cache is in {needs.kv_dtype}"
+            return f"the KV cache is in {needs.kv_dtype}; it needs {needs.dtype}"
         if needs.head_dim > self.max_head_dim or needs.head_dim % HEAD_DIM_MULTIPLE:
             most = f"a multiple of {HEAD_DIM_MULTIPLE} up to {self.max_head_dim}"
-            return f"head dim {needs.head_dim}, it needs {most}"
+            return f"the head dim is {needs.head_dim}; it needs {most}"
         if needs.block_tokens % self.block_multiple:
-            return f"--block-tokens {needs.block_tokens}, it needs {self.block_multiple}"
+            multiple = f"a multiple of {self.block_multiple}"
+            return f"--block-tokens is {needs.block_tokens}; it needs {multiple}"
         if needs.has_sinks and not self.max_sink_heads:
             return "it has no attention sinks"
         if needs.has_sinks and needs.num_heads > self.max_sink_heads:
-            return f"{needs.num_heads} heads with sinks, it has at most {self.max_sink_heads}"
+            most = f"at most {self.max_sink_heads}"
+            return f"the model has {needs.num_heads} heads with sinks; it supports {most}"
         if needs.has_soft_cap and not self.has_soft_cap:
             return "it has no soft cap"
         return None
+
+    @property
+    def _capabilities(self) -> str:
+        if self.one_major:
+            return f"only {self.capability[0]}.x"
+        return f"{_dotted(self.capability)} and later"
 
     def _is_other_gpu(self, capability: Version) -> bool:
         is_newer = self.one_major and capability[0] > self.capability[0]
@@ -104,13 +113,13 @@ def reason_against_triton(needs: AttentionNeeds) -> str | None:
     if needs.platform == "cpu":
         return "it needs a GPU"
     if needs.platform == "cuda" and needs.capability < (8, 0):
-        return f"compute capability {_dotted(needs.capability)}, it needs 8.0"
+        return f"this GPU has compute capability {_dotted(needs.capability)}; it needs 8.0 or later"
     if needs.kv_dtype != needs.dtype:
         return f"the KV cache is in {needs.kv_dtype}"
     return None
 
 
-def check_device(wanted: AttentionBackend, *, is_cpu: bool) -> None:
+def check_attention_option(wanted: AttentionBackend, *, is_cpu: bool) -> None:
     """Raise UnusableModel if the option `--attention` has the value `wanted`, but the device has no
     such backend."""
     if is_cpu and wanted in ("flash", "triton"):

@@ -22,7 +22,7 @@ from worker.attention.flash_library import FA2, FA3, VARLEN, FlashLibrary, insta
 from worker.attention.limits import (
     AttentionNeeds,
     NoBackend,
-    check_device,
+    check_attention_option,
     reason_against_triton,
 )
 from worker.attention.native_paged import NativePagedAttention
@@ -83,7 +83,7 @@ def select_attention(
 
     Raises UnusableModel if this machine has no such backend.
     """
-    check_device(wanted, is_cpu=gpu is None)
+    check_attention_option(wanted, is_cpu=gpu is None)
     if gpu is not None:
         folders = [*([libraries] if libraries else []), *installed_folders()]
         chosen = choose_backend(wanted, gpu, lambda each: each.load(gpu, dtype, folders))
@@ -115,7 +115,7 @@ def choose_backend(
                 reason = str(error)
         reasons.append(f"{backend.name}: {reason}")
     raise UnusableModel(
-        f"attention {wanted!r} is not possible here: {'; '.join(reasons)}",
+        f"--attention {wanted} cannot be used: {'; '.join(reasons)}",
         remedy="serve with --attention auto",
     )
 

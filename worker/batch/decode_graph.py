@@ -1,4 +1,4 @@
-"""Runs a plain decode step on a GPU as a captured graph: its hundreds of launches become one.
+"""Runs a plain decode step on a GPU as captured graphs: its hundreds of launches become two.
 
 A graph repeats fixed work on fixed memory. So there is one for each of some numbers of rows, the
 bucket sizes, and a step uses the smallest bucket that holds its rows. The other rows of the bucket

@@ -37,8 +37,8 @@ def select_kernels(
     """Return the kernels that the option `wanted` selects.
 
     - "torch": torch's kernels.
-    - A device other than the CPU: Triton's kernels; torch's if Triton is not installed, or does not
-      compile for the device.
+    - A device other than the CPU: Triton's kernels; torch's if Triton cannot be imported, or if the
+      device is not of type "cuda".
     - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded. If
       the set has a rival (RIVALS) that is compiled, `choose` decides between them.
     - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
@@ -79,7 +79,7 @@ def _kernels_of_gpu(device: torch.device) -> Kernels:
             return TritonKernels()
         except ImportError as error:
             reason = f"Triton cannot be imported: {error}"
-    log.warning("serving with torch's kernels, which are several times slower: %s", reason)
+    log.warning("serving with torch's kernels, which have many more launches: %s", reason)
     return TorchKernels()
 
 

@@ -29,6 +29,7 @@ from worker.draft.model import DraftModel
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
+from worker.kernels.reference import TorchKernels
 from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
@@ -37,12 +38,15 @@ from worker.loading.header import ModelHeader, TransformersHeader
 from worker.loading.text import check_draft
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
+from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
 from worker.startup.attention_needs import attention_needs
+from worker.startup.check_device import unused_gpu
 from worker.startup.device import free_bytes
+from worker.startup.environment import visible_devices
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
@@ -70,6 +74,8 @@ def assemble(
     devices.set_threads(_threads(config))
     device = devices.choose_device(config.device)
     devices.make_current(device)
+    if config.device == "auto" and device.type == "cpu" and (why := unused_gpu(visible_devices())):
+        log.warning("the CPU computes, although there is a GPU: %s", why)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     limits = step_limits(config, is_gpu=device.type != "cpu")
@@ -108,7 +114,9 @@ def assemble(
         with timing("capture graphs"):
             before = free_bytes(device)
             decode = parts.captured_decode(slots, caches, CudaGraphs(device))
-            log.info("graphs of decode steps take %s", in_gib(before - free_bytes(device)))
+            if decode is not None:
+                taken = in_gib(before - free_bytes(device))
+                log.info("decode steps are captured as graphs, which take %s", taken)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
@@ -165,6 +173,8 @@ class RunnerParts:
             self.attentions[0],
             draft_model=draft_model,
             decode=decode,
+            # --kernels torch is for comparisons, so it also turns off our kernels for sampling.
+            sampling=TorchSampling() if isinstance(model.model.kernels, TorchKernels) else None,
         )
 
     def captured_decode(
@@ -219,8 +229,8 @@ def measured_memory(
         step_bytes=step_bytes,
     )
     log.info(
-        "GPU memory: %s in total, %s of weights, %s for the largest step, %s free",
-        *map(in_gib, (total, memory.weights_bytes, step_bytes, now_free)),
+        "GPU memory: %s in total, %s free; %s for weights, %s for the largest step, %s in reserve",
+        *map(in_gib, (total, now_free, memory.weights_bytes, step_bytes, memory.reserve_bytes)),
     )
     return memory
 

@@ -55,7 +55,8 @@ def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
             return ChosenDevice(CPU, machine.free_host_bytes())
         reason, remedy = problem
         raise UnusableModel(
-            f"device {wanted} was requested, but {reason}", remedy=f"{remedy}; or --device cpu"
+            f"device {wanted} was requested, but {reason}",
+            remedy=f"serve with --device cpu, or {remedy}",
         )
     gpu = driver.gpus[index]
     return ChosenDevice(f"cuda:{index}", gpu.free_bytes, gpu.total_bytes)
@@ -67,8 +68,8 @@ def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[
         version = build.version.partition("+")[0]
         return (
             f"the installed torch ({build.version}) is a build for CPUs",
-            "install a build for CUDA: pip install --force-reinstall --index-url "
-            f"https://pypi.org/simple torch=={version}",
+            f"install a build for CUDA: {sys.executable} -m pip --isolated install "
+            f"--force-reinstall torch=={version}",
         )
     if driver.problem:
         return driver.problem, driver.remedy
@@ -83,6 +84,14 @@ def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[
         names = [f"cuda:{number}" for number in range(len(driver.gpus))]
         return f"the visible GPUs are {', '.join(names)}", "check nvidia-smi and " + VISIBLE_DEVICES
     return None
+
+
+def unused_gpu(visible: str | None) -> str:
+    """Return why torch cannot use the first of the driver's GPUs, and a remedy. Return "" if it
+    can, or if there is none."""
+    driver = cuda_driver.read_driver(visible)
+    problem = gpu_problem(machine.torch_build(), driver) if driver.gpus else None
+    return "" if problem is None else "; ".join(problem)
 
 
 def main() -> int:

@@ -81,15 +81,15 @@ def gpu_kv_budget(options: WorkerConfig, demand: KVDemand, memory: GpuMemory) ->
 def _numbers(options: WorkerConfig, limits: StepLimits, memory: GpuMemory) -> str:
     """Return a phrase for errors: how the memory is used."""
     numbers = (
-        f"the GPU has {in_gib(memory.total_bytes)}; {in_gib(memory.weights_bytes)} of weights "
-        f"leave {in_gib(memory.free_bytes)} free; the largest step ({limits.token_budget:,} tokens "
-        f"of {limits.max_slots:,} requests) takes {in_gib(memory.step_bytes)}, and "
-        f"{in_gib(memory.reserve_bytes)} are kept in reserve"
+        f"the GPU has {in_gib(memory.total_bytes)}; with {in_gib(memory.weights_bytes)} of weights "
+        f"loaded, {in_gib(memory.free_bytes)} are free; the largest step "
+        f"({limits.token_budget:,} tokens of {limits.max_slots:,} requests) takes "
+        f"{in_gib(memory.step_bytes)}, and {in_gib(memory.reserve_bytes)} are kept in reserve"
     )
     if _is_named(options):
         return numbers
     left = in_gib(memory.kv_bytes(options.gpu_memory))
-    return f"{numbers}; gpu_memory {options.gpu_memory:g} leaves {left} for the KV cache"
+    return f"{numbers}; --gpu-memory {options.gpu_memory:g} leaves {left} for the KV cache"
 
 
 def _ways(options: WorkerConfig, memory: GpuMemory) -> list[str]:

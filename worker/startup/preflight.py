@@ -25,7 +25,7 @@ import msgspec
 from protocol.config.worker import WorkerConfig
 from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
-from worker.attention.limits import check_device
+from worker.attention.limits import check_attention_option
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
@@ -91,7 +91,7 @@ def _plan(
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])
     device = choose_device(config.device, visible)
-    check_device(config.attention, is_cpu=device.name == CPU)
+    check_attention_option(config.attention, is_cpu=device.name == CPU)
     flags = cpu_flags()
     has_kernels = has_compiled_kernels(config, device.name, flags)
     return plan_memory(
