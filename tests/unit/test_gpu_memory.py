@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB
 from protocol.kv_window import KVGroups
+from protocol.steps import StepPlan, StepResult
+from tests.support.pretended_device import DEVICE, PretendedDevice, content
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.tiny_model import BLOCK_TOKENS, CPU, HEAD_DIM, KV_HEADS, VOCAB, TinyModel
 from worker.attention.base import Attention, AttentionBatch
@@ -24,8 +27,9 @@ from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.models.load import load_model
 from worker.sampling import features
 from worker.sampling.features import features_of
+from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.assembly import RunnerParts, measured_memory
+from worker.startup.assembly import RunnerParts, measured_memory, warm_up
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.startup.profile_run import (
@@ -36,7 +40,7 @@ from worker.startup.profile_run import (
     measure,
 )
 from worker.startup.step_limits import StepLimits, step_limits
-from worker.step import Runner
+from worker.step import Runner, no_masks
 
 MIB = 1 << 20
 
@@ -367,3 +371,37 @@ def test_the_profile_run_of_a_loaded_model_measures_beside_its_weights(
     found = measured_memory(config, parts, make_caches, limits(4, 64), CPU)
     assert [cache.num_blocks for cache in made] == [CACHE_BLOCKS] * 2
     assert found == GpuMemory(total_bytes=8000, free_bytes=6000, weights_bytes=1000, step_bytes=140)
+
+
+class RecordingRunner(Runner):
+    """A runner that keeps the plans that it was given."""
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.plans: list[StepPlan] = []
+
+    def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:
+        self.plans.append(plan)
+        return super().step(plan, receive_masks)
+
+
+@pytest.mark.parametrize(("on_gpu", "temperatures"), [(False, [1.0]), (True, [1.0, 0.0])])
+def test_a_gpu_is_warmed_up_for_drawn_and_for_greedy_tokens(
+    tmp_path: Path, on_gpu: bool, temperatures: list[float]
+) -> None:
+    write_tiny_llama(tmp_path)
+    with PretendedDevice() if on_gpu else nullcontext():
+        device = DEVICE if on_gpu else CPU
+        loaded = load_model(tmp_path, dtype=torch.float32, device=device)
+        spec = loaded.spec
+        heads = (spec.num_kv_heads, spec.head_dim)
+        cache = KVCache(spec.num_layers, 3, BLOCK_TOKENS, *heads, torch.float32, device)
+        parts = RunnerParts([loaded], [TorchPagedAttention(BLOCK_TOKENS, torch.float32)])
+        slots = SlotTable(slot_fields(16, 4), 1, device)
+        runner = parts.runner(slots, [cache], RecordingRunner)
+        assert isinstance(runner, RecordingRunner)
+        warm_up(runner, [cache], 16)
+        inits = [init for plan in runner.plans for init in plan.bind]
+        assert [init.params.temperature for init in inits] == temperatures
+        assert [plan.num_decodes for plan in runner.plans] == [0, 1] * len(temperatures)
+        assert not any((content(each) if on_gpu else each).any() for each in (cache.k, cache.v))

@@ -20,7 +20,7 @@ from protocol.config.worker import Poisoning, WorkerConfig
 from protocol.kv_window import KVGroups, num_column_blocks
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepPlan, TokenizerRead, WorkerReady
+from protocol.steps import SlotInit, SlotRelease, StepPlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.batch.decode_fast_path import PlainDecode
@@ -108,7 +108,7 @@ def assemble(
         others = [*(each.model for each in models), caches, parts.attentions]
         slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
     with timing("warm up"):
-        _warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
+        warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
     decode = None
     if device.type == "cuda" and config.decode_graphs == "auto":
         with timing("capture graphs"):
@@ -425,31 +425,35 @@ def _caches(
     ]
 
 
-def _warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
-    item of `caches` is the draft model's cache; the draft model then runs in the same steps."""
-    prompt = min(WARM_UP_TOKENS, max_len)
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
+    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. On a GPU do
+    so for a drawn and for a greedy token, because they need other kernels, which are compiled at
+    their first launch. A second item of `caches` is the draft model's cache; the draft model then
+    runs in the same steps."""
+    prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].k.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
     has_draft = len(caches) > 1
-    init = SlotInit(
-        slot=0,
-        generation=0,
-        tokens=Int32.of([0] * prompt),
-        prompt_tokens=prompt,
-        num_computed=0,
-        blocks=Int32.of(range(1, blocks + 1)),
-        seed=0,
-        stop_ids=[],
-        params=params,
-    )
-    samples = prompt < max_len
-    plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)
-    runner.step(plan)
-    if prompt + 1 < max_len:
-        runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, has_draft=has_draft))
+    release: list[SlotRelease] = []
+    for generation, temperature in enumerate((1.0,) if device.type == "cpu" else (1.0, 0.0)):
+        init = SlotInit(
+            slot=0,
+            generation=generation,
+            tokens=Int32.of([0] * prompt),
+            prompt_tokens=prompt,
+            num_computed=0,
+            blocks=Int32.of(range(1, blocks + 1)),
+            seed=0,
+            stop_ids=[],
+            params=SamplingParams(temperature=temperature, top_p=0.9),
+        )
+        samples = prompt < max_len
+        plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)
+        runner.step(msgspec.structs.replace(plan, release=release))
+        if prompt + 1 < max_len:
+            runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, has_draft=has_draft))
+        release = [SlotRelease(slot=0, generation=generation)]
     for cache in caches:
-        cache.zero(torch.arange(1, blocks + 1, device=cache.k.device))
+        cache.zero(torch.arange(1, blocks + 1, device=device))
 
 
 def _one_row(
