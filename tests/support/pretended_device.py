@@ -238,7 +238,8 @@ class PretendedDevice:
     def launch(self, name: str, kernel: Callable[..., object], args: Any, kwargs: Any) -> None:
         """Run a kernel that is not torch's, which changes its arguments in place."""
         self.count(name)
-        if any(each.dim() for each in _tensors(args) if not isinstance(each, DeviceTensor)):
+        tensors = (*_tensors(args), *_tensors(kwargs))
+        if any(each.dim() for each in tensors if not isinstance(each, DeviceTensor)):
             self.fault("mix of host and device", name)
 
         def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

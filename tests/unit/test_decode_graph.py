@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.batch.batch import read_rows
 from worker.batch.decode_graph import (
     PADDING,
+    CudaGraphs,
     GraphDecode,
     bucket_sizes,
     padded_rows,
@@ -235,3 +238,57 @@ def test_a_capture_that_fails_names_the_option_that_turns_it_off(tmp_path: Path)
         ) as error:
             parts.captured_decode(slots, [cache], fail)
         assert error.value.remedy == "serve with --decode-graphs off"
+
+
+def test_all_buckets_share_the_memory_of_their_logits() -> None:
+    with PretendedDevice() as device:
+        scene = GraphScene(device, PLAIN, is_captured=True)
+        assert scene.decode is not None
+        found = [
+            scene.decode(np.arange(rows), np.full(rows, 3), choose=False)[0] for rows in (1, 3, 7)
+        ]
+    assert len({logits.data_ptr() for logits in found}) == 1
+
+
+class RecordedCuda:
+    """Stands in for torch.cuda, and records the streams and the captures."""
+
+    def __init__(self) -> None:
+        self.streams: list[object] = []
+        self.captures: list[dict[str, object]] = []
+
+    def Stream(self, device: torch.device) -> SimpleNamespace:
+        self.streams.append(device)
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: None)
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def graph(self, graph: object, **options: object) -> AbstractContextManager[None]:
+        self.captures.append(options)
+        return nullcontext()
+
+
+def test_all_graphs_are_captured_on_one_stream_into_one_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, runs = RecordedCuda(), []
+    monkeypatch.setattr(torch, "cuda", cuda)
+    capture = CudaGraphs(torch.device("cuda:0"))
+    for _ in range(2):
+        capture(lambda: runs.append(1))
+    assert len(runs) == 2 * (CudaGraphs.WARM_UPS + 1)
+    assert len(cuda.streams) == 1
+    first, second = cuda.captures
+    assert first == second
+    assert first["pool"] == "pool"
+    assert "stream" in first

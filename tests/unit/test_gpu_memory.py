@@ -30,7 +30,7 @@ from worker.sampling.features import features_of
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.startup.assembly import RunnerParts, measured_memory, warm_up
-from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
+from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.startup.profile_run import (
     CACHE_BLOCKS,
@@ -370,7 +370,13 @@ def test_the_profile_run_of_a_loaded_model_measures_beside_its_weights(
     parts = RunnerParts([loaded], [attention])
     found = measured_memory(config, parts, make_caches, limits(4, 64), CPU)
     assert [cache.num_blocks for cache in made] == [CACHE_BLOCKS] * 2
-    assert found == GpuMemory(total_bytes=8000, free_bytes=6000, weights_bytes=1000, step_bytes=140)
+    assert found == GpuMemory(
+        total_bytes=8000,
+        free_bytes=6000,
+        weights_bytes=1000,
+        step_bytes=140,
+        reserve_bytes=RESERVE_BYTES + 2 * 4 * loaded.card.vocab_size * 4,
+    )
 
 
 class RecordingRunner(Runner):

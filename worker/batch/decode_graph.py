@@ -130,7 +130,7 @@ class CapturedBucket:
     """The graphs of one bucket, and the memory that they read and write.
 
     inputs    [3, B] int64, see `padded_rows`
-    logits    [B, V] float32, which `forward` computes
+    logits    [B, V] float32, which `forward` computes; the same memory in all buckets
     choice    the most likely tokens, which `choose` computes and appends
     """
 
@@ -158,6 +158,8 @@ class GraphDecode:
         self._attention = attention
         self._capture = capture
         self._sizes = np.array(bucket_sizes(slots.max_slots))
+        #: [max_slots, V] float32, which all buckets share: only the last step's logits are valid.
+        self._logits: Tensor | None = None
         self._buckets: dict[int, CapturedBucket] = {}
         self._bucket: CapturedBucket | None = None
 
@@ -231,7 +233,10 @@ class GraphDecode:
                 num_entries=self._cache.num_entries,
             )
             hidden = self._model(token_ids, batch, self._cache, self._attention)
-            results[:] = [self._model.logits(hidden)]
+            logits = self._model.logits(hidden)
+            if self._logits is None:  # the first run is that of the largest bucket
+                self._logits = torch.empty_like(logits)
+            results[:] = [self._logits[:size].copy_(logits)]
 
         def choose() -> None:
             choice = most_likely(results[0])
@@ -261,15 +266,16 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all, because cuBLAS keeps a workspace for each: 32 MiB on Hopper.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         return graph.replay

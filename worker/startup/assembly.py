@@ -47,7 +47,7 @@ from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.device import free_bytes
 from worker.startup.environment import visible_devices
-from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget
+from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
 from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
@@ -227,6 +227,7 @@ def measured_memory(
         free_bytes=now_free,
         weights_bytes=allocator.allocated(),
         step_bytes=step_bytes,
+        reserve_bytes=reserve_bytes(limits, card.vocab_size),
     )
     log.info(
         "GPU memory: %s in total, %s free; %s for weights, %s for the largest step, %s in reserve",

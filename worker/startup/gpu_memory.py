@@ -14,7 +14,10 @@ from worker.startup.kv_budget import KVBudget, KVDemand, in_gib, kv_budget, roun
 from worker.startup.step_limits import StepLimits
 
 RESERVE_BYTES = 512 << 20
-"""Memory for captured graphs, and for gaps between the allocations of torch."""
+"""Memory for captured graphs without their logits, for workspaces of libraries, and for gaps
+between the allocations of torch."""
+GRAPH_LOGITS = 2
+"""Copies of the logits of all slots that captured graphs hold."""
 SMALLER_STEP = "a smaller --token-budget or --max-slots, with which a step takes less"
 
 
@@ -29,7 +32,7 @@ class GpuMemory:
     weights_bytes: int
     #: The most that the slots and the largest step use at a time.
     step_bytes: int
-    reserve_bytes: int = RESERVE_BYTES
+    reserve_bytes: int
 
     @property
     def available_bytes(self) -> int:
@@ -52,6 +55,11 @@ class GpuMemory:
     def _other_bytes(self) -> int:
         """The memory that the worker needs beside the K/V cache."""
         return self.weights_bytes + self.step_bytes + self.reserve_bytes
+
+
+def reserve_bytes(limits: StepLimits, vocab_size: int) -> int:
+    """Return the memory that neither the largest step nor the K/V cache may use."""
+    return RESERVE_BYTES + GRAPH_LOGITS * 4 * limits.max_slots * vocab_size
 
 
 def gpu_kv_budget(options: WorkerConfig, demand: KVDemand, memory: GpuMemory) -> KVBudget:

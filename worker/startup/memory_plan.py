@@ -30,7 +30,12 @@ from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting, why_not
 from worker.models.spec import ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
-from worker.startup.gpu_memory import SMALLER_STEP, GpuMemory, gpu_kv_budget
+from worker.startup.gpu_memory import (
+    SMALLER_STEP,
+    GpuMemory,
+    gpu_kv_budget,
+    reserve_bytes,
+)
 from worker.startup.kv_budget import (
     FREE_SHARE,
     KVDemand,
@@ -178,6 +183,7 @@ def plan_memory(
                 free_bytes=free_bytes - weights,
                 weights_bytes=weights,
                 step_bytes=work,
+                reserve_bytes=reserve_bytes(demand.limits, model.spec.vocab_size),
             )
             budget = gpu_kv_budget(options, demand, memory)
     except NotEnoughMemory as error:
