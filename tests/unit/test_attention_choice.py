@@ -17,7 +17,7 @@ from protocol.config.worker import AttentionBackend
 from tests.support import flash_contract
 from tests.support.flash_contract import FA2_SCHEMA, FA3_SCHEMA, LibraryRules, registered
 from tests.support.kernels import native_kernels
-from worker.attention import flash_library, select
+from worker.attention import flash_library
 from worker.attention.base import Attention
 from worker.attention.flash import FlashPagedAttention
 from worker.attention.flash_library import FA2_OPERATOR, FA3_OPERATOR, FlashOperator, load_operator
@@ -32,6 +32,7 @@ from worker.attention.limits import (
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.select import GpuBackend, choose_backend, select_attention
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.kernels import triton_driver
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import load, runnable
 from worker.loading.errors import UnusableModel
@@ -299,24 +300,24 @@ def test_a_library_that_loads_is_used(folder: Path, caplog: pytest.LogCaptureFix
     assert caplog.messages == ["attention=FA3"]
 
 
-def test_triton_that_cannot_be_imported_is_one_line_in_the_log(
+def test_triton_that_cannot_launch_is_one_line_in_the_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(select, "TRITON", ("tide_gone", "Kernels"))
+    monkeypatch.setattr(triton_driver, "reason_against_triton", lambda: "no C compiler")
     found = select_attention(16, dtype=torch.bfloat16, gpu=AMPERE, libraries=folder)
     assert isinstance(found, TorchPagedAttention)
     (line,) = caplog.messages
     assert line.startswith("attention=torch; FA3: ")
-    assert line.endswith("; triton: it cannot be imported: No module named 'tide_gone'")
+    assert line.endswith("; triton: no C compiler")
 
 
 def test_triton_is_made_for_the_blocks_and_the_processors(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "TRITON", ("tide_kernels", "dict_of"))
-    made = SimpleNamespace(dict_of=lambda *sizes, **named: (sizes, named))
-    monkeypatch.setitem(sys.modules, "tide_kernels", made)  # type: ignore[arg-type]
+    monkeypatch.setattr(triton_driver, "reason_against_triton", lambda: "")
+    made = SimpleNamespace(TritonPagedAttention=lambda *sizes, **named: (sizes, named))
+    monkeypatch.setitem(sys.modules, "worker.attention.triton_paged", made)  # type: ignore[arg-type]
     found: Any = select_attention(16, dtype=torch.bfloat16, gpu=AMPERE, wanted="triton")
     assert found == ((16,), {"num_processors": 132})
 

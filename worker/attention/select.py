@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -27,15 +26,13 @@ from worker.attention.limits import (
 )
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.kernels import triton_driver
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
-
-TRITON = ("worker.attention.triton_paged", "TritonPagedAttention")
-"""Module and class of our Triton kernels. Importing them imports triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +128,12 @@ def _flash(library: FlashLibrary, *, is_automatic: bool = True) -> GpuBackend:
 
 
 def _load_triton(needs: AttentionNeeds, _dtype: torch.dtype, _folders: Iterable[Path]) -> Attention:
-    module, name = TRITON
-    try:
-        kind = getattr(import_module(module), name)
-    except ImportError as error:
-        raise NoBackend(f"it cannot be imported: {error}") from None
-    made: Attention = kind(needs.block_tokens, num_processors=needs.num_processors)
-    return made
+    if reason := triton_driver.reason_against_triton():
+        raise NoBackend(reason)
+    # Triton takes a second to import, and is not needed by the other backends.
+    from worker.attention.triton_paged import TritonPagedAttention
+
+    return TritonPagedAttention(needs.block_tokens, num_processors=needs.num_processors)
 
 
 def _load_torch(needs: AttentionNeeds, dtype: torch.dtype, _folders: Iterable[Path]) -> Attention:

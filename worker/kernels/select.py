@@ -17,6 +17,7 @@ from worker.kernels.library import NoKernels, is_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
+from worker.kernels.triton_driver import reason_against_triton
 from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ def select_kernels(
     """Return the kernels that the option `wanted` selects.
 
     - "torch": torch's kernels.
-    - A device other than the CPU: Triton's kernels; torch's if Triton cannot be imported, or if the
-      device is not of type "cuda".
+    - A device other than the CPU: Triton's kernels; torch's if Triton cannot launch kernels, or if
+      the device is not of type "cuda".
     - "auto": the compiled kernels of the best instruction set; torch's if none can be loaded. If
       the set has a rival (RIVALS) that is compiled, `choose` decides between them.
     - The name of an instruction set: its kernels. Raises UnusableModel if the processor cannot run
@@ -71,14 +72,11 @@ def select_kernels(
 def _kernels_of_gpu(device: torch.device) -> Kernels:
     """Return Triton's kernels. Return torch's, and log why, if they cannot run on `device`."""
     reason = f"Triton's kernels do not support the device {device.type!r}"
-    if device.type == "cuda":
-        try:
-            # Triton takes a second to import, and is not needed on a CPU.
-            from worker.kernels.gpu import TritonKernels
+    if device.type == "cuda" and not (reason := reason_against_triton()):
+        # Triton takes a second to import, and is not needed on a CPU.
+        from worker.kernels.gpu import TritonKernels
 
-            return TritonKernels()
-        except ImportError as error:
-            reason = f"Triton cannot be imported: {error}"
+        return TritonKernels()
     log.warning("serving with torch's kernels, which have many more launches: %s", reason)
     return TorchKernels()
 

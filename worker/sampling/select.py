@@ -1,12 +1,12 @@
-"""Chooses what samples tokens: Triton kernels on a GPU that has Triton, otherwise torch."""
+"""Chooses what samples tokens: Triton kernels on a GPU that can launch them, otherwise torch."""
 
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 
 import torch
 
+from worker.kernels.triton_driver import reason_against_triton
 from worker.sampling.base import Sampling
 from worker.sampling.torch_sampling import TorchSampling
 
@@ -17,8 +17,8 @@ def select_sampling(device: torch.device) -> Sampling:
     """Return the implementation of sampling for a device."""
     if device.type != "cuda":
         return TorchSampling()
-    if find_spec("triton") is None:
-        log.warning("sampling with torch, which is slower: Triton is not installed")
+    if reason := reason_against_triton():
+        log.warning("sampling with torch, which has many more launches: %s", reason)
         return TorchSampling()
     from worker.sampling.triton_sampling import TritonSampling
 

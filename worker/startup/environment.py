@@ -24,11 +24,14 @@ def prepare() -> None:
     that the user has set is kept.
 
     OMP_WAIT_POLICY makes idle OpenMP threads sleep instead of spin. Two threads that spun on cores
-    needed by other processes made a step ten times as long.
+    needed by other processes made a step ten times as long. TRITON_CACHE_DIR keeps compiled kernels
+    of a GPU in $TIDEGATE_HOME, if that is set: a service has no home of its own.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
+    if home := os.environ.get("TIDEGATE_HOME"):
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, "triton"))
     build = machine.torch_build()
     postpone_torch_shapes(build.version, is_gpu=bool(build.gpu))
 
