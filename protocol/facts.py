@@ -74,6 +74,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpu_remedy: str = ""
     #: Version of triton; "" if it is not installed.
     triton: str = ""
+    #: Path of the C compiler that Triton would use; "" if there is none.
+    c_compiler: str = ""
     #: Installed libraries of attention on GPUs.
     attention: list[str] = []
 

@@ -138,6 +138,10 @@ def _gpu_libraries(facts: MachineFacts) -> Finding:
     if not facts.triton:
         remedy = "pip install 'tidegate[cuda]'; without triton, torch alone computes slowly"
         return Finding("gpu code", f"no triton; {attention}", Verdict.DOUBT, remedy)
+    if not facts.c_compiler:
+        remedy = "install gcc: triton needs a C compiler at its first launch"
+        text = f"triton {facts.triton}, no C compiler; {attention}"
+        return Finding("gpu code", text, Verdict.DOUBT, remedy)
     return Finding("gpu code", f"triton {facts.triton}; {attention}")
 
 

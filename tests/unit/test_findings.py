@@ -154,7 +154,12 @@ def test_types_that_are_expanded_are_named() -> None:
 
 H100 = GpuFacts(name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=GIB)
 DRIVER = CudaDriver(version="580.95.05", cuda=(13, 0), gpus=[H100, replace(H100, free_bytes=0)])
-WITH_GPUS = {"torch_build": "CUDA 13.0", "driver": DRIVER, "triton": "3.6.0"}
+WITH_GPUS = {
+    "torch_build": "CUDA 13.0",
+    "driver": DRIVER,
+    "triton": "3.6.0",
+    "c_compiler": "/usr/bin/gcc",
+}
 
 
 def test_each_gpu_its_driver_and_its_libraries_have_a_line() -> None:
@@ -190,6 +195,15 @@ def test_a_gpu_that_torch_cannot_use_is_a_doubt() -> None:
         "no triton; no FlashAttention library",
     )
     assert "tidegate[cuda]" in libraries.remedy
+
+
+def test_a_triton_without_a_c_compiler_is_a_doubt() -> None:
+    found = findings.gpus(machine(**WITH_GPUS | {"c_compiler": ""}))[-1]
+    assert (found.verdict, found.fact) == (
+        Verdict.DOUBT,
+        "triton 3.6.0, no C compiler; no FlashAttention library",
+    )
+    assert "gcc" in found.remedy
 
 
 def test_amds_gpus_are_left_to_torch() -> None:

@@ -20,7 +20,7 @@ from worker.startup.check_device import gpu_problem
 from worker.startup.cuda_driver import read_driver
 from worker.startup.device import free_bytes
 from worker.startup.environment import visible_devices
-from worker.startup.gpu_libraries import attention_libraries, version_of
+from worker.startup.gpu_libraries import attention_libraries, c_compiler, version_of
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
@@ -55,6 +55,7 @@ def machine_facts(libraries: Path) -> MachineFacts:
         gpu_problem=problem,
         gpu_remedy=remedy,
         triton=version_of("triton"),
+        c_compiler=c_compiler(),
         attention=attention_libraries(libraries),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def c_compiler() -> str:
+    """Return the path of a C compiler, which Triton needs at its first launch; "" if there is
+    none."""
+    return next(filter(None, map(shutil.which, ("gcc", "clang"))), "")
 
 
 def attention_libraries(fetched: Path) -> list[str]:
