@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,30 @@ def test_steps_are_timed_with_keys_and_values_in_eight_bits(
 ) -> None:
     assert main(["bench", "step", model, "--kv-dtype", "int8", "--context", "5", *QUICK]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_a_model_of_random_weights_needs_only_its_config(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(shutil.copy(Path(model) / "config.json", tmp_path / "some-model.json"))
+    assert main(["bench", "step", "--random", str(config), "--context", "5", *QUICK]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("some-model, float32")
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--random", "config.json", "a.gguf"], "MODEL and --random exclude each other", 2),
+        (["--random", "/nowhere/config.json"], "/nowhere/config.json is no file of JSON", 5),
+    ],
+)
+def test_a_bad_choice_of_the_model_is_refused(
+    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", *arguments]) == code
+    assert message in capsys.readouterr().err
 
 
 def test_an_option_that_the_worker_refuses_is_reported_in_one_line(

@@ -15,6 +15,7 @@ import msgspec
 
 from protocol.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
+from protocol.exit_codes import ExitCode
 from tools.bench.report import aligned
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
@@ -34,6 +35,7 @@ examples:
   tidegate bench step --batch 1,8,32 --context 128,1024
   tidegate bench step model.gguf --new-tokens 256 --batch 1 --context 0       a prompt
   tidegate bench step model.gguf --dtype float32 --threads 1
+  tidegate bench step --random config.json --batch 1,64,256    a model that is not downloaded
 """
 
 FIXED = frozenset(
@@ -43,7 +45,14 @@ FIXED = frozenset(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, default=DEFAULT)
+    add_model(parser)
+    parser.add_argument(
+        "--random",
+        default="",
+        metavar="CONFIG",
+        help="config.json of a Hugging Face model, to measure the model with random weights; "
+        "instead of MODEL",
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="file for all figures, as JSON")
     add_flags(parser, StepBench, title="the steps")
     add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
@@ -51,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        model = str(resolve(options.model, home()))
+        model = _model(options)
         worker = build(
             WorkerConfig,
             {**vars(options), **dict.fromkeys(FIXED)},
@@ -74,6 +83,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         Path(options.json).write_bytes(msgspec.json.encode([ready, *timings]) + b"\n")
     return 0
+
+
+def _model(options: argparse.Namespace) -> str:
+    """Return the path of the model, or of the config.json that describes it."""
+    if not options.random:
+        return str(resolve(options.model or DEFAULT, home()))
+    if options.model:
+        raise Failure("MODEL and --random exclude each other", exit_code=ExitCode.USAGE)
+    path = Path(options.random).expanduser().absolute()
+    if path.suffix != ".json" or not path.is_file():
+        raise Failure(f"--random: {path} is no file of JSON", exit_code=ExitCode.BAD_MODEL)
+    return str(path)
 
 
 def measure(config: StepBench) -> Iterator[StepBenchLine]:

@@ -50,12 +50,13 @@ class ModelHeader:
 
     name: str
     tensors: ModelTensors
-    files: SafetensorsFiles | GGUFFile
+    #: None: there are no weights, only a config.json.
+    files: SafetensorsFiles | GGUFFile | None
     #: Name of each tensor -> its number type, as the file format calls it. A quantised weight of
     #: safetensors counts as one tensor, of type MXFP4 or a key of PACKED_AS.
     kinds: dict[str, str]
     text: TextFacts
-    #: The weight files, in a fixed order.
+    #: The weight files, in a fixed order. Without weights, the config.json.
     paths: list[Path]
     #: The quantised layers of a Hugging Face directory; None if it has none.
     quantized: QuantizedFiles | None = None
@@ -94,9 +95,12 @@ class TransformersHeader:
 
 
 def read_header(path: Path) -> ModelHeader | TransformersHeader:
-    """Read a Hugging Face directory or a GGUF file. Raises UnusableModel with the reason."""
+    """Read a Hugging Face directory, a GGUF file, or a config.json alone, whose model has random
+    weights and no tokenizer. Raises UnusableModel with the reason."""
     if path.is_dir():
         return _directory_header(path)
+    if path.suffix == ".json" and path.is_file():
+        return _config_header(path)
     if path.suffix in PICKLES:
         raise UnusableModel(
             f"{path} is a pickle file, which can run code when it is read; this is not supported",
@@ -136,6 +140,21 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     tensors.check(shapes)
     _check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
     return ModelHeader(directory_name(path), tensors, files, kinds, text, paths, quantized)
+
+
+def _config_header(path: Path) -> ModelHeader:
+    """Return the header of a model of which only the config.json at `path` is there."""
+    config = read_json(path)
+    if config.get("quantization_config"):
+        raise UnusableModel(
+            f"{path} describes quantised weights; random weights are never quantised",
+            remedy="remove quantization_config from a copy of it",
+        )
+    family = find_family(config)
+    spec = family.spec(config)
+    tensors = ModelTensors(spec, family.names(spec))
+    kinds = {name: "BF16" for name, _ in tensors.tensors()}
+    return ModelHeader(path.stem, tensors, None, kinds, TextFacts(b"", []), [path])
 
 
 def _quantized(

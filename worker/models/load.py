@@ -26,6 +26,7 @@ from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.pinned_ring import Copy, copy_tensor, copying_to
+from worker.loading.random_weights import RandomWeights
 from worker.loading.weights import WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
 from worker.models.decoder import DecoderModel, DecoderWeights
@@ -67,8 +68,8 @@ def load_model(
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or a .gguf file. Raises UnusableModel if the files are missing,
-    damaged, or need an unsupported feature.
+    """Load a Hugging Face directory or a .gguf file, or make random weights for a config.json.
+    Raises UnusableModel if the files are missing, damaged, or need an unsupported feature.
 
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)
@@ -132,10 +133,12 @@ def _rounded_kv(dtype: torch.dtype) -> list[str]:
 
 
 def open_weights(header: ModelHeader, copy: Copy = copy_tensor) -> WeightSource:
-    """Return the source that reads the weights of the model with this header.
+    """Return the source that reads the weights of the model with this header, or makes them up.
 
     copy   copies what was read to the targets
     """
+    if header.files is None:
+        return RandomWeights()
     if isinstance(header.files, GGUFFile):
         return GGUFWeights(header.files, copy)
     quantized = header.quantized

@@ -30,6 +30,7 @@ from worker.loading.gguf_header import (
     gguf_spec,
 )
 from worker.loading.header import ModelHeader, read_header
+from worker.loading.safetensors_files import SafetensorsFiles
 from worker.loading.weights import WeightSource
 from worker.models.load import open_weights
 from worker.models.rope_config import RopeConfig
@@ -57,7 +58,7 @@ def quantize_model(model: Path, output: Path, wanted: str, report: Report) -> No
     Raises OSError if the file cannot be written.
     """
     header = read_header(model)
-    if not isinstance(header, ModelHeader) or isinstance(header.files, GGUFFile):
+    if not isinstance(header, ModelHeader) or not isinstance(header.files, SafetensorsFiles):
         raise UnusableModel(f"{model} is not a directory of safetensors of a supported family")
     write_model(header, quantized_weights(open_weights(header)), output, wanted, report)
 
