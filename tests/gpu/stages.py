@@ -4,5 +4,10 @@ from __future__ import annotations
 
 from tests.gpu.processes import GpuStage
 
-STAGES = (GpuStage(name="machine", function="tests.gpu.machine:measure_machine", limit_s=40),)
+STAGES = (
+    GpuStage(name="machine", function="tests.gpu.machine:measure_machine", limit_s=40),
+    GpuStage(name="layer kernels", function="tests.gpu.kernels:check_layers", limit_s=90),
+    GpuStage(name="attention kernels", function="tests.gpu.kernels:check_attention", limit_s=150),
+    GpuStage(name="sampling kernels", function="tests.gpu.kernels:check_sampling", limit_s=120),
+)
 """Their limits add up to more than the limit of a run, because most stages take less."""

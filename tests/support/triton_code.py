@@ -33,8 +33,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.pretended_device import PretendedDevice
+from tests.support.triton_device import chosen_device, moving
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -65,7 +67,12 @@ OWN = "worker.kernels.triton"
 def interpreted(module_name: str) -> ModuleType:
     """Return a copy of a module whose kernels are interpreted, so that they accept tensors on the
     CPU, or on a pretended device. What it imports from the modules of `worker.kernels.triton` is
-    interpreted as well."""
+    interpreted as well.
+
+    The environment can name a device that runs the kernels instead (triton_device.py)."""
+    device = chosen_device()
+    if device is not None and device.type != "cpu":
+        return _compiled(module_name, device)
 
     def concerned() -> set[str]:
         return {name for name in sys.modules if _is_own(name) or name == module_name}
@@ -85,6 +92,26 @@ def interpreted(module_name: str) -> ModuleType:
             sys.modules[name] = other
             _bind(name, other)
     return module
+
+
+def _compiled(module_name: str, device: torch.device) -> ModuleType:
+    """Return a module whose kernels are compiled for a device, and accept tensors on the CPU."""
+    module = importlib.import_module(module_name)
+    for name in [name for name in sys.modules if _is_own(name) or name == module_name]:
+        for kernel in vars(sys.modules[name]).values():
+            if isinstance(kernel, JITFunction) and "run" not in vars(kernel):
+                vars(kernel)["run"] = moving(_recorded(kernel), device)
+    return module
+
+
+def _recorded(kernel: Any) -> Any:
+    run = kernel.run
+
+    def recorded_run(*args: Any, **kwargs: Any) -> None:
+        _record(kernel.__name__)
+        run(*args, **kwargs)
+
+    return recorded_run
 
 
 def _is_own(name: str) -> bool:
@@ -115,14 +142,14 @@ def _isolated(kernel: Any) -> Any:
             run(*args, **kwargs)
 
     def isolated_run(*args: Any, **kwargs: Any) -> None:
-        for names in _RECORDS:
-            names.append(kernel.__name__)
+        _record(kernel.__name__)
         if (device := PretendedDevice.active) is None:
             interpret(*args, **kwargs)
         else:
             device.launch(kernel.__name__, interpret, args, kwargs)
 
-    return isolated_run
+    rehearsed = chosen_device()
+    return isolated_run if rehearsed is None else moving(isolated_run, rehearsed)
 
 
 @contextmanager
@@ -162,6 +189,11 @@ def _restore(place: Any, attributes: Mapping[str, object]) -> None:
 
 
 _RECORDS: list[list[str]] = []
+
+
+def _record(kernel: str) -> None:
+    for names in _RECORDS:
+        names.append(kernel)
 
 
 @contextmanager

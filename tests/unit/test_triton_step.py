@@ -110,6 +110,7 @@ def test_odd_logits_are_processed_as_torch_processes_them(odd: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.interpreted
 def test_a_row_is_longer_than_the_tokens_that_are_counted_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
