@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from protocol.steps import Logprobs, StepResult
+from protocol.steps import StepResult
+from tests.support.device_stream import FLOAT, DeviceWorker, assert_same, record_stream
 from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, DeviceFault, PretendedDevice, content
@@ -27,31 +25,24 @@ from tests.support.random_decoder import ROLES, RandomTensors, attention, mlp, m
 from tests.support.recording import (
     BLOCK_TOKENS,
     MAX_LEN,
-    MAX_SLOTS,
-    NUM_BLOCKS,
     Recording,
-    make_requests,
-    record,
     replay,
-    tiny_model,
 )
 from tests.support.recording import (
     KINDS as RECORDED,
 )
-from tests.support.replica import Arrived
+from tests.support.replica import Executed
 from tests.support.tiny_model import new_slots
 from tests.support.triton_code import interpreted
 from worker.attention.base import Attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.batch.decode_graph import GraphDecode
 from worker.debug.slot_registry import Poison
 from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
-from worker.kv.blocks import CacheBlocks, cache_blocks
 from worker.kv.cache import KVCache
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
-from worker.models.load import LoadedModel, load_model
+from worker.models.load import load_model
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.tensors import ModelTensors, names_of
 from worker.sampling.base import Sampling
@@ -66,7 +57,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
-FLOAT = torch.float32
 KINDS = ("torch", "fused", "graphs", "triton")
 CAPTURED = ("graphs", "triton")
 """The kinds of workers, by their kernels: torch's, slow twins of ours, the same in captured decode
@@ -74,7 +64,6 @@ steps, and ours, interpreted and captured."""
 NUM_PROCESSORS = 2
 DRAFTS = "torch_sampling.py"
 """The file whose verification of drafts waits for the device. It is not used if Triton is there."""
-NUM_REQUESTS = 48
 GREEDY = SamplingParams(temperature=0.0)
 LAUNCHES, LAUNCHES_PER_LAYER = 40, 10
 """Most launches of a greedy decode step: some, and some for each layer."""
@@ -90,37 +79,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> Recording:
     """Return a stream that has every kind of request and event."""
-    found = record(tiny_model(folder), make_requests(15, NUM_REQUESTS))
-    plans = [step.plan for step in found.steps]
-    assert len(RECORDED) < NUM_REQUESTS
-    assert any(plan.row_drafts is not None for plan in plans)
-    assert any(plan.masked is not None for plan in plans)
-    assert any(0 in plan.row_samples.tolist() for plan in plans), "chunked prompts"
-    assert any(step.arrived for step in found.steps), "K/V of another engine"
-    assert any(outputs[-1].usage.preemptions for outputs in found.outputs.values())
-    return found
+    return record_stream(folder)
 
 
 @pytest.fixture(scope="module")
 def expected(recorded: Recording) -> list[StepResult]:
     return list(replay(recorded, recorded.steps))
-
-
-@dataclass(frozen=True)
-class DeviceWorker:
-    """A runner on the device, and its cache."""
-
-    runner: Runner
-    cache: KVCache
-    blocks: CacheBlocks
-
-    def write(self, arrived: Arrived) -> None:
-        """Write K/V that another engine has computed, as a mover does."""
-        pieces = torch.cat([arrived.k, arrived.v]).flatten(2).contiguous().view(torch.uint8)
-        ids = np.array(arrived.blocks)
-        self.blocks.wait_for(self.blocks.fence())
-        self.blocks.put(0, self.blocks.num_rows, ids, pieces.numpy())
-        self.blocks.synchronize()
 
 
 @contextmanager
@@ -134,19 +98,17 @@ def on_device(
     with PretendedDevice() as device:
         kernels, attend = kernels_of(kind, device)
         loaded = load_model(folder, dtype=FLOAT, device=DEVICE, kernels=kernels)
-        cache = cache_for(loaded)
-        fields = slot_fields(MAX_LEN, MAX_LEN // BLOCK_TOKENS)
-        slots = new_slots(fields, MAX_SLOTS, DEVICE, poison=poison)
         device.forget()  # what loading did
-        decode = None
-        if kind in CAPTURED:
-            decode = GraphDecode.for_model(loaded.model, slots, cache, attend, device.capture)
-            assert decode is not None
-            decode.prepare()
-        sampling = TorchSampling() if kind == "torch" else triton_sampling()
-        runner = Runner(loaded.model, slots, cache, attend, decode=decode, sampling=sampling)
+        worker = DeviceWorker.of(
+            loaded,
+            DEVICE,
+            attend,
+            sampling=TorchSampling() if kind == "torch" else triton_sampling(),
+            capture=device.capture if kind in CAPTURED else None,
+            poison=poison,
+        )
         assert not device.faults
-        yield device, DeviceWorker(runner, cache, cache_blocks(cache))
+        yield device, worker
 
 
 def kernels_of(kind: str, device: PretendedDevice) -> tuple[Kernels, Attention]:
@@ -162,39 +124,6 @@ def kernels_of(kind: str, device: PretendedDevice) -> tuple[Kernels, Attention]:
 def triton_sampling() -> Sampling:
     sampling: Sampling = interpreted("worker.sampling.triton_sampling").TritonSampling(block=64)
     return sampling
-
-
-def cache_for(loaded: LoadedModel) -> KVCache:
-    spec = loaded.spec
-    heads = (spec.num_kv_heads, spec.head_dim)
-    return KVCache(spec.num_layers, NUM_BLOCKS, BLOCK_TOKENS, *heads, FLOAT, DEVICE)
-
-
-def assert_same(found: StepResult, expected: StepResult) -> None:
-    """Check that two results have the same tokens, and logprobs that differ only by rounding. The
-    device computes rows of a step together that the CPU computes in parts."""
-    for name in ("step", "tokens", "failed", "counts", "proposed"):
-        assert getattr(found, name) == getattr(expected, name)
-    for name in ("logprobs", "prompt_logprobs"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert_near(ours, theirs)
-
-
-def assert_near(ours: Logprobs, theirs: Logprobs) -> None:
-    """Compare two messages. Of the most likely tokens, each row counts only some."""
-    counts = np.array(theirs.counts.tolist())
-    for name in theirs.__struct_fields__:
-        one, other = getattr(ours, name), getattr(theirs, name)
-        assert (one is None) == (other is None)
-        if other is None:
-            continue
-        one, other = (np.array(each.tolist()).reshape(each.shape) for each in (one, other))
-        if name in ("top_ids", "top_logprobs"):
-            is_counted = np.arange(other.shape[1]) < counts[:, None]
-            one, other = one[is_counted], other[is_counted]
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 # ---- the stream of test_replay.py
@@ -221,22 +150,26 @@ def test_a_device_gives_the_tokens_of_the_cpu_without_waiting(
     """Requests of every kind, masks, drafts, preemption, and K/V from another engine. A step is
     read after `depth` - 1 later ones have been launched."""
     faults: set[DeviceFault] = set()
-    num_graphs, steps, results = 0, recorded.steps[:num_steps], expected[:num_steps]
+    num_graphs, results = 0, expected[:num_steps]
     with on_device(folder, kind=kind, poison=poison) as (device, worker):
-        pending = []
-        for number, step in enumerate(steps):
-            for arrived in step.arrived:
-                worker.write(arrived)
+
+        def fill_zeroed(step: Executed) -> None:
             taken = step.plan.zero_blocks.tolist()
             content(worker.cache.k)[:, taken] = content(worker.cache.v)[:, taken] = float("nan")
+
+        @contextmanager
+        def launching() -> Iterator[None]:
+            nonlocal num_graphs
             device.forget()
-            pending.append(worker.runner.launch(step.plan, partial(getattr, step, "masks")))
-            faults |= set(device.faults)
+            yield
+            faults.update(device.faults)
             num_graphs += device.by_operation.get("graph", 0)
-            if len(pending) == depth:
-                assert_same(pending.pop(0).result(), results[number - depth + 1])
-        for result, right in zip(pending, results[len(results) - len(pending) :], strict=True):
-            assert_same(result.result(), right)
+
+        found = worker.replay(
+            recorded.steps[:num_steps], depth=depth, before=fill_zeroed, launching=launching
+        )
+        for result, right in zip(found, results, strict=True):
+            assert_same(result, right)
     assert {fault for fault in faults if kind != "torch" or DRAFTS not in fault.line} == set()
     assert (num_graphs > 5) == (kind in CAPTURED)
 

@@ -9,5 +9,6 @@ STAGES = (
     GpuStage(name="layer kernels", function="tests.gpu.kernels:check_layers", limit_s=90),
     GpuStage(name="attention kernels", function="tests.gpu.kernels:check_attention", limit_s=150),
     GpuStage(name="sampling kernels", function="tests.gpu.kernels:check_sampling", limit_s=120),
+    GpuStage(name="stream", function="tests.gpu.stream:check_stream", limit_s=120),
 )
 """Their limits add up to more than the limit of a run, because most stages take less."""
