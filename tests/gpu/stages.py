@@ -10,5 +10,8 @@ STAGES = (
     GpuStage(name="attention kernels", function="tests.gpu.kernels:check_attention", limit_s=150),
     GpuStage(name="sampling kernels", function="tests.gpu.kernels:check_sampling", limit_s=120),
     GpuStage(name="stream", function="tests.gpu.stream:check_stream", limit_s=120),
+    GpuStage(name="accuracy", function="tests.gpu.accuracy:check_accuracy", limit_s=90),
+    GpuStage(name="libraries", function="tests.gpu.attention:check_libraries", limit_s=60),
+    GpuStage(name="attention speed", function="tests.gpu.attention:time_attention", limit_s=60),
 )
 """Their limits add up to more than the limit of a run, because most stages take less."""

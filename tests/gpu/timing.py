@@ -13,15 +13,17 @@ INNER = 10
 
 
 def best_s(session: GpuSession, work: Callable[[], object], *, repeats: int = 5) -> float:
-    """Return the seconds of one call of `work`: the least of `repeats` means over INNER calls."""
-    for _ in range(WARM_UPS):
+    """Return the seconds of one call of `work`: the least of `repeats` means over INNER calls. A
+    rehearsal calls it once."""
+    warm_ups, rounds, calls = session.choose((WARM_UPS, repeats, INNER), (0, 1, 1))
+    for _ in range(warm_ups):
         work()
     times = []
-    for _ in range(repeats):
+    for _ in range(rounds):
         session.synchronize()
         started = perf_counter()
-        for _ in range(INNER):
+        for _ in range(calls):
             work()
         session.synchronize()
-        times.append((perf_counter() - started) / INNER)
+        times.append((perf_counter() - started) / calls)
     return min(times)

@@ -203,14 +203,17 @@ def weighted(scores: Tensor, sinks: Tensor | None, values: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
-def on_device(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with the tables that it has on a GPU."""
+def on_device(batch: AttentionBatch, device: torch.device | None = None) -> AttentionBatch:
+    """Return the batch with the tables that it has on a GPU. They are in the memory of `device`, by
+    default the CPU."""
     return replace(
         batch,
-        block_table=batch.block_table.int(),
-        device_row_starts=batch.row_starts.int(),
-        device_context_lens=batch.context_lens.int(),
-        further=tuple(map(on_device, batch.further)),
+        positions=batch.positions.to(device),
+        slot_mapping=batch.slot_mapping.to(device),
+        block_table=batch.block_table.to(device, torch.int32),
+        device_row_starts=batch.row_starts.to(device, torch.int32),
+        device_context_lens=batch.context_lens.to(device, torch.int32),
+        further=tuple(on_device(each, device) for each in batch.further),
     )
 
 
