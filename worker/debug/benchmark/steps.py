@@ -63,7 +63,7 @@ class StepBenchmark:
 
     def __init__(self, config: StepBench, runner: Runner, ready: WorkerReady) -> None:
         self._config = config
-        self._runner, self._ready = runner, ready
+        self.runner, self._ready = runner, ready
         self.components = runner.components
         self._params = PARAMS[config.sampling]
         self._generation = 0
@@ -90,7 +90,7 @@ class StepBenchmark:
         """Time the step of `batch` requests with `context` tokens each. The requests are released
         afterwards."""
         config = self._config
-        with self._requests(batch, context) as plan:
+        with self.requests(batch, context) as plan:
             times = [self._step_s(plan) for _ in range(config.warm_up + config.steps)]
             times = sorted(times[config.warm_up :])
             watched, parts = self._time_parts(plan)
@@ -110,7 +110,7 @@ class StepBenchmark:
         """Return the seconds from the plan to the result, which is the time that an engine would
         wait."""
         started = perf_counter()
-        self._runner.step(plan)
+        self.runner.step(plan)
         return perf_counter() - started
 
     def _time_parts(self, plan: StepPlan) -> tuple[float, dict[str, float]]:
@@ -118,7 +118,7 @@ class StepBenchmark:
         seconds."""
         components, times = self.components, []
         clock = PartsClock(_clock_of(components.slots.device))
-        model, runner = components.model, self._runner
+        model, runner = components.model, self.runner
         whole = model.whole if isinstance(model, DecoderModel) else None
         if whole is not None and whole.is_for(plan.row_slots.shape[0] * self._config.new_tokens):
             timed = timed_kernels(whole.kernels, clock)
@@ -142,15 +142,16 @@ class StepBenchmark:
     # ---- the requests
 
     @contextmanager
-    def _requests(self, batch: int, context: int) -> Iterator[StepPlan]:
-        """Bind `batch` requests during the `with` block, and yield the plan that computes them."""
+    def requests(self, batch: int, context: int) -> Iterator[StepPlan]:
+        """Bind `batch` requests during the `with` block, and yield the plan that computes them,
+        which may be executed any number of times."""
         self._generation += 1
         known = context + self._config.new_tokens
         inits = [self._init(slot, batch, known, context) for slot in range(batch)]
-        self._runner.step(self._plan(bind=inits))
+        self.runner.step(self._plan(bind=inits))
         yield self._plan(rows=batch, start=context)
         releases = [SlotRelease(slot=init.slot, generation=init.generation) for init in inits]
-        self._runner.step(self._plan(release=releases))
+        self.runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
         """Return the binding of a request whose blocks alternate with those of the other requests,
