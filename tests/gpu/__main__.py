@@ -11,6 +11,7 @@ Exit codes: 0 if no check failed, whether or not all goals are met; 1 if a check
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no NVIDIA GPU here; --rehearse runs the stages without one")
         return 2
     chosen = [stage for stage in STAGES if options.only in stage.name]
-    rows = run_all(chosen, session, limit_s=options.limit_s)
+    try:
+        rows = run_all(chosen, session, limit_s=options.limit_s)
+    finally:
+        shutil.rmtree(session.models, ignore_errors=True)
     print(f"\n{session.folder / 'gpu.md'}: {_summary(rows)}")
     return int(any(row.outcome == "failed" for row in rows))
 

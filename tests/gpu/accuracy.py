@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 def check_accuracy(session: GpuSession) -> Iterator[GpuRow]:
     num_rows, num_tokens = session.choose((64, 128), (3, 32))
-    folder = write_checkpoint(session.config("qwen3-small"), session.folder / "accuracy-model", CPU)
+    folder = write_checkpoint(session.config("qwen3-small"), session.models / "accuracy", CPU)
     exact = load_model(folder, dtype=torch.float32, device=CPU)
     vocab = exact.card.vocab_size
     tokens = torch.randint(

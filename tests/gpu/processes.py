@@ -6,6 +6,7 @@ touched the GPU.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -83,6 +84,8 @@ def _main(stage: GpuStage, session: GpuSession, log: Path, sender: Connection) -
         sender.send_bytes(msgspec.json.encode(row))
 
     try:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+        session.set_threads()
         for row in stage.load()(session):
             send(row)
     except NotPossible as error:

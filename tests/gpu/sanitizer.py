@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from tests.gpu.kernels import REHEARSED
+from tests.gpu.kernels import REHEARSED, file_of
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, NotPossible, checked
 from tests.support.processes import ROOT
@@ -36,7 +36,7 @@ def _code(session: GpuSession, tool: str, part: str, words: str) -> int:
     """Run some tests of a part of the kernels under a tool, and return the exit code."""
     command = [
         *(PROGRAM, "--tool", tool, "--error-exitcode", str(FOUND)),
-        *(sys.executable, "-m", "pytest", "-q", f"tests/unit/test_triton_{part}.py"),
+        *(sys.executable, "-m", "pytest", "-q", file_of(part)),
         *("-k", words, "-o", "filterwarnings=", "-p", "no:cacheprovider"),
     ]
     # The sanitizer sees the borders of tensors only if each is an allocation of its own.

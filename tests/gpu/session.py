@@ -30,10 +30,15 @@ class GpuSession:
         return torch.device("cpu" if self.is_rehearsal else "cuda:0")
 
     @property
-    def attention(self) -> str:
-        """Return the value of `--attention` that selects our own kernels; in a rehearsal those of
-        the CPU."""
-        return "auto" if self.is_rehearsal else "triton"
+    def models(self) -> Path:
+        """Return the folder of models that stages write. It is removed at the end of the run."""
+        return self.folder / "models"
+
+    @property
+    def threads(self) -> int:
+        """Return the number of torch's threads; 0 means one per core. A rehearsal needs one, and
+        more of them would wait for each other on a busy machine."""
+        return self.choose(0, 1)
 
     def choose(self, real: T, rehearsed: T) -> T:
         """Return one of two values: that of a run on a GPU, or that of a rehearsal."""
@@ -51,6 +56,13 @@ class GpuSession:
         from tests.support.triton_code import interpreted
 
         return interpreted(module)
+
+    def set_threads(self) -> None:
+        """Apply `threads` to this process."""
+        if self.threads:
+            import torch
+
+            torch.set_num_threads(self.threads)
 
     def synchronize(self) -> None:
         """Wait for the device."""

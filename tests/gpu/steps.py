@@ -98,6 +98,8 @@ def benchmark_of(
         model=str(session.config(config)),
         device=session.choose("cuda:0", "cpu"),
         dtype=session.choose("bfloat16", "float32"),
+        threads=session.threads,
+        token_budget=max(batches) * new_tokens,  # so that less memory is kept for a step
         decode_graphs="auto" if new_tokens == 1 else "off",
         libraries=str(library_folder(home())),
     )

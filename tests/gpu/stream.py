@@ -19,15 +19,15 @@ from tests.support.recording import BLOCK_TOKENS, Recording, replay
 from worker.batch.decode_graph import CudaGraphs
 from worker.models.load import load_model
 
-MODEL = "stream-model"
+MODEL = "stream"
 REHEARSED_STEPS = 12
 
 Launching = Callable[[], AbstractContextManager[object]]
 
 
 def check_stream(session: GpuSession) -> Iterator[GpuRow]:
-    folder = session.folder / MODEL
-    folder.mkdir(exist_ok=True)
+    folder = session.models / MODEL
+    folder.mkdir(parents=True, exist_ok=True)
     recorded = record_stream(folder)
     expected = list(replay(recorded, recorded.steps))
     for is_captured, depth in product((False, True), (1, 2)):
@@ -70,7 +70,7 @@ def _on_gpu(
     device = session.device
     torch.cuda.set_device(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    folder = session.folder / MODEL
+    folder = session.models / MODEL
     worker = DeviceWorker.of(
         load_model(folder, dtype=FLOAT, device=device, kernels=TritonKernels()),
         device,
@@ -102,7 +102,7 @@ def _pretended(
         assert not device.faults, device.faults
 
     sampling = session.triton("worker.sampling.triton_sampling").TritonSampling(block=64)
-    folder = session.folder / MODEL
+    folder = session.models / MODEL
     worker = DeviceWorker.of(
         load_model(folder, dtype=FLOAT, device=DEVICE, kernels=FusedTwins(device)),
         DEVICE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.gpu.accuracy import Agreement
 from tests.gpu.checkpoints import write_checkpoint
+from tests.gpu.kernels import row_of
 from tests.gpu.session import CONFIGS
 from tests.gpu.steps import bytes_read, waits_us
 from tests.support.replica import new_cache
@@ -18,6 +20,24 @@ from worker.loading.header import ModelHeader, read_header
 from worker.models.load import load_model
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("cases", "outcome", "text"),
+    [
+        ("<testcase name='a'/><testcase name='b'><skipped/></testcase>", "passed", "1 of 1"),
+        ("<testcase name='a'/><testcase name='b'><failure/></testcase>", "failed", "1 of 2"),
+        ("<testcase name='a'><error/></testcase>", "failed", "0 of 1"),
+        ("<testcase name='a'><skipped/></testcase>", "failed", "0 of 0"),
+        ("", "failed", "0 of 0"),
+    ],
+)
+def test_a_part_passes_if_some_test_ran_and_none_failed(
+    cases: str, outcome: str, text: str
+) -> None:
+    row = row_of("layers", [*ElementTree.fromstring(f"<testsuite>{cases}</testsuite>")])
+    assert row.outcome == outcome
+    assert row.text.startswith(text)
 
 
 def test_waits_are_the_gaps_that_no_span_covers() -> None:
