@@ -68,8 +68,7 @@ class FusedTwins(TorchKernels):
 
 class FusedAttention:
     """Attention from what the kernels of a GPU read, and nothing else: tensors of the device. In
-    each layer it is two launches, for a decode kernel and the merge of its parts, and one more if
-    there are longer rows."""
+    each layer it is two launches for each kind of row: a kernel, and the merge of its parts."""
 
     is_capturable = True
 
@@ -88,7 +87,7 @@ class FusedAttention:
             batch.device_context_lens,
             batch.block_table,
             window,
-            launches=2 + (batch.num_decodes < num_rows),
+            launches=2 * ((batch.num_decodes > 0) + (batch.num_decodes < num_rows)),
         )
 
     def run(

@@ -381,14 +381,14 @@ def test_a_tile_holds_all_heads_of_a_group(
             assert tile_of(group, head_dim, itemsize).num_queries >= group
 
 
-def test_a_layer_needs_one_launch_for_each_kind_of_row_and_one_to_merge(
+def test_a_layer_needs_one_launch_for_each_kind_of_row_and_one_to_merge_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = case_of((600, 1), (3, 1), (2, 9), (30, 4), kv_heads=1)
     decodes, prefills, both = case.rows[:2], case.rows[2:], case.rows
     split_often(monkeypatch)
     for rows, num_processors, names in (
-        (both, 100, ["decode", "prefill", "merge"]),
+        (both, 100, ["decode", "merge", "prefill", "merge"]),
         (both, 1, ["decode", "prefill"]),
         (decodes, 100, ["decode", "merge"]),
         (decodes, 1, ["decode"]),

@@ -16,10 +16,9 @@ copy: Any = interpreted("worker.kernels.triton.attention")
 def merge_nothing(module: Any) -> None:
     """Launch a kernel for one head of one token, whose only split has no keys."""
     parts, logs = torch.zeros(1, 1, 1, 16), torch.full((1, 1, 1), float("-inf"))
-    sizes = {"part_splits": 1, "num_decodes": 1, "decode_splits": 1, "prefill_splits": 1}
     constants = {"MAX_SPLITS": 2, "D": 16, "D_PADDED": 16}
     out = {"out": torch.zeros(1, 1, 16), "out_row_stride": 16, "out_head_stride": 16}
-    module.merge[(1, 1)](part_out=parts, part_logs=logs, **out, **sizes, **constants)
+    module.merge[(1, 1)](part_out=parts, part_logs=logs, num_splits=1, **out, **constants)
 
 
 def test_the_interpreted_copy_is_not_the_module_that_others_import() -> None:

@@ -96,7 +96,7 @@ def launches(
 
 
 def compiled(model: str, kernel: str, capability: int) -> KernelResources:
-    (launch,) = (
+    launch = next(
         each for each in launches(**MODELS[model]) if each.kernel is getattr(kernels, kernel)
     )
     return launch.compile_for(capability)
@@ -144,6 +144,17 @@ def test_both_kinds_of_launches_are_compiled() -> None:
     assert is_split("Qwen3") == {"decode": True, "prefill": False}
     assert is_split("gpt-oss") == {"decode": False, "prefill": False}
     assert is_split("Qwen3, short rows") == {"decode": True, "prefill": True}
+
+
+def test_each_kind_of_row_has_memory_for_its_own_tokens_and_splits() -> None:
+    """So a long decode does not multiply the memory of a chunk."""
+    decode, _, prefill, _ = launches(**MODELS["Qwen3, short rows"])
+    assert decode.grid[1] > prefill.grid[1] > 1
+    for launch, num_tokens in ((decode, 2), (prefill, 5)):
+        assert launch.arguments["part_out"].shape == (num_tokens, 32, launch.grid[1], 128)
+    decode, _, prefill = launches(**MODELS["Qwen3"])
+    assert decode.arguments["part_out"].shape[0] == 2
+    assert prefill.arguments["part_out"] is None
 
 
 # ---- The limits can be exceeded.

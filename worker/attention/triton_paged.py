@@ -5,9 +5,10 @@ rows of each kind. The rows themselves are described in the GPU's memory. So nei
 layer waits for the GPU, and a captured graph can be replayed with other rows, if their numbers do
 not exceed those of the step that was captured.
 
-A layer needs one launch for rows of one token, one for all other rows, and one more if the keys of
-either are split among several programs. The bits of a row's output depend on the number of splits,
-and so on the other rows.
+A layer needs one launch for rows of one token and one for all other rows, and another one for each
+of them if its keys are split among several programs. The bits of a row's output depend on the
+number of splits, and so on the other rows. The two kinds are split by different numbers, and each
+has memory for its own: a few decodes have many splits, which the tokens of a long chunk do not.
 
 Legend as in base.py, and G = H / H_kv.
 """
@@ -112,10 +113,8 @@ class TritonPagedAttention:
         prefill_splits = num_splits(
             num_tiles * kv_heads, plan.prefill_keys, self._num_processors, PREFILL_SPLITS
         )
-        # The tokens whose keys are split are adjacent.
-        first = 0 if decode_splits > 1 else num_decodes
-        stop = num_tokens if prefill_splits > 1 else num_decodes
-        parts = SplitResults.empty_like(out[first:stop], max(decode_splits, prefill_splits))
+        decode_parts = SplitResults.empty_like(out[:num_decodes], decode_splits)
+        prefill_parts = SplitResults.empty_like(out[num_decodes:], prefill_splits)
         shared = {
             **_tensors(q, k_cache, v_cache, out),
             **_scoring(head_dim**-0.5 if scale is None else scale, soft_cap),
@@ -125,64 +124,69 @@ class TritonPagedAttention:
         if num_decodes:
             kernels.decode[(kv_heads, decode_splits, num_decodes)](
                 **shared,
-                **parts.arguments(is_split=decode_splits > 1),
+                **_parts(decode_parts),
                 **_options(decode_tile(group, head_dim, q.dtype.itemsize)),
             )
+            _merge(decode_parts, out[:num_decodes])
         if plan.longest_query:
             kernels.prefill[(kv_heads, prefill_splits, num_tiles)](
                 **shared,
-                **parts.arguments(is_split=prefill_splits > 1),
+                **_parts(prefill_parts),
                 **_options(prefill),
-                first_split=first,
                 row_starts=plan.row_starts,
                 first_row=num_decodes,
                 num_rows=len(plan.context_lens),
             )
-        if first < stop:
-            kernels.merge[(num_heads, stop - first)](
-                part_out=parts.out,
-                part_logs=parts.logs,
-                out=out[first:stop],
-                part_splits=parts.logs.shape[2],
-                num_decodes=num_decodes - first,
-                decode_splits=decode_splits,
-                prefill_splits=prefill_splits,
-                MAX_SPLITS=MAX_SPLITS,
-                enable_fp_fusion=True,
-                **{name: shared[name] for name in MERGED},
-            )
+            _merge(prefill_parts, out[num_decodes:])
         return out
-
-
-MERGED = ("out_row_stride", "out_head_stride", "D", "D_PADDED")
-"""Arguments that `merge` shares with the other kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitResults:
-    """Memory for the results of splits, of N tokens."""
+    """Memory for the results of S splits, of N tokens."""
 
     #: [N, H, S, D] and [N, H, S] float32.
     out: Tensor
     logs: Tensor
 
     @classmethod
-    def empty_like(cls, out: Tensor, splits: int) -> Self:
-        """Return memory for the results of tokens out [N, H, D]."""
+    def empty_like(cls, out: Tensor, splits: int) -> Self | None:
+        """Return memory for the results of tokens out [N, H, D]; None if they are not split."""
+        if splits == 1:
+            return None
         num_tokens, num_heads, head_dim = out.shape
         shape = (num_tokens, num_heads, splits)
         logs = torch.empty(shape, dtype=torch.float32, device=out.device)
         parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
         return cls(parts, logs)
 
-    def arguments(self, *, is_split: bool) -> dict[str, Any]:
-        """Return arguments of a kernel, whose keys are split or not."""
-        return {
-            "part_out": self.out if is_split else None,
-            "part_logs": self.logs if is_split else None,
-            "part_splits": self.logs.shape[2],
-            "IS_SPLIT": is_split,
-        }
+
+def _parts(parts: SplitResults | None) -> dict[str, Any]:
+    """Return where a kernel writes the results of splits, as its arguments."""
+    return {
+        "part_out": None if parts is None else parts.out,
+        "part_logs": None if parts is None else parts.logs,
+        "IS_SPLIT": parts is not None,
+    }
+
+
+def _merge(parts: SplitResults | None, out: Tensor) -> None:
+    """Add up the results of splits, if there are any, into out [N, H, D]."""
+    if parts is None:
+        return
+    num_tokens, num_heads, head_dim = out.shape
+    kernels.merge[(num_heads, num_tokens)](
+        part_out=parts.out,
+        part_logs=parts.logs,
+        out=out,
+        num_splits=parts.logs.shape[2],
+        out_row_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        MAX_SPLITS=MAX_SPLITS,
+        D=head_dim,
+        D_PADDED=padded_dim(head_dim),
+        enable_fp_fusion=True,
+    )
 
 
 def _num_tiles(plan: TritonPlan, num_tokens: int, tile_tokens: int) -> int:

@@ -28,7 +28,6 @@ row_starts     [R + 1] int32
 sinks          [H] float32, or None
 part_out       [N, H, S, D] float32: the result of each split; None if keys are not split
 part_logs      [N, H, S] float32: log2 of the sum of each split's weights; -inf if it has no keys
-part_splits    S; a launch may use fewer
 factor         what multiplies the scores: scale * log2(e), or soft_cap * log2(e) with a soft cap
 cap_factor     scale / soft_cap; None without a soft cap
 window         a token sees this many last tokens; None: all
@@ -46,7 +45,7 @@ SEARCHED_ROWS = tl.constexpr(128)
 """Rows whose starts are loaded together by `_row_of_tile`."""
 
 
-@triton.jit(do_not_specialize=["table_stride", "part_splits"])
+@triton.jit(do_not_specialize=["table_stride"])
 def decode(
     q,
     k,
@@ -57,7 +56,6 @@ def decode(
     sinks,
     part_out,
     part_logs,
-    part_splits,
     factor,
     cap_factor,
     window,
@@ -79,7 +77,7 @@ def decode(
 ):
     """Compute the queries of one row and group against one split of its keys.
 
-    The grid is [H_kv, splits, R]. Row r has the token r, so R is the number of decode rows.
+    The grid is [H_kv, S, R]. Row r has the token r, so R is the number of decode rows.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -94,8 +92,9 @@ def decode(
     head = kv_head * GROUP + member
     is_real = member < GROUP
     stored = is_real[:, None] & (dims < D)[None, :]
-    part = head * part_splits + split
-    first_part = row * tl.num_programs(0) * GROUP * part_splits
+    splits = tl.num_programs(1)
+    part = head * splits + split
+    first_part = row * tl.num_programs(0) * GROUP * splits
     if begin >= end:
         if IS_SPLIT:
             nothing = tl.full([TILE_QUERIES], NOTHING, tl.float32)
@@ -141,9 +140,7 @@ def decode(
         tl.store(out + row * out_row_stride + place, result, mask=stored)
 
 
-@triton.jit(
-    do_not_specialize=["first_row", "num_rows", "first_split", "table_stride", "part_splits"]
-)
+@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
 def prefill(
     q,
     k,
@@ -155,10 +152,8 @@ def prefill(
     sinks,
     part_out,
     part_logs,
-    part_splits,
     first_row,
     num_rows,
-    first_split,  # the token of the step that has the first results in `part_out`
     factor,
     cap_factor,
     window,
@@ -181,7 +176,8 @@ def prefill(
     """Compute some tokens of one of the rows [first_row, num_rows), for the heads of one group,
     against one split of their keys.
 
-    The grid is [H_kv, splits, number of tiles]. The rows before `first_row` have one token each.
+    The grid is [H_kv, S, number of tiles]. The rows before `first_row` have one token each, so
+    `first_row` is also the first token, whose results are the first of part_out.
     The tiles of a row start at the tile
     (row's first token - first_row) // TILE_TOKENS + (row - first_row). So all rows have enough
     tiles, and a few tiles are empty. The last tiles see the most keys, so they are computed first.
@@ -212,9 +208,9 @@ def prefill(
     stored = is_real[:, None] & (dims < D)[None, :]
     # Offsets from the tile's first token fit in 32 bits.
     origin = (start + first_token).to(tl.int64)
-    num_heads = tl.num_programs(0) * GROUP
-    part = ((member // GROUP) * num_heads + head) * part_splits + split
-    first_part = (origin - first_split) * num_heads * part_splits
+    num_heads, splits = tl.num_programs(0) * GROUP, tl.num_programs(1)
+    part = ((member // GROUP) * num_heads + head) * splits + split
+    first_part = (origin - first_row) * num_heads * splits
     if (context_len == 0) | (begin >= end):
         if IS_SPLIT:
             nothing = tl.full([TILE_QUERIES], NOTHING, tl.float32)
@@ -288,7 +284,7 @@ def prefill(
     is_real = (member < TILE_TOKENS * GROUP) & (first_token + member // GROUP < num_tokens)
     stored = is_real[:, None] & (dims < D)[None, :]
     if IS_SPLIT:
-        part = ((member // GROUP) * num_heads + head) * part_splits + split
+        part = ((member // GROUP) * num_heads + head) * splits + split
         tl.store(part_logs + first_part + part, _log2_sum(peak, total), mask=is_real)
         tl.store(part_out + first_part * D + part[:, None] * D + dims[None, :], result, mask=stored)
     else:
@@ -299,29 +295,23 @@ def prefill(
         )
 
 
-@triton.jit(do_not_specialize=["part_splits", "num_decodes", "decode_splits", "prefill_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def merge(
     part_out,
     part_logs,
     out,
-    part_splits,
-    num_decodes,
-    decode_splits,
-    prefill_splits,
+    num_splits,
     out_row_stride,
     out_head_stride,
     MAX_SPLITS: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
 ):
-    """Add up the results of the splits of one head and token. The grid is [H, N].
-
-    The first `num_decodes` tokens have `decode_splits` splits, the others have `prefill_splits`.
-    """
+    """Add up the results of the splits of one head and token. The grid is [H, N], and out has N
+    tokens."""
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_splits = tl.where(token < num_decodes, decode_splits, prefill_splits)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, D_PADDED)
-    first_part = (token * tl.num_programs(0) + head) * part_splits
+    first_part = (token * tl.num_programs(0) + head) * num_splits
     logs = tl.load(part_logs + first_part + splits, mask=splits < num_splits, other=NOTHING)
     has_keys = logs != NOTHING  # also if the log is NaN
     if tl.max(has_keys.to(tl.int32), 0) == 0:
