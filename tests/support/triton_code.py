@@ -218,7 +218,7 @@ class KernelLaunch:
 
     def compile_for(self, capability: int) -> KernelResources:
         """Compile the kernel as a GPU of this capability would for this launch."""
-        signature, constants, divisible = {}, {}, []
+        signature, constants, aligned = {}, {}, []
         for parameter in self.kernel.params:
             name, value = parameter.name, self.arguments[parameter.name]
             is_special = type(value) is int and not parameter.do_not_specialize
@@ -226,14 +226,18 @@ class KernelLaunch:
                 constants[name] = value
                 continue
             signature[name] = mangle_type(value)
-            if is_special and value % 16 == 0:
-                divisible.append(name)
+            if signature[name][0] == "*":
+                is_aligned = not parameter.do_not_specialize_on_alignment
+            else:
+                is_aligned = is_special and value % 16 == 0
+            if is_aligned:
+                aligned.append(name)
         return compile_for(
             self.kernel,
             signature,
             constants,
             capability,
-            divisible=divisible,
+            aligned=aligned,
             num_warps=self.arguments.get("num_warps", NUM_WARPS),
             num_stages=self.arguments.get("num_stages", NUM_STAGES),
             fuses=self.arguments.get("enable_fp_fusion", True),
@@ -297,7 +301,7 @@ def compile_for(
     constants: Mapping[str, object],
     capability: int,
     *,
-    divisible: Collection[str] = (),
+    aligned: Collection[str] = (),
     num_warps: int = NUM_WARPS,
     num_stages: int = NUM_STAGES,
     fuses: bool = True,
@@ -308,11 +312,10 @@ def compile_for(
     constants    value of each `tl.constexpr` argument, and of each argument that is 1 or None,
                  which Triton treats in the same way
     capability   one of CAPABILITIES
-    divisible    integer arguments that are multiples of 16. All pointers are
+    aligned      integers and pointers that are multiples of 16
     fuses        whether a product and a sum may become one instruction
     """
     names = list(kernel.arg_names)
-    aligned = [name for name in names if signature.get(name, "")[:1] == "*" or name in divisible]
     source = ASTSource(
         fn=kernel,
         signature={name: signature.get(name, "constexpr") for name in names},

@@ -50,6 +50,8 @@ EVERYWHERE = ("Qwen3", "Gemma 2", "gpt-oss")
 """Models whose kernels are compiled for all capabilities. Those of others are compiled for 8.0,
 where they need the most registers."""
 KERNELS = ("decode", "prefill")
+UPLOADED = {"table", "context_lens", "row_starts"}
+"""Arguments that the host uploads for a step, side by side in one buffer."""
 
 
 def launches(
@@ -155,6 +157,12 @@ def test_each_kind_of_row_has_memory_for_its_own_tokens_and_splits() -> None:
     decode, _, prefill = launches(**MODELS["Qwen3"])
     assert decode.arguments["part_out"].shape[0] == 2
     assert prefill.arguments["part_out"] is None
+
+
+def test_no_kernel_is_compiled_again_because_of_where_an_upload_lies() -> None:
+    for kernel in (kernels.decode, kernels.prefill):
+        found = {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
+        assert found == UPLOADED & {*kernel.arg_names}
 
 
 # ---- The limits can be exceeded.

@@ -101,6 +101,14 @@ def test_no_kernel_is_compiled_again_because_of_where_an_upload_lies() -> None:
             assert parameter.name not in UPLOADED or parameter.do_not_specialize_on_alignment
 
 
+def test_no_kernel_is_compiled_again_because_of_the_width_of_the_slots() -> None:
+    """When memory is measured, the slots are wider than those that serve."""
+    found = [each for launch in launches().values() for each in launch.kernel.params]
+    widths = [each for each in found if each.name == "max_len"]
+    assert len(widths) == 3
+    assert all(each.do_not_specialize for each in widths)
+
+
 def test_no_product_is_fused_with_a_sum() -> None:
     for name, launch in launches().items():
         if name not in WITHOUT_FLOATS:

@@ -12,8 +12,9 @@ Scores are multiplied by log2(e), because a GPU computes powers of 2. Positions 
 and the context are never read, neither in the block table nor in the cache. A row whose context is
 0 tokens is padding: nothing is read or written for it in these tensors.
 
-Arguments that differ from step to step are not specialised, and the number of splits is not a
-constant. So a model needs few variants of each kernel, and serving does not stop to compile one.
+Arguments that differ from step to step are not specialised, nor is the alignment of what is
+uploaded for a step, and the number of splits is not a constant. So a model needs few variants of
+each kernel, and serving does not stop to compile one.
 
 Legend: as in worker/attention/base.py, and G = H / H_kv heads of a group, S splits, W queries in a
 tile (heads and tokens), N tokens whose keys are split. D_PADDED is D rounded up to a power of two.
@@ -45,7 +46,9 @@ SEARCHED_ROWS = tl.constexpr(128)
 """Rows whose starts are loaded together by `_row_of_tile`."""
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "context_lens"]
+)
 def decode(
     q,
     k,
@@ -140,7 +143,10 @@ def decode(
         tl.store(out + row * out_row_stride + place, result, mask=stored)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["table", "context_lens", "row_starts"],
+)
 def prefill(
     q,
     k,

@@ -96,7 +96,9 @@ def is_word_complete(
     return tl.load(bad_ids + end - 1, is_word, -1), hit
 
 
-@triton.jit(do_not_specialize=["copies"], do_not_specialize_on_alignment=["slots", "known"])
+@triton.jit(
+    do_not_specialize=["copies", "max_len"], do_not_specialize_on_alignment=["slots", "known"]
+)
 def process_rows(
     logits,
     stride,

@@ -8,7 +8,8 @@ its tokens to the row's histogram, and the programs of the next launch search th
 
 Most kernels must be launched with EXACT (worker/sampling/row_split.py). Triton compiles a kernel
 again for an argument that is a multiple of 16, or 1. So arguments that are so in some steps only,
-such as tensors that were uploaded together, are excluded from that.
+such as tensors that were uploaded together, are excluded from that. So is the width of the slots,
+`max_len`, which differs between the steps that measure memory and those that serve.
 
 Each row has a record of int64 words, which is 0 before the first launch. The words from HISTOGRAMS
 on are the histograms, SIZE words for each digit of each search, and then the weight that each block
@@ -263,7 +264,8 @@ def draw_token(
 
 
 @triton.jit(
-    do_not_specialize=["totals_at", "appends"], do_not_specialize_on_alignment=["slots", "known"]
+    do_not_specialize=["totals_at", "appends", "max_len"],
+    do_not_specialize_on_alignment=["slots", "known"],
 )
 def choose_tokens(
     logits,
@@ -330,7 +332,10 @@ def append_token(token_ids, max_len, lens, slot, position, token):
     tl.store(lens + slot, (position + 1).to(tl.int32))
 
 
-@triton.jit(do_not_specialize_on_alignment=["drafts", "starts", "ends", "slots", "known"])
+@triton.jit(
+    do_not_specialize=["max_len"],
+    do_not_specialize_on_alignment=["drafts", "starts", "ends", "slots", "known"],
+)
 def verify_drafts(
     tokens,
     finite,
