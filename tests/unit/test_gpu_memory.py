@@ -195,10 +195,29 @@ def limits(slots: int, budget: int, drafts: int = 0) -> StepLimits:
 def test_the_first_step_has_as_many_tokens_of_as_many_requests_as_possible(
     limits: StepLimits, max_len: int, first: list[int]
 ) -> None:
-    spread, prompt, last = largest_steps(limits, max_len)
+    spread, prompt, last, *_ = largest_steps(limits, max_len)
     assert [row.count for row in spread] == first
     assert prompt == [RowSpan(0, min(limits.token_budget, max_len))]
     assert last == [RowSpan(max_len - 1, max_len)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_len", "more"),
+    [
+        (limits(4, 16), 100, [[(98, 100)], [(99, 100), (85, 100)]]),
+        (limits(4, 16), 12, [[(10, 12)], [(11, 12), (0, 12)]]),
+        (limits(4, 2), 100, [[(98, 100)], [(99, 100), (99, 100)]]),
+        (limits(1, 16), 100, [[(98, 100)]]),
+        (limits(4, 16), 1, [[(0, 1), (0, 1)]]),
+        (limits(4, 1), 100, []),
+    ],
+    ids=str,
+)
+def test_steps_at_the_end_of_the_longest_request_have_a_chunk_and_both_kinds_of_rows(
+    limits: StepLimits, max_len: int, more: list[list[tuple[int, int]]]
+) -> None:
+    steps = largest_steps(limits, max_len)[3:]
+    assert [[(row.start, row.end) for row in rows] for rows in steps] == more
 
 
 @pytest.mark.parametrize(
@@ -260,26 +279,26 @@ def run(profile: ProfileRun, cache: KVCache, draft: TinyModel | None = None) -> 
 def test_the_steps_compute_and_sample_everything_in_a_cache_of_one_block() -> None:
     cache = a_cache()
     model = run(a_profile(limits(5, 23)), cache)
-    assert model.num_tokens == [23, 23, 1]
-    prompt_logprobs = (23 - 5) + (23 - 1)
-    assert model.num_logits == (5 + 1 + 1) + prompt_logprobs
+    assert model.num_tokens == [23, 23, 1, 2, 23]
+    prompt_logprobs = (23 - 5) + (23 - 1) + 1 + (22 - 1)
+    assert model.num_logits == (5 + 1 + 1 + 1 + 2) + prompt_logprobs
     assert not cache.k[:, 0].any()
 
 
 def test_the_steps_verify_drafts() -> None:
-    assert run(a_profile(limits(3, 12, 2)), a_cache()).num_tokens == [12, 12, 1, 9]
+    assert run(a_profile(limits(3, 12, 2)), a_cache()).num_tokens == [12, 12, 1, 2, 12, 9]
 
 
 def test_the_steps_run_the_draft_model_too() -> None:
     draft = ProfiledTinyModel()
     run(a_profile(limits(3, 12, 2), has_draft=True), a_cache(), draft)
-    assert draft.num_tokens == [12, 12, 1, 3]
+    assert draft.num_tokens == [12, 12, 1, 2, 12, 3]
 
 
 def test_the_steps_fill_all_entries_of_a_column() -> None:
     groups = KVGroups(window=8, window_blocks=1)
     profile = a_profile(limits(3, 12), num_entries=1 + groups.window_blocks)
-    assert run(profile, a_cache([LayerPlace(1, 0)])).num_tokens == [12, 12, 1]
+    assert run(profile, a_cache([LayerPlace(1, 0)])).num_tokens == [12, 12, 1, 2, 12]
 
 
 def test_every_row_uses_every_sampling_feature() -> None:

@@ -429,7 +429,8 @@ def _caches(
 def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
     """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. On a GPU do
     so for a drawn and for a greedy token, because they need other kernels, which are compiled at
-    their first launch. A second item of `caches` is the draft model's cache; the draft model then
+    their first launch; both report logprobs of the model, which need others than the profile run
+    reports. A second item of `caches` is the draft model's cache; the draft model then
     runs in the same steps."""
     prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].k.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
@@ -445,7 +446,7 @@ def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
             blocks=Int32.of(range(1, blocks + 1)),
             seed=0,
             stop_ids=[],
-            params=SamplingParams(temperature=temperature, top_p=0.9),
+            params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=1),
         )
         samples = prompt < max_len
         plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)

@@ -127,6 +127,10 @@ def largest_steps(limits: StepLimits, max_len: int) -> list[list[RowSpan]]:
     - as many tokens as possible, of as many requests as possible, all of which sample
     - as many tokens as possible of one prompt
     - the last token of the longest request, for attention that gathers all earlier keys and values
+    - its last two tokens, for kernels that split the keys of a few queries, and that would otherwise
+      be compiled while requests wait
+    - that last token, beside as many tokens as possible at the end of another longest request, for
+      attention that splits the keys of both
     - with speculation, as many sampled places as possible
     """
     budget = limits.token_budget
@@ -138,6 +142,11 @@ def largest_steps(limits: StepLimits, max_len: int) -> list[list[RowSpan]]:
         [RowSpan(0, min(budget, max_len))],
         [RowSpan(max_len - 1, max_len)],
     ]
+    if min(budget, max_len) > 1:
+        steps.append([RowSpan(max_len - 2, max_len)])
+    if num_rows > 1:
+        chunk = min(budget - 1, max_len)
+        steps.append([RowSpan(max_len - 1, max_len), RowSpan(max_len - chunk, max_len)])
     drafts = min(limits.max_drafts, budget - 1, max_len - 1)
     if drafts:
         rows = min(limits.max_slots, budget // (1 + drafts))
