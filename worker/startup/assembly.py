@@ -427,16 +427,18 @@ def _caches(
 
 
 def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. On a GPU do
-    so for a drawn and for a greedy token, because they need other kernels, which are compiled at
-    their first launch; both report logprobs of the model, which need others than the profile run
-    reports. A second item of `caches` is the draft model's cache; the draft model then
-    runs in the same steps."""
+    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
+    item of `caches` is the draft model's cache; the draft model then runs in the same steps.
+
+    On a GPU do so for a drawn and for a greedy token, each with logprobs of the model. They need
+    other kernels than the profile run has launched, and a kernel is compiled at its first launch.
+    """
     prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].k.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
     has_draft = len(caches) > 1
     release: list[SlotRelease] = []
-    for generation, temperature in enumerate((1.0,) if device.type == "cpu" else (1.0, 0.0)):
+    temperatures, logprobs = ((1.0,), None) if device.type == "cpu" else ((1.0, 0.0), 1)
+    for generation, temperature in enumerate(temperatures):
         init = SlotInit(
             slot=0,
             generation=generation,
@@ -446,7 +448,7 @@ def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
             blocks=Int32.of(range(1, blocks + 1)),
             seed=0,
             stop_ids=[],
-            params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=1),
+            params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=logprobs),
         )
         samples = prompt < max_len
         plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)

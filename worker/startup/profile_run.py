@@ -127,8 +127,8 @@ def largest_steps(limits: StepLimits, max_len: int) -> list[list[RowSpan]]:
     - as many tokens as possible, of as many requests as possible, all of which sample
     - as many tokens as possible of one prompt
     - the last token of the longest request, for attention that gathers all earlier keys and values
-    - its last two tokens, for kernels that split the keys of a few queries, and that would otherwise
-      be compiled while requests wait
+    - its last two tokens, for kernels that split the keys of a few queries, and that would
+      otherwise be compiled while requests wait
     - that last token, beside as many tokens as possible at the end of another longest request, for
       attention that splits the keys of both
     - with speculation, as many sampled places as possible
