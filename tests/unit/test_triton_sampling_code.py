@@ -46,8 +46,6 @@ WITHOUT_FLOATS = {"verify_drafts"}
 """Kernels that compute with integers only."""
 UPLOADED = {"bits", "drafts", "drawn_at", "ends", "known", "places", "rows", "slots", "starts"}
 """Arguments that the host uploads for a step."""
-LARGEST = {"process_rows", "add_digits 1 1", "tally_blocks"}
-"""Kernels that need most registers. Only these are compiled for all GPUs, to save time."""
 
 
 @cache
@@ -74,7 +72,7 @@ def name_of(launch: KernelLaunch) -> str:
 def compiled() -> Iterator[tuple[str, int]]:
     """Yield the names of the kernels that are compiled, each with a capability."""
     for name in sorted(launches()):
-        for capability in CAPABILITIES if name in LARGEST else (90,):
+        for capability in CAPABILITIES:
             yield name, capability
 
 
