@@ -216,9 +216,12 @@ class KernelLaunch:
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
 
-    def compile_for(self, capability: int) -> KernelResources:
-        """Compile the kernel as a GPU of this capability would for this launch."""
-        signature, constants, aligned = {}, {}, []
+    def specialised(self) -> tuple[dict[str, str], dict[str, object], list[str]]:
+        """Return the arguments `signature`, `constants` and `aligned` of `compile_for`. Launches
+        for which they differ are compiled separately."""
+        signature: dict[str, str] = {}
+        constants: dict[str, object] = {}
+        aligned: list[str] = []
         for parameter in self.kernel.params:
             name, value = parameter.name, self.arguments[parameter.name]
             is_special = type(value) is int and not parameter.do_not_specialize
@@ -227,11 +230,18 @@ class KernelLaunch:
                 continue
             signature[name] = mangle_type(value)
             if signature[name][0] == "*":
-                is_aligned = not parameter.do_not_specialize_on_alignment
+                is_aligned = (
+                    not parameter.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
+                )
             else:
                 is_aligned = is_special and value % 16 == 0
             if is_aligned:
                 aligned.append(name)
+        return signature, constants, aligned
+
+    def compile_for(self, capability: int) -> KernelResources:
+        """Compile the kernel as a GPU of this capability would for this launch."""
+        signature, constants, aligned = self.specialised()
         return compile_for(
             self.kernel,
             signature,
