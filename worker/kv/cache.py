@@ -123,11 +123,14 @@ class KVCache:
         """
         if self.is_rounded:
             k, v = round_heads(k), round_heads(v)
-        # The shapes do not depend on the entries, as CUDA graphs need it: the rows of padding store
-        # what slot 0 has already.
-        is_padding, slot_mapping = (slot_mapping < 0)[:, None, None], slot_mapping.clamp(min=0)
-        k = torch.where(is_padding, self._flat_k[layer][:1], k)
-        v = torch.where(is_padding, self._flat_v[layer][:1], v)
+        is_padding = slot_mapping < 0
+        # Only the CPU may look at the entries: a GPU would have to be waited for, and a captured
+        # graph needs shapes that do not depend on them. So a GPU stores padding too: it writes the
+        # keys and values of slot 0, which slot 0 holds already.
+        if self.k.device.type != "cpu" or is_padding.any():
+            slot_mapping, is_padding = slot_mapping.clamp(min=0), is_padding[:, None, None]
+            k = torch.where(is_padding, self._flat_k[layer][:1], k)
+            v = torch.where(is_padding, self._flat_v[layer][:1], v)
         self._flat_k[layer].index_copy_(0, slot_mapping, k)
         self._flat_v[layer].index_copy_(0, slot_mapping, v)
 
