@@ -29,6 +29,7 @@ from worker.kv.cache import KVCache
 from worker.models.base import StepModel
 from worker.models.decoder import DecoderModel
 from worker.sampling.sampler import TokenChoice, most_likely
+from worker.slots.staging import upload_into
 from worker.slots.table import SlotTable
 
 log = logging.getLogger(__name__)
@@ -200,10 +201,7 @@ class GraphDecode:
             raise ValueError(f"a row exceeds {width} tokens")
         size = int(self._sizes[self._sizes.searchsorted(count)])
         bucket = self._bucket = self._buckets[size]
-        columns = padded_rows(slots, starts, size)
-        staged = torch.empty(bucket.inputs.shape, dtype=torch.int64, pin_memory=True)
-        staged.numpy()[:] = columns
-        bucket.inputs.copy_(staged, non_blocking=True)
+        upload_into(bucket.inputs, padded_rows(slots, starts, size))
         bucket.forward()
         if not choose:
             return bucket.logits[:count], None

@@ -39,6 +39,13 @@ def upload_one(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else upload([tensor.numpy()], device)[0]
 
 
+def upload_into(target: Tensor, array: NDArray[np.int64]) -> None:
+    """Copy an array to `target` [...] int64 on a GPU, which has the same shape."""
+    staged = torch.empty(target.shape, dtype=torch.int64, pin_memory=True)
+    staged.numpy()[:] = array
+    target.copy_(staged, non_blocking=True)
+
+
 def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
     """Copy bytes to `device` as a flat uint8 tensor."""
     array = np.frombuffer(buffer, np.uint8)
