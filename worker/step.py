@@ -40,7 +40,7 @@ from worker.models.base import StepModel
 from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
 from worker.sampling.logprobs import prompt_logprobs
-from worker.sampling.select import select_sampling
+from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.staging import integers, upload
 from worker.slots.table import SlotTable
 
@@ -53,6 +53,7 @@ class StepComponents:
     slots: SlotTable
     cache: KVCache
     attention: Attention
+    sampling: Sampling
 
 
 def no_masks() -> object:
@@ -66,7 +67,7 @@ class Runner:
     draft_model   needed only by plans that use the draft model
     decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see batch/readback.py
-    sampling      None: the one that `select_sampling` chooses for the slots' device
+    sampling      None: torch's
     """
 
     def __init__(
@@ -87,13 +88,15 @@ class Runner:
         self._attention = attention
         self.draft_model = draft_model
         self._mark = mark
-        self._sampling = sampling or select_sampling(slots.device)
+        self._sampling = sampling or TorchSampling()
         self._decode = decode or DecodeFastPath.for_model(model, slots, cache)
 
     @property
     def components(self) -> StepComponents:
         """Return the runner's parts, so that a benchmark can build another runner with them."""
-        return StepComponents(self._model, self._slots, self._cache, self._attention)
+        return StepComponents(
+            self._model, self._slots, self._cache, self._attention, self._sampling
+        )
 
     def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:
         """Launch a step and wait for its result."""

@@ -304,7 +304,7 @@ def test_triton_that_cannot_launch_is_one_line_in_the_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(triton_driver, "reason_against_triton", lambda: "no C compiler")
+    monkeypatch.setattr(triton_driver, "reason_against_launches", lambda: "no C compiler")
     found = select_attention(16, dtype=torch.bfloat16, gpu=AMPERE, libraries=folder)
     assert isinstance(found, TorchPagedAttention)
     (line,) = caplog.messages
@@ -315,7 +315,7 @@ def test_triton_that_cannot_launch_is_one_line_in_the_log(
 def test_triton_is_made_for_the_blocks_and_the_processors(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_driver, "reason_against_triton", lambda: "")
+    monkeypatch.setattr(triton_driver, "reason_against_launches", lambda: "")
     made = SimpleNamespace(TritonPagedAttention=lambda *sizes, **named: (sizes, named))
     monkeypatch.setitem(sys.modules, "worker.attention.triton_paged", made)  # type: ignore[arg-type]
     found: Any = select_attention(16, dtype=torch.bfloat16, gpu=AMPERE, wanted="triton")

@@ -30,6 +30,8 @@ from tests.unit.test_logits import WORDS, random_logits, requests
 from worker.batch.batch import Sampled
 from worker.batch.pending_step import PendingStep
 from worker.batch.readback import Readback
+from worker.kernels.gpu import TritonKernels
+from worker.kernels.reference import TorchKernels
 from worker.sampling import features
 from worker.sampling.bans import RowMasks
 from worker.sampling.base import Sampling
@@ -362,15 +364,10 @@ def test_a_runner_gives_the_same_result_with_kernels() -> None:
         assert_same_logprobs(getattr(found, name), getattr(expected, name))
 
 
-def test_a_gpu_samples_with_kernels_if_triton_can_launch_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpu, reasons = torch.device("cuda"), ["", "no C compiler"]
-    monkeypatch.setattr("worker.sampling.select.reason_against_triton", lambda: reasons.pop(0))
-    assert isinstance(select_sampling(CPU), TorchSampling)
-    assert type(select_sampling(gpu)).__name__ == "TritonSampling"
-    assert isinstance(select_sampling(gpu), TorchSampling)
-    assert "no C compiler" in caplog.text
+def test_sampling_belongs_to_the_kernels_of_the_model() -> None:
+    """So a GPU whose Triton cannot launch kernels, or `--kernels torch`, samples with torch."""
+    assert isinstance(select_sampling(TorchKernels()), TorchSampling)
+    assert type(select_sampling(TritonKernels())).__name__ == "TritonSampling"
 
 
 # ---- scores

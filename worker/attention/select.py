@@ -128,7 +128,7 @@ def _flash(library: FlashLibrary, *, is_automatic: bool = True) -> GpuBackend:
 
 
 def _load_triton(needs: AttentionNeeds, _dtype: torch.dtype, _folders: Iterable[Path]) -> Attention:
-    if reason := triton_driver.reason_against_triton():
+    if reason := triton_driver.reason_against_launches():
         raise NoBackend(reason)
     # Triton takes a second to import, and is not needed by the other backends.
     from worker.attention.triton_paged import TritonPagedAttention

@@ -17,7 +17,7 @@ from worker.kernels.library import NoKernels, is_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
-from worker.kernels.triton_driver import reason_against_triton
+from worker.kernels.triton_driver import reason_against_launches
 from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def select_kernels(
 def _kernels_of_gpu(device: torch.device) -> Kernels:
     """Return Triton's kernels. Return torch's, and log why, if they cannot run on `device`."""
     reason = f"Triton's kernels do not support the device {device.type!r}"
-    if device.type == "cuda" and not (reason := reason_against_triton()):
+    if device.type == "cuda" and not (reason := reason_against_launches()):
         # Triton takes a second to import, and is not needed on a CPU.
         from worker.kernels.gpu import TritonKernels
 

@@ -7,7 +7,7 @@ from functools import cache
 
 
 @cache
-def reason_against_triton() -> str:
+def reason_against_launches() -> str:
     """Return why Triton cannot launch kernels here; "" if it can.
 
     The first call imports Triton, which takes a second. Triton then loads a module for the driver,

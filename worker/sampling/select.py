@@ -1,25 +1,17 @@
-"""Chooses what samples tokens: Triton kernels on a GPU that can launch them, otherwise torch."""
+"""Chooses what samples tokens: Triton kernels if the model computes with them, otherwise torch."""
 
 from __future__ import annotations
 
-import logging
-
-import torch
-
-from worker.kernels.triton_driver import reason_against_triton
+from worker.kernels.base import Kernels
 from worker.sampling.base import Sampling
 from worker.sampling.torch_sampling import TorchSampling
 
-log = logging.getLogger(__name__)
 
-
-def select_sampling(device: torch.device) -> Sampling:
-    """Return the implementation of sampling for a device."""
-    if device.type != "cuda":
+def select_sampling(kernels: Kernels) -> Sampling:
+    """Return the implementation of sampling that belongs to a model's kernels."""
+    if kernels.name != "triton":
         return TorchSampling()
-    if reason := reason_against_triton():
-        log.warning("sampling with torch, which has many more launches: %s", reason)
-        return TorchSampling()
+    # Triton takes a second to import, and is not needed on a CPU.
     from worker.sampling.triton_sampling import TritonSampling
 
     return TritonSampling()

@@ -129,6 +129,7 @@ class StepBenchmark:
                 components.slots,
                 TimedPart(components.cache, clock, "attention"),  # type: ignore[arg-type]
                 TimedPart(components.attention, clock, "attention"),
+                sampling=components.sampling,
             )
         with timed:
             for _ in range(self._config.steps):

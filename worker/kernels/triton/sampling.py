@@ -7,9 +7,9 @@ shares is found by its three digits of ten bits. To find a digit, each program a
 its tokens to the row's histogram, and the programs of the next launch search that histogram.
 
 Most kernels must be launched with EXACT (worker/sampling/row_split.py). Triton compiles a kernel
-again for an argument that is a multiple of 16, or 1. So arguments that are so in some steps only,
-such as tensors that were uploaded together, are excluded from that. So is the width of the slots,
-`max_len`, which differs between the steps that measure memory and those that serve.
+again for an argument that is a multiple of 16, or 1. Arguments for which this is true in some
+steps only, such as tensors that were uploaded together, are excluded from that. So is the width of
+the slots, `max_len`, which differs between the steps that measure memory and those that serve.
 
 Each row has a record of int64 words, which is 0 before the first launch. The words from HISTOGRAMS
 on are the histograms, SIZE words for each digit of each search, and then the weight that each block

@@ -8,8 +8,7 @@ row among them. Equal logits are ordered by id, also where the list ends.
 
 A scored token has a record of four words: PEAK and MASS as in sampling.py, and LARGER. They are 0
 before the first launch. The record of its place (sampling.py) describes what the token was drawn
-from. The kernels must be
-launched with EXACT (worker/sampling/row_split.py).
+from. The kernels must be launched with EXACT (worker/sampling/row_split.py).
 
 Legend: S sampled places, N scored tokens, V vocabulary, C blocks of the vocabulary, K most likely
 tokens of a row, A requested tokens of a row, D tokens with logprobs under both distributions.
