@@ -29,7 +29,7 @@ from worker.sampling import features
 from worker.sampling.features import features_of
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.assembly import RunnerParts, measured_memory, warm_up
+from worker.startup.assembly import RunnerParts, measured_memory
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.startup.profile_run import (
@@ -40,6 +40,7 @@ from worker.startup.profile_run import (
     measure,
 )
 from worker.startup.step_limits import StepLimits, step_limits
+from worker.startup.warm_up import warm_up
 from worker.step import Runner, no_masks
 
 MIB = 1 << 20

@@ -22,9 +22,9 @@ from worker.kv.cache import KVCache
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.assembly import warm_up
 from worker.startup.profile_run import CACHE_BLOCKS, ProfileRun
 from worker.startup.step_limits import StepLimits
+from worker.startup.warm_up import warm_up
 from worker.step import Runner
 
 pytestmark = pytest.mark.long

@@ -15,12 +15,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from protocol.arrays import Int32, UInt8
 from protocol.config.worker import Poisoning, WorkerConfig
 from protocol.kv_window import KVGroups, num_column_blocks
 from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, SlotRelease, StepPlan, TokenizerRead, WorkerReady
+from protocol.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.batch.decode_fast_path import PlainDecode
@@ -29,7 +27,6 @@ from worker.draft.model import DraftModel
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
-from worker.kernels.reference import TorchKernels
 from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
@@ -38,7 +35,7 @@ from worker.loading.header import ModelHeader, TransformersHeader
 from worker.loading.text import check_draft
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
-from worker.sampling.torch_sampling import TorchSampling
+from worker.sampling.select import select_sampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.startup import device as devices
@@ -53,13 +50,10 @@ from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, rea
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
 from worker.startup.step_limits import StepLimits, step_limits
 from worker.startup.timing import StartupTiming
+from worker.startup.warm_up import warm_up
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
-
-WARM_UP_TOKENS = 2
-"""Tokens of the warm-up prompt. They make a prefill chunk, and a decode step follows, so both kinds
-of work run before the first request."""
 
 
 def assemble(
@@ -112,11 +106,7 @@ def assemble(
     decode = None
     if device.type == "cuda" and config.decode_graphs == "auto":
         with timing("capture graphs"):
-            before = free_bytes(device)
-            decode = parts.captured_decode(slots, caches, CudaGraphs(device))
-            if decode is not None:
-                taken = in_gib(before - free_bytes(device))
-                log.info("decode steps are captured as graphs, which take %s", taken)
+            decode = _captured_decode(parts, slots, caches, device)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
@@ -173,8 +163,7 @@ class RunnerParts:
             self.attentions[0],
             draft_model=draft_model,
             decode=decode,
-            # --kernels torch is for comparisons, so it also turns off our kernels for sampling.
-            sampling=TorchSampling() if isinstance(model.model.kernels, TorchKernels) else None,
+            sampling=select_sampling(model.model.kernels),
         )
 
     def captured_decode(
@@ -194,6 +183,18 @@ class RunnerParts:
                 remedy="serve with --decode-graphs off",
             ) from error
         return decode
+
+
+def _captured_decode(
+    parts: RunnerParts, slots: SlotTable, caches: Sequence[KVCache], device: torch.device
+) -> PlainDecode | None:
+    """Capture decode steps as `RunnerParts.captured_decode` does, and log the memory they take."""
+    before = free_bytes(device)
+    decode = parts.captured_decode(slots, caches, CudaGraphs(device))
+    if decode is not None:
+        taken = in_gib(before - free_bytes(device))
+        log.info("decode steps are captured as graphs, which take %s", taken)
+    return decode
 
 
 def measured_memory(
@@ -424,61 +425,3 @@ def _caches(
         )
         for shape, memory in zip(shapes, (shared, None), strict=False)
     ]
-
-
-def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
-    """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
-    item of `caches` is the draft model's cache; the draft model then runs in the same steps.
-
-    On a GPU do so for a drawn and for a greedy token, each with logprobs of the model. They need
-    other kernels than the profile run has launched, and a kernel is compiled at its first launch.
-    """
-    prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].k.device
-    blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
-    has_draft = len(caches) > 1
-    release: list[SlotRelease] = []
-    temperatures, logprobs = ((1.0,), None) if device.type == "cpu" else ((1.0, 0.0), 1)
-    for generation, temperature in enumerate(temperatures):
-        init = SlotInit(
-            slot=0,
-            generation=generation,
-            tokens=Int32.of([0] * prompt),
-            prompt_tokens=prompt,
-            num_computed=0,
-            blocks=Int32.of(range(1, blocks + 1)),
-            seed=0,
-            stop_ids=[],
-            params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=logprobs),
-        )
-        samples = prompt < max_len
-        plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)
-        runner.step(msgspec.structs.replace(plan, release=release))
-        if prompt + 1 < max_len:
-            runner.step(_one_row(start=prompt, count=1, bind=[], samples=True, has_draft=has_draft))
-        release = [SlotRelease(slot=0, generation=generation)]
-    for cache in caches:
-        cache.zero(torch.arange(1, blocks + 1, device=device))
-
-
-def _one_row(
-    *, start: int, count: int, bind: list[SlotInit], samples: bool, has_draft: bool
-) -> StepPlan:
-    """Return the plan of a warm-up step with one row."""
-    none = Int32.of([])
-    return StepPlan(
-        step=0,
-        release=[],
-        bind=bind,
-        block_slots=none,
-        block_indexes=none,
-        block_ids=none,
-        zero_blocks=none,
-        row_slots=Int32.of([0]),
-        row_starts=Int32.of([start]),
-        row_tokens=Int32.of([count]),
-        row_samples=UInt8.of([samples]),
-        num_decodes=int(count == 1),
-        follow_starts=Int32.of([start]) if has_draft else None,
-        follow_tokens=Int32.of([count]) if has_draft else None,
-        wanted=Int32.of([0]) if has_draft else None,
-    )

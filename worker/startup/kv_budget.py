@@ -32,7 +32,7 @@ class KVBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """What a K/V cache is needed for.
+    """The requests and steps that a K/V cache must hold.
 
     context_tokens   the model's limit
     block_bytes      size of one block, in all layers that it stores
