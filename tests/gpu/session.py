@@ -1,4 +1,4 @@
-"""What the stages of a run have in common: the device, the folder and the sizes."""
+"""The device, the folder and the sizes that all stages of a run share."""
 
 from __future__ import annotations
 

@@ -15,10 +15,7 @@ from torch import Tensor
 from tests.support.pretended_device import PretendedDevice
 from worker.attention.base import AttentionBatch
 from worker.kernels.reference import TorchKernels
-from worker.kv.cache import KVCache
-from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
-from worker.models.spec import MlpSpec
 
 
 class FusedTwins(TorchKernels):
@@ -27,43 +24,21 @@ class FusedTwins(TorchKernels):
     def __init__(self, device: PretendedDevice) -> None:
         self._device = device
 
-    def cos_sin(
-        self, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float
-    ) -> CosSin:
+    def cos_sin(self, *arguments: Any, **options: Any) -> CosSin:
         with self._device.fused("cos_sin"):
-            return super().cos_sin(positions, inv_freq, dtype, factor)
+            return super().cos_sin(*arguments, **options)
 
-    def add_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: Norm | None,
-        *,
-        post_norm: Norm | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
+    def add_norm(self, *arguments: Any, **options: Any) -> Tensor:
         with self._device.fused("add_norm"):
-            return super().add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+            return super().add_norm(*arguments, **options)
 
-    def place(
-        self,
-        qkv: Tensor,
-        cos_sin: CosSin | None,
-        cache: KVCache,
-        layer: int,
-        slot_mapping: Tensor,
-        *,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
-    ) -> Tensor:
+    def place(self, *arguments: Any, **options: Any) -> Tensor:
         with self._device.fused("place"):
-            return super().place(
-                qkv, cos_sin, cache, layer, slot_mapping, q_norm=q_norm, k_norm=k_norm
-            )
+            return super().place(*arguments, **options)
 
-    def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+    def activate(self, *arguments: Any, **options: Any) -> Tensor:
         with self._device.fused("activate"):
-            return super().activate(inner, mlp)
+            return super().activate(*arguments, **options)
 
 
 class FusedAttention:
@@ -108,7 +83,8 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """What the kernels read, see AttentionBatch, and their number of launches in a layer."""
+    """The tensors that the kernels read (see AttentionBatch), and the number of their launches in a
+    layer."""
 
     row_starts: Tensor
     context_lens: Tensor

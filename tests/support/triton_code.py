@@ -279,7 +279,7 @@ def recorded_calls(module: ModuleType) -> Iterator[list[KernelLaunch]]:
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """What the machine code of a kernel needs and contains."""
+    """The resources that the machine code of a kernel needs, and the kinds of its instructions."""
 
     #: Registers of a thread.
     registers: int
@@ -290,7 +290,7 @@ class KernelResources:
     spill_loads: int
     #: Shared memory of a block of threads.
     shared_bytes: int
-    #: Bytes per thread -> number of instructions that load so many from global memory.
+    #: Bytes per thread -> number of instructions that load this many from global memory.
     loads: Mapping[int, int]
     #: The same for stores.
     stores: Mapping[int, int]

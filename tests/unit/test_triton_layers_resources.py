@@ -1,5 +1,5 @@
-"""What the machine code of Triton's kernels between linears needs on each GPU, as the host launches
-them for some models.
+"""The resources of Triton's kernels between linears on each GPU, compiled as the host launches them
+for some models.
 
 These kernels are as fast as they move memory, so spilled registers and narrow loads cost most of
 their speed, and no test of their results sees them. The limits hold for all versions of Triton. The

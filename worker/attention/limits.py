@@ -1,4 +1,4 @@
-"""What the attention backends for GPUs support, as plain data. Needs no torch."""
+"""The models and GPUs that each attention backend supports, as plain data. Needs no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashLimits:
-    """What a FlashAttention library supports: 16-bit numbers on NVIDIA GPUs, and the following."""
+    """The limits of a FlashAttention library, which computes 16-bit numbers on NVIDIA GPUs."""
 
     #: Least compute capability.
     capability: Version
@@ -105,7 +105,7 @@ FA2_LIMITS = FlashLimits(capability=(8, 0), torch_version=(2, 10), block_multipl
 VARLEN_LIMITS = FlashLimits(
     capability=(8, 0), torch_version=(2, 13), block_multiple=256, has_soft_cap=False
 )
-"""Of `varlen_attn`, which is part of torch. It has block tables since 2.13."""
+"""The limits of `varlen_attn`, which is part of torch. It has block tables since 2.13."""
 
 
 def reason_against_triton(needs: AttentionNeeds) -> str | None:
@@ -115,7 +115,7 @@ def reason_against_triton(needs: AttentionNeeds) -> str | None:
     if needs.platform == "cuda" and needs.capability < (8, 0):
         return f"this GPU has compute capability {_dotted(needs.capability)}; it needs 8.0 or later"
     if needs.kv_dtype != needs.dtype:
-        return f"the KV cache is in {needs.kv_dtype}"
+        return f"the KV cache is in {needs.kv_dtype}; it needs {needs.dtype}"
     return None
 
 
