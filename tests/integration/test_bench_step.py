@@ -55,7 +55,7 @@ def test_a_model_of_random_weights_needs_only_its_config(
     ("arguments", "message", "code"),
     [
         (["--random", "config.json", "a.gguf"], "MODEL and --random exclude each other", 2),
-        (["--random", "/nowhere/config.json"], "/nowhere/config.json is no file of JSON", 5),
+        (["--random", "/nowhere/config.json"], "/nowhere/config.json is not a JSON file", 5),
     ],
 )
 def test_a_bad_choice_of_the_model_is_refused(

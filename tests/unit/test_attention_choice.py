@@ -136,13 +136,17 @@ def test_the_first_backend_that_supports_gpu_and_model_is_chosen(
         ({"head_dim": 288}, FA3_LIMITS, "the head dim is 288; it needs a multiple of 8 up to 256"),
         ({"block_tokens": 8}, FA2_LIMITS, "--block-tokens is 8; it needs a multiple of 16"),
         ({"block_tokens": 16}, VARLEN_LIMITS, "--block-tokens is 16; it needs a multiple of 256"),
-        ({"has_sinks": True}, FA2_LIMITS, "it has no attention sinks"),
+        ({"has_sinks": True}, FA2_LIMITS, "it does not support attention sinks"),
         (
             {"has_sinks": True, "num_heads": 65},
             FA3_LIMITS,
             "the model has 65 heads with sinks; it supports at most 64",
         ),
-        ({"has_soft_cap": True, "block_tokens": 256}, VARLEN_LIMITS, "it has no soft cap"),
+        (
+            {"has_soft_cap": True, "block_tokens": 256},
+            VARLEN_LIMITS,
+            "it does not support soft caps",
+        ),
     ],
 )
 def test_the_reason_against_a_library_names_what_it_lacks(

@@ -93,7 +93,7 @@ def _model(options: argparse.Namespace) -> str:
         raise Failure("MODEL and --random exclude each other", exit_code=ExitCode.USAGE)
     path = Path(options.random).expanduser().absolute()
     if path.suffix != ".json" or not path.is_file():
-        raise Failure(f"--random: {path} is no file of JSON", exit_code=ExitCode.BAD_MODEL)
+        raise Failure(f"--random: {path} is not a JSON file", exit_code=ExitCode.BAD_MODEL)
     return str(path)
 
 

@@ -79,12 +79,12 @@ class FlashLimits:
             multiple = f"a multiple of {self.block_multiple}"
             return f"--block-tokens is {needs.block_tokens}; it needs {multiple}"
         if needs.has_sinks and not self.max_sink_heads:
-            return "it has no attention sinks"
+            return "it does not support attention sinks"
         if needs.has_sinks and needs.num_heads > self.max_sink_heads:
             most = f"at most {self.max_sink_heads}"
             return f"the model has {needs.num_heads} heads with sinks; it supports {most}"
         if needs.has_soft_cap and not self.has_soft_cap:
-            return "it has no soft cap"
+            return "it does not support soft caps"
         return None
 
     @property
