@@ -82,7 +82,7 @@ from protocol.messages import (
     RequestStatus,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import Masks, StepPlan, StepResult
 
 
@@ -331,7 +331,11 @@ class Engine:
         self._num_admitted_tokens = 0
         self._release_ended()
         outputs = self._commit_rows(step, results)
-        return {client: Outputs(step=result.step, outputs=own) for client, own in outputs.items()}
+        load = self.load
+        return {
+            client: Outputs(step=result.step, outputs=own, load=load)
+            for client, own in outputs.items()
+        }
 
     def _commit_rows(
         self, step: InflightStep, results: StepRowResults
@@ -540,6 +544,16 @@ class Engine:
             expected_s=step.num_tokens / rate if rate else 0.0,
             prompt_tokens=sum(request.prompt_tokens for request in step.prompts),
             computed_tokens=sum(request.num_computed for request in step.prompts),
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is. It takes constant time, because it is sent after each step."""
+        scheduler = self.scheduler
+        return EngineLoad(
+            running=len(scheduler.running) + len(scheduler.unbound),
+            waiting=self.admission.num_waiting,
+            queued_tokens=scheduler.waiting.tokens + scheduler.num_prefill_tokens,
         )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:

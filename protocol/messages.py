@@ -21,9 +21,9 @@ from protocol.grammar import Grammar
 from protocol.kv_window import KVGroups
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats
+from protocol.stats import EngineLoad, EngineStats
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TIMEOUT_S = 86400.0
@@ -94,10 +94,18 @@ class Generate(Message, frozen=True, kw_only=True):
     timeout_s: Seconds = 0.0
     #: The request ends with an error if it has not started after this many seconds. 0: no limit.
     queue_timeout_s: Seconds = 0.0
+    #: [number of tokens] the answer so far, to be continued, of a request that another engine had
+    #: accepted before it was lost. It may be empty. Such a request is not refused because of load
+    #: or of its account's limits. Outputs contain only the tokens that follow, but usage counts
+    #: all. With the same seed, the answer is the one that the other engine would have given
+    #: (`ModelCard.numerics`). None: a new request.
+    answer: Int32 | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
             raise ValueError("prompt must be a list of at least one token id")
+        if self.answer is not None and len(self.answer.shape) != 1:
+            raise ValueError("answer must be a list of token ids")
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -392,6 +400,8 @@ class Outputs(Message, frozen=True, kw_only=True):
 
     step: int
     outputs: list[Output]
+    #: The engine's load after the step; None if no step was committed.
+    load: EngineLoad | None = None
 
 
 class ResourcesFreed(Message, frozen=True, kw_only=True, tag="freed"):

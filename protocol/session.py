@@ -88,6 +88,7 @@ class GenerateOptions(TypedDict, total=False):
     is_first: bool
     timeout_s: float
     queue_timeout_s: float
+    answer: Int32 | None
 
 
 class Session:

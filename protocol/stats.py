@@ -28,6 +28,17 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     trouble: str = ""
 
 
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an engine is: what a gateway needs to choose between replicas."""
+
+    #: Requests that hold a slot.
+    running: int
+    waiting: int
+    #: Known tokens that will be computed before a new request's: those of the waiting requests, and
+    #: the rest of the prompts that are being computed.
+    queued_tokens: int
+
+
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A snapshot of one engine. Counters (`num_*` and `busy_s`) never shrink within an epoch."""
 

@@ -22,7 +22,7 @@ from protocol.messages import Generate, Limits
 from protocol.model_card import ModelCard
 from protocol.steps import StepResult
 
-FORMAT = 4
+FORMAT = 5
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 

@@ -187,6 +187,7 @@ class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
     waiting: list[int]
     blocked_newcomer: int | None
     has_paused_decodes: bool
+    num_prefill_tokens: int
     free_slots: list[int]
     slot_generations: list[int]
     slot_releases: list[SlotRelease]
@@ -410,6 +411,7 @@ def _from_scheduler(scheduler: Scheduler, requests: dict[Request, int]) -> Sched
         waiting=[requests[request] for request in scheduler.waiting.requests()],
         blocked_newcomer=None if newcomer is None else requests[newcomer],
         has_paused_decodes=scheduler._has_paused_decodes,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
         free_slots=scheduler.slots._free,
         slot_generations=scheduler.slots._generations,
         slot_releases=scheduler.slots._releases,
@@ -553,6 +555,7 @@ def _restore_scheduler(
     newcomer = part.blocked_newcomer
     scheduler._blocked_newcomer = None if newcomer is None else requests[newcomer]
     scheduler._has_paused_decodes = part.has_paused_decodes
+    scheduler.num_prefill_tokens = part.num_prefill_tokens
     scheduler.slots._free = part.free_slots
     scheduler.slots._generations = part.slot_generations
     scheduler.slots._releases = part.slot_releases

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
-from engine_core.grammar.matcher import MatcherTemplate
+from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
 from engine_core.open_requests import OpenRequests
 from engine_core.policy.accounts import MAX_REPEAT_S, Accounts, AccountUsage
@@ -119,13 +119,16 @@ class Admission:
         for it: accepted, or refused with the compiler's error."""
         replies: list[tuple[bytes, Accepted | Refused]] = []
         for request in self._grammars.on_grammar_compiled(compiled):
-            if isinstance(compiled.result, ServingError):
+            try:
+                if isinstance(compiled.result, ServingError):
+                    raise compiled.result
+                request.matcher = start_matcher(compiled.result, request)
+            except ServingError as error:
                 self._open.remove(request)
                 self._deadlines.remove(request)
                 request.move(RequestEvent.FINISH)
-                replies.append((request.client, self._refuse(request.number, compiled.result)))
+                replies.append((request.client, self._refuse(request.number, error)))
             else:
-                request.matcher = compiled.result.start()
                 replies.append((request.client, self._accept(request)))
         return replies
 
@@ -148,7 +151,7 @@ class Admission:
             self._open.add(request)
             self._deadlines.add(request)
             return None
-        request.matcher = template.start()
+        request.matcher = start_matcher(template, request)
         return self._accept(request)
 
     def _accept(self, request: Request) -> Accepted:
@@ -174,13 +177,15 @@ class Admission:
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)
-        if message.account is not None:
+        is_new = message.answer is None
+        if message.account is not None and is_new:
             num_open = self._open.num_for_account(message.account.name)
             self._accounts.check(message.account, num_open, is_first=message.is_first)
         account = "" if message.account is None else message.account.name
         usage = self._fair_share.get(account, self._open.num_for_account)
         self._fair_share.on_request(usage, self._clock.now)
-        self._check_load(len(prompt), usage)
+        if is_new:
+            self._check_load(len(prompt), usage)
         self._order += 1
         request = new_request(
             client,
@@ -193,10 +198,11 @@ class Admission:
             self._clock,
         )
         self._set_order(request, message, usage)
-        self._check_time(request)
+        if is_new:
+            self._check_time(request)
         if message.kv_handle:
             request.handle = self._kv_transfers.open_handle(message.kv_handle, request)
-        if message.account is not None:
+        if message.account is not None and is_new:
             self._accounts.charge_request(message.account, len(prompt), is_first=message.is_first)
         return request
 
@@ -265,6 +271,25 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
             "answer together",
             param="max_tokens",
         )
+    if message.answer is not None:
+        _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
+
+
+def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:
+    """Raise InvalidRequest if these tokens cannot be the start of the answer to `message`.
+
+    room   most tokens that fit after the prompt
+    """
+    check_token_ids(tokens, model.vocab_size, "answer")
+    if message.kv_readers or message.kv_handle:
+        raise InvalidRequest("answer cannot be combined with K/V transfer", param="answer")
+    max_tokens = message.params.max_tokens
+    most = room if max_tokens is None else min(max_tokens, room)
+    if tokens and len(tokens) >= most:
+        raise InvalidRequest(
+            f"answer has {len(tokens):,} tokens already; it can have at most {most:,}",
+            param="answer",
+        )
 
 
 def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
@@ -289,7 +314,8 @@ def new_request(
 
     If other engines will read the K/V (`kv_readers`), the request samples nothing and computes its
     prompt except the last token, which each reader computes. If the prompt has only one token, the
-    request has no readers, because there is nothing to hand over.
+    request has no readers, because there is nothing to hand over. A continued request starts with
+    the tokens of its prompt and of its answer so far, as after a preemption.
     """
     params, readers = message.params, 0
     if message.kv_readers:
@@ -300,12 +326,16 @@ def new_request(
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= frozenset(model.eos_token_ids)
+    answer = [] if message.answer is None else message.answer.tolist()
+    stage_timer = StageTimer(clock)
+    if answer:
+        stage_timer.on_first_token()
     return Request(
         client=client,
         number=message.request,
         order=order,
         namespace=message.namespace,
-        tokens=array("i", prompt),
+        tokens=array("i", prompt + answer),
         prompt_tokens=len(prompt),
         params=params,
         seed=draw_seed() if params.seed is None else params.seed,
@@ -315,8 +345,20 @@ def new_request(
         kv_readers=readers,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
-        stage_timer=StageTimer(clock),
+        stage_timer=stage_timer,
     )
+
+
+def start_matcher(template: MatcherTemplate, request: Request) -> Matcher:
+    """Return the matcher of a request, after the tokens of its answer so far. Raises InvalidRequest
+    if the grammar does not admit these tokens."""
+    matcher = template.start()
+    for token in request.tokens[request.prompt_tokens :]:
+        matcher.consume(token)
+    if matcher.error is not None or (request.num_generated and matcher.is_complete):
+        why = matcher.error or "it is complete"
+        raise InvalidRequest(f"answer cannot be continued in this grammar: {why}", param="answer")
+    return matcher
 
 
 def check_load(

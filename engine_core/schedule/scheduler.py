@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from engine_core.blocks.hash import ContentHashes
@@ -132,6 +133,8 @@ class Scheduler:
         self._blocked_newcomer: Request | None = None
         #: Whether the last step paused decodes.
         self._has_paused_decodes = False
+        #: Tokens of running prompts that the last step left for later steps.
+        self.num_prefill_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +175,9 @@ class Scheduler:
         self._plan_draft_model(step)
         if self.tables.frees_blocks:
             self.tables.plan_passed(step)
+        prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
+        left = sum([request.num_uncomputed for request in prompts])
+        self.num_prefill_tokens = max(0, left - sum([count for _, count in step.chunks]))
         return step
 
     def advance(self, request: Request, num_tokens: int) -> None:
@@ -190,9 +196,9 @@ class Scheduler:
         if match is None:
             return
         if not request.num_preemptions:
-            request.num_cached = match.num_tokens
+            request.num_cached = min(match.num_tokens, request.prompt_tokens)
             if match.is_handed_over:
-                request.num_fetched = match.num_tokens - request.num_computed
+                request.num_fetched = request.num_cached - request.num_computed
         request.num_computed = request.num_scheduled = match.num_tokens
         self._publish(request)
 
@@ -472,5 +478,6 @@ class Scheduler:
         request.num_draft_computed = known * self.limits.block_tokens
         request.num_published = known
         if not request.num_preemptions:
-            request.num_cached = request.num_computed
+            # The answer of a continued request may be cached, too.
+            request.num_cached = min(request.num_computed, request.prompt_tokens)
         return True

@@ -409,6 +409,7 @@ class Bench:
         is_first: bool = True,
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
+        answer: list[int] | None = None,
         **params: Any,
     ) -> int | Refused:
         """Add a request. Return its number, or the refusal. A new grammar waits for `compile`."""
@@ -427,6 +428,7 @@ class Bench:
             is_first=is_first,
             timeout_s=timeout_s,
             queue_timeout_s=queue_timeout_s,
+            answer=None if answer is None else Int32.of(answer),
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.drain_compile_jobs()

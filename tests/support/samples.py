@@ -82,7 +82,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import (
     Logprobs,
     Masks,
@@ -240,6 +240,7 @@ MESSAGES: list[Message] = [
         is_first=False,
         timeout_s=30.0,
         queue_timeout_s=2.5,
+        answer=Int32.of([7]),
     ),
     Abort(requests=[1, 2]),
     AbortByLabel(request=3, names=["7", "8"], everything=True),
@@ -298,6 +299,7 @@ MESSAGES: list[Message] = [
                 kv_handle="aGFuZGxl",
             )
         ],
+        load=EngineLoad(2, 1, 300),
     ),
     EngineStatus(
         request=5,

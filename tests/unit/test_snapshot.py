@@ -148,7 +148,7 @@ STORED = {
     "priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
     "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
-    "Scheduler": "_blocked_newcomer _has_paused_decodes running unbound",
+    "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
     "SlotPool": "_free _generations _releases",
     "Speculation": "_model_tally _num_started",
     "StageTimer": "_has_token _since _spent _stage",
