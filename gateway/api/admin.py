@@ -248,7 +248,7 @@ def metrics(service: Service, context: RequestContext) -> Response:
     parameters=(_VERSION, *_PAGE),
 )
 def models(service: Service, context: RequestContext) -> Response:
-    served = service.model()
+    served = service.use().model
     if VERSION_HEADER in request.headers:
         return json_response(model_page(served, request.args))
     listed = [_model(served, name) for name in served.names]
@@ -263,7 +263,7 @@ def models(service: Service, context: RequestContext) -> Response:
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
-    served = service.model(name)
+    served = service.use(name).model
     if VERSION_HEADER in request.headers:
         return json_response(model_info(served, name))
     return json_response(_model(served, name))
@@ -299,13 +299,15 @@ def readiness(service: Service) -> ReadinessAnswer:
     The process is not ready if the service reports an error, or if the engine has sent nothing for
     more than FRESH_S seconds.
     """
-    trouble, silence_s = service.trouble(), service.engine.silence_s
+    trouble, silence_s = service.trouble(), service.host.engine.silence_s
     why = trouble.message if trouble is not None else None
     if why is None and silence_s is not None and silence_s > FRESH_S:
         why = f"the engine has been silent for {silence_s:.1f} s"
     states = {
         role: [
-            _engine_state(each.client) for each in service.engine.connections if each.role == role
+            _engine_state(each.client)
+            for each in service.host.engine.connections
+            if each.role == role
         ]
         for role in ("prefill", "decode")
     }
@@ -321,9 +323,9 @@ def readiness(service: Service) -> ReadinessAnswer:
 
 def startup(service: Service) -> Startup:
     """Return whether a model has become available since this process started, and if not, why."""
-    trouble = None if service.has_served else service.trouble()
+    trouble = None if service.host.has_served else service.trouble()
     return Startup(
-        started=service.has_served,
+        started=service.host.has_served,
         why=None if trouble is None else trouble.message,
         gateway=gateway_facts(service),
         engine=_engine_facts(service),
@@ -336,7 +338,7 @@ def gateway_facts(service: Service) -> GatewayFacts:
 
 
 def _engine_facts(service: Service) -> EngineFacts:
-    engine = service.engine
+    engine = service.host.engine
     return EngineFacts(
         epoch=engine.epoch,
         silence_s=_rounded(engine.silence_s),

@@ -22,6 +22,7 @@ from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import CollectSink, Sink
 from gateway.http.client_socket import HangUp, Outlet
 from gateway.http.sse import EventStream
+from gateway.model_host import ModelUse
 from gateway.observe.timings import measure
 from gateway.service import Service
 from protocol.config.gateway import GatewayConfig
@@ -85,6 +86,7 @@ class GenerationRunner:
     def __init__(
         self,
         service: Service,
+        use: ModelUse,
         context: RequestContext,
         prompt_requests: Sequence[PromptRequest],
         options: RequestOptions,
@@ -110,6 +112,7 @@ class GenerationRunner:
         )
         names = [name for name in (options.label, context.request_id) if name]
         self.group = service.new_group(
+            use.host,
             prompt_requests,
             context.timeline,
             namespace=caller.namespace(options.salt),
@@ -131,7 +134,7 @@ class GenerationRunner:
                     self.group.wait_started()
             except RequestError as error:
                 if len(self.group.choices) == 1:
-                    service.cache_refusal(caller.account, error)
+                    use.host.cache_refusal(caller.account, error)
                 raise
             on_failure.pop_all()
 
@@ -143,6 +146,7 @@ class GenerationRunner:
 
 def whole(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
@@ -150,12 +154,18 @@ def whole(
     """Generate the answer and wait until it has ended. Return its choices and a sink that holds all
     their events. Raises the error that ended the answer, or ClientGone."""
     return run_to_end(
-        service, context, prompt_requests, options, lambda group: CollectSink(len(group.choices))
+        service,
+        use,
+        context,
+        prompt_requests,
+        options,
+        lambda group: CollectSink(len(group.choices)),
     )
 
 
 def run_to_end(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
@@ -163,7 +173,7 @@ def run_to_end(
 ) -> tuple[ChoiceGroup, S]:
     """Generate the answer and wait until it has ended. Return its choices and the sink that
     `make_sink` made. Raises the error that ended the answer, or ClientGone."""
-    runner = GenerationRunner(service, context, prompt_requests, options, is_whole=True)
+    runner = GenerationRunner(service, use, context, prompt_requests, options, is_whole=True)
     try:
         sink = make_sink(runner.group)
         runner.group.attach(sink)
@@ -175,6 +185,7 @@ def run_to_end(
 
 def stream(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
@@ -182,7 +193,7 @@ def stream(
 ) -> EventStream:
     """Send all choices to the engine, and return a streamed response. `make_sink` creates the sink
     that writes to the response's outlet. Raises the engine's refusal, or ClientGone."""
-    runner = GenerationRunner(service, context, prompt_requests, options)
+    runner = GenerationRunner(service, use, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
 
@@ -202,6 +213,7 @@ def stream(
 
 def detached(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
@@ -209,7 +221,7 @@ def detached(
 ) -> None:
     """Start a generation that continues after its client has disconnected. `make_sink` is called
     after the engine has accepted all choices. Raises the engine's refusal."""
-    runner = GenerationRunner(service, context, prompt_requests, options, needs_client=False)
+    runner = GenerationRunner(service, use, context, prompt_requests, options, needs_client=False)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(runner.close)
         runner.group.attach(make_sink(runner.group))

@@ -51,7 +51,7 @@ PURE = ("prompt", "text", "formats")
 LEVELS = (
     {"app", "gunicorn_conf", "unparsed", "check"},
     {"api"},
-    {"service", "context"},
+    {"service", "model_host", "context"},
     {"store", "observe"},
     {"generation", "served_model"},
     {"prompt", "formats", "sandbox"},

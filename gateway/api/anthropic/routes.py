@@ -39,9 +39,9 @@ routes = Routes("Anthropic", responses.MessagesErrorAnswer)
 def messages(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.MessagesBody)
     with translation.translate_errors():
-        model = service.model(translation.chat.model)
-        service.raise_cached_refusal(context)
-        preparation, prompt, warnings = _prepare(service, context, translation, model)
+        use = service.use(translation.chat.model)
+        use.host.raise_cached_refusal(context)
+        preparation, prompt, warnings = _prepare(service, context, translation, use.model)
         prompt_request = preparation.prompt_request(prompt)
         envelope = _envelope(context, preparation, prompt, translation, warnings)
         options = run.RequestOptions.from_body(body, envelope.id)
@@ -49,12 +49,13 @@ def messages(service: Service, context: RequestContext) -> Response:
             if body.stream:
                 return run.stream(
                     service,
+                    use,
                     context,
                     [prompt_request],
                     options,
                     lambda group, outlet: _writer(group, outlet, envelope),
                 )
-            group, collected = run.whole(service, context, [prompt_request], options)
+            group, collected = run.whole(service, use, context, [prompt_request], options)
         except RequestError as error:
             raise preparation.rename_field(error) from None
     return json_response(whole_message(group, collected.whole[0].events, envelope))
@@ -69,7 +70,7 @@ def messages(service: Service, context: RequestContext) -> Response:
 def count_tokens(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.CountBody)
     with translation.translate_errors():
-        model = service.model(translation.chat.model)
+        model = service.use(translation.chat.model).model
         _, prompt, _ = _prepare(service, context, translation, model)
     extensions = context.extensions(prompt.effective if body.return_effective_kwargs else None)
     return json_response(responses.InputTokenCount(input_tokens=len(prompt.ids), **extensions))

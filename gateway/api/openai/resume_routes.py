@@ -24,6 +24,7 @@ from gateway.http import sse
 from gateway.http.errors import HTTPFault
 from gateway.http.route import Parameter, Routes, Stream
 from gateway.http.sse import LAST_EVENT_HEADER
+from gateway.model_host import ModelUse
 from gateway.service import Service
 from gateway.store.queries import Interruption, NewRun
 from gateway.store.resume import (
@@ -106,6 +107,7 @@ def is_requested(context: RequestContext) -> bool:
 
 def start_resumable(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     prompt_requests: Sequence[PromptRequest],
     options: run.RequestOptions,
@@ -130,7 +132,7 @@ def start_resumable(
             group, NumberedFrames(detached.id, detached.write, lambda: detached.close(()))
         )
 
-    run.detached(service, context, prompt_requests, options, start)
+    run.detached(service, use, context, prompt_requests, options, start)
     response = run.stream_from(service, context, runs[0], owns_context=False)
     response.headers[RESUME_HEADER] = runs[0].id
     return response

@@ -33,6 +33,7 @@ from gateway.generation.kv_params import (
 )
 from gateway.generation.request import PromptRequest
 from gateway.http.route import Routes, Stream, json_response
+from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from protocol.errors import RequestError
@@ -78,8 +79,9 @@ def _answer_chats(
     conversations: Mapping[str, Sequence[Any]],
 ) -> Response:
     """Answer the conversations of a body. `conversations` maps their paths to their messages."""
-    model, in_batch = service.model(body.model), isinstance(body, requests.BatchBody)
-    service.raise_cached_refusal(context)
+    use, in_batch = service.use(body.model), isinstance(body, requests.BatchBody)
+    use.host.raise_cached_refusal(context)
+    model = use.model
     trusts = service.config.trust_request_chat_template
     preparation = prepare.Preparation(body, model, trusts_template=trusts)
     with context.timeline.tokenizing():
@@ -95,7 +97,7 @@ def _answer_chats(
     try:
         prompt_requests = [preparation.prompt_request(prompt) for prompt in prompts]
         prompt_requests = apply_kv_params(prompt_requests, kv_params, streams=bool(body.stream))
-        return _respond(service, context, body, model, prompt_requests, builder, envelope)
+        return _respond(service, use, context, body, prompt_requests, builder, envelope)
     except RequestError as error:
         raise preparation.rename_field(error) from None
 
@@ -111,8 +113,9 @@ def completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
     checks.check_completion(body)
-    model = service.model(body.model)
-    service.raise_cached_refusal(context)
+    use = service.use(body.model)
+    use.host.raise_cached_refusal(context)
+    model = use.model
     with context.timeline.tokenizing():
         completion = prepare.Completion(body, model, max_prompts=service.config.max_prompts)
     kv_params = _kv_params(context, [*unknown, *completion.ignored], body, model)
@@ -122,7 +125,7 @@ def completions(service: Service, context: RequestContext) -> Response:
             completion.prompt_requests, kv_params, streams=bool(body.stream)
         )
         builder = completion.builder()
-        return _respond(service, context, body, model, prompt_requests, builder, envelope)
+        return _respond(service, use, context, body, prompt_requests, builder, envelope)
     except RequestError as error:
         raise completion.rename_field(error) from None
 
@@ -151,9 +154,9 @@ def _envelope(
 
 def _respond(
     service: Service,
+    use: ModelUse,
     context: RequestContext,
     body: requests.GenerationBody,
-    model: ServedModel,
     prompt_requests: list[PromptRequest],
     builder: ResponseBuilder,
     envelope: OpenAIEnvelope,
@@ -171,8 +174,8 @@ def _respond(
             return ChunkStream(group, builder, envelope, write=write, finish=finish, **more)
 
         stream = resume.start_resumable if resume.is_requested(context) else run.stream
-        return stream(service, context, prompt_requests, options, make_sink)
-    group, collected = run.whole(service, context, prompt_requests, options)
+        return stream(service, use, context, prompt_requests, options, make_sink)
+    group, collected = run.whole(service, use, context, prompt_requests, options)
     if (params := response_kv_params(group)) is not None:
         envelope.extensions[KV_FIELD] = params
     data = whole_response(
@@ -181,6 +184,6 @@ def _respond(
         builder,
         envelope,
         includes_ids=bool(body.return_token_ids),
-        prompt_logprobs=prompt_logprobs_builder(body, model),
+        prompt_logprobs=prompt_logprobs_builder(body, use.model),
     )
     return json_response(data)

@@ -46,6 +46,7 @@ from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.http.route import Parameter, Routes, Stream, json_response
+from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from gateway.store.database import LEASE_S
@@ -71,8 +72,9 @@ def create(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
     stores = _is_stored(service, body)
     items, before = history_of(service, context).read_items(body)
-    model = service.model(body.model)
-    service.raise_cached_refusal(context)
+    use = service.use(body.model)
+    use.host.raise_cached_refusal(context)
+    model = use.model
     ready = _rendered(service, context, body, [*before, *items], model)
     prompt_request = ready.prompt_request()
     (params,) = prompt_request.choices
@@ -88,7 +90,9 @@ def create(service: Service, context: RequestContext) -> Response:
     )
     record = _record(context, response, items) if stores else None
     with ready.translate_errors():
-        return _Creation(service, context, body, ready, prompt_request, response, record).respond()
+        return _Creation(
+            service, use, context, body, ready, prompt_request, response, record
+        ).respond()
 
 
 @routes.post(
@@ -100,7 +104,7 @@ def create(service: Service, context: RequestContext) -> Response:
 def input_tokens(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
     items, before = history_of(service, context).read_items(body)
-    ready = _rendered(service, context, body, [*before, *items], service.model(body.model))
+    ready = _rendered(service, context, body, [*before, *items], service.use(body.model).model)
     count = len(ready.prompt.ids)
     return json_response(ResponseInputTokens(object_="response.input_tokens", input_tokens=count))
 
@@ -164,6 +168,7 @@ class _Creation:
     """Generates a queued response. `record` is None if the response is not stored."""
 
     service: Service
+    use: ModelUse
     context: RequestContext
     body: ResponsesBody
     ready: Rendered
@@ -207,9 +212,9 @@ class _Creation:
     @property
     def _run(
         self,
-    ) -> tuple[Service, RequestContext, list[PromptRequest], run.RequestOptions]:
+    ) -> tuple[Service, ModelUse, RequestContext, list[PromptRequest], run.RequestOptions]:
         options = run.RequestOptions.from_body(self.body, self.response.id)
-        return self.service, self.context, [self.prompt_request], options
+        return self.service, self.use, self.context, [self.prompt_request], options
 
     def _sink(
         self, group: ChoiceGroup, frame_writer: FrameWriter, *, queued: bool = False

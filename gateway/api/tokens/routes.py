@@ -60,7 +60,7 @@ def tokenize(service: Service, context: RequestContext) -> Response:
 
 
 def _tokenize_text(service: Service, body: requests.TokenizeBody) -> Response:
-    model = service.model(body.model)
+    model = service.use(body.model).model
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
     return json_response(_tokenized(model, ids, body.return_token_strs, UNSET))
@@ -90,8 +90,9 @@ def generate(service: Service, context: RequestContext) -> Response:
         body = convert(fields, GenerateBody)
         unknown = prepare.list_unknown_fields(fields)
     prepare.check(body, service.config.max_n)
-    model = service.model(body.model)
-    service.raise_cached_refusal(context)
+    use = service.use(body.model)
+    use.host.raise_cached_refusal(context)
+    model = use.model
     kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
     context.ignored = prepare.list_ignored_fields(unknown, body, kv_params)
     if body.request_id is not None and not context.headers.get(REQUEST_ID_HEADER, ""):
@@ -102,8 +103,8 @@ def generate(service: Service, context: RequestContext) -> Response:
         prompt_requests = [prepare.to_request(body, model, kv_params)]
         if body.stream:
             make_sink = partial(_generate_stream, envelope=envelope)
-            return run.stream(service, context, prompt_requests, options, make_sink)
-        group, collected = run.whole(service, context, prompt_requests, options)
+            return run.stream(service, use, context, prompt_requests, options, make_sink)
+        group, collected = run.whole(service, use, context, prompt_requests, options)
     except RequestError as error:
         raise prepare.rename_field(error, body) from None
     return json_response(whole_response(group, collected, envelope))
@@ -130,10 +131,10 @@ def abort_requests(service: Service, context: RequestContext) -> Response:
     that other processes have sent.
     """
     body = service.bodies.parse(request, AbortBody)
-    service.model()
+    host = service.use().host
     caller = context.caller
     named = {caller.abort_label(name): name for name in body.request_ids}
-    report = service.engine.abort_by_label(list(named))
+    report = host.engine.abort_by_label(list(named))
     aborted, unknown = (
         [named[label] for label in labels] for labels in (report.aborted, report.unknown)
     )
@@ -158,7 +159,7 @@ def input_tokens(service: Service, context: RequestContext) -> Response:
 def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
     """Return the model and the rendered prompt of a chat request."""
     check_chat(body)
-    model = service.model(body.model)
+    model = service.use(body.model).model
     trusts = service.config.trust_request_chat_template
     return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
 
@@ -186,7 +187,7 @@ def _tokenized(
 )
 def detokenize(service: Service, context: RequestContext) -> Response:
     body = service.bodies.parse(request, requests.DetokenizeBody, service.id_bounds())
-    model = service.model(body.model)
+    model = service.use(body.model).model
     check_token_ids(body.tokens, model.card.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response(responses.Detokenized(text))
