@@ -18,7 +18,6 @@ from gevent.lock import Semaphore
 
 from gateway.context import RequestContext
 from gateway.engine.base import EngineClient
-from gateway.engine.refusal_cache import RefusalCache
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
@@ -55,7 +54,6 @@ class ModelHost:
         self._templates = templates
         self._describe_writing = describe_writing
         self._on_unservable = on_unservable
-        self._refusal_cache = RefusalCache()
         self._preparing = Semaphore(1)
         self._trial = trial_process()
         #: The newest text side: that of the served model, or of the model being loaded.
@@ -191,16 +189,12 @@ class ModelHost:
         if context.headers.get(LAST_EVENT_HEADER, ""):
             return
         account = context.caller.account
-        refusal = self._refusal_cache.get(account, time.monotonic())
-        if refusal is not None:
-            self.engine.connections[0].client.count_cached_refusal()
+        if (refusal := self.engine.cached_refusal(account)) is not None:
             raise refusal
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Store a refusal for `raise_cached_refusal`, if there is only one engine. If there are
-        several, each has its own queue, so the next one may accept the request."""
-        if len(self.engine.connections) == 1:
-            self._refusal_cache.add(account, refusal, time.monotonic())
+        """Store a refusal for `raise_cached_refusal`, if the engine client needs that."""
+        self.engine.cache_refusal(account, refusal)
 
 
 @dataclass(frozen=True, slots=True)

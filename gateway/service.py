@@ -15,9 +15,11 @@ import gevent
 from gevent import get_hub
 
 from gateway.auth.keys import KeyWatch
-from gateway.engine.base import EngineClient, NullEngineClient
+from gateway.engine.base import EngineClient, NullEngineClient, RoutedOptions
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.disaggregated import DisaggregatedClient
+from gateway.engine.engine_list import EngineList
+from gateway.engine.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
@@ -36,7 +38,6 @@ from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import Draining, EngineLost, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
-from protocol.session import GenerateOptions
 from protocol.sockets import engine_address
 
 WATCH_S = 0.1
@@ -64,6 +65,14 @@ def _engine_client(config: GatewayConfig, metrics: Metrics) -> EngineClient:
             recomputes=config.kv_on_failure == "recompute",
             on_handover=metrics.handovers.inc,
             on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
+        )
+    if config.engines or config.engines_file:
+        return ReplicatedClient(
+            EngineList(config.engines, config.engines_file, key),
+            client,
+            failover_s=config.failover_s,
+            on_routed=lambda reason: metrics.routed.labels(reason).inc(),
+            on_moved=lambda cause: metrics.moved.labels(cause).inc(),
         )
     return client(config.engine or engine_address(config.port))
 
@@ -203,7 +212,7 @@ class Service:
         host: ModelHost,
         prompt_requests: Sequence[PromptRequest],
         timeline: Timeline,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RoutedOptions],
     ) -> ChoiceGroup:
         """Return a new group of choices. Nothing is sent to the host's engine before
         `ChoiceGroup.open`. The caller must pass the group to `forget` after its end."""

@@ -61,6 +61,10 @@ class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     concurrency: int = 0
     #: Most tokens of prompt and answer together.
     max_len: int = 0
+    #: The account's requests are sent to `parts` engines. This one enforces part number `part`,
+    #: from 0, of its limits, except of `max_len` (account_limits.py).
+    part: int = 0
+    parts: Annotated[int, Meta(ge=1)] = 1
 
 
 class Generate(Message, frozen=True, kw_only=True):

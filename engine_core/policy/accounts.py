@@ -1,6 +1,7 @@
 """Rate limits of accounts: requests and tokens per minute, and concurrent answers.
 
-Requests from all gateway processes are counted together.
+Requests from all gateway processes are counted together. If a model has several engines, each
+enforces a part of the limits (protocol/account_limits.py).
 
 - Each limit per minute is a token bucket. It holds one minute's worth and fills evenly. A new
   account's buckets are full.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from protocol.account_limits import limit_part
 from protocol.errors import LimitReached
 from protocol.messages import Account
 
@@ -45,8 +47,10 @@ class Bucket:
 
     def wait_s(self, now: float) -> float:
         """Refill the bucket, and return the seconds until it holds one token; 0 if it does already.
-        `per_minute` must be above 0."""
+        If the bucket can never hold one, return a minute."""
         self.refill(now)
+        if not self.per_minute:
+            return MINUTE_S
         return max(0.0, self.used + 1 - self.per_minute) * MINUTE_S / self.per_minute
 
 
@@ -82,15 +86,15 @@ class Accounts:
         - is_first: whether this is the first engine request of an HTTP request; only these count
           towards requests per minute
         """
-        if account.concurrency and num_open >= account.concurrency:
+        if account.concurrency and num_open >= limit_part(account.concurrency, account):
             raise LimitReached(
                 f"concurrency: this key already has {account.concurrency:,} answers in progress",
                 retry_after_s=BUSY_RETRY_S,
             )
         buckets = self._get_buckets(account)
         if is_first:
-            self._check("requests", buckets.requests)
-        self._check("tokens", buckets.tokens)
+            self._check("requests", buckets.requests, account.requests_per_minute)
+        self._check("tokens", buckets.tokens, account.tokens_per_minute)
 
     def charge_request(self, account: Account, num_tokens: int, *, is_first: bool) -> None:
         """Charge the account for a request that passed `check`, and for its prompt of `num_tokens`
@@ -103,11 +107,14 @@ class Accounts:
         if account.tokens_per_minute:
             self._get_buckets(account).tokens.used += num_tokens
 
-    def _check(self, unit: str, bucket: Bucket) -> None:
-        if bucket.per_minute and (wait_s := bucket.wait_s(self.now)):
+    def _check(self, unit: str, bucket: Bucket, limit: int) -> None:
+        """Raise LimitReached if `bucket` is empty.
+
+        limit   the account's limit, of which the bucket holds this engine's part; 0: none
+        """
+        if limit and (wait_s := bucket.wait_s(self.now)):
             raise LimitReached(
-                f"{unit}_per_minute: this key has used up its {bucket.per_minute:,} {unit} per "
-                "minute",
+                f"{unit}_per_minute: this key has used up its {limit:,} {unit} per minute",
                 retry_after_s=float(math.ceil(wait_s)),
                 stands_s=min(wait_s, MAX_REPEAT_S),
             )
@@ -122,7 +129,7 @@ class Accounts:
         limits = (account.requests_per_minute, account.tokens_per_minute)
         for bucket, per_minute in zip((buckets.requests, buckets.tokens), limits, strict=True):
             bucket.refill(self.now)
-            bucket.per_minute = per_minute
+            bucket.per_minute = limit_part(per_minute, account)
         return buckets
 
     def _remove_full(self) -> None:

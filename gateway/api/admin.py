@@ -65,7 +65,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine of a disaggregated server. The counts come from its last heartbeat. They are null
+    """One of several engines of a server. The counts come from its last heartbeat. They are null
     if the engine is not connected or has sent no heartbeat.
 
     why  the reason the engine is not ready; null if it is ready
@@ -87,6 +87,7 @@ class ReadinessAnswer(msgspec.Struct, frozen=True):
     """Whether requests can be served.
 
     why               the reason the server is not ready; null if it is ready
+    replicas          the engines of a server with replicas; one of them is enough to be ready
     prefill, decode   the engines of a disaggregated server; one decode engine is enough to be ready
     """
 
@@ -94,6 +95,7 @@ class ReadinessAnswer(msgspec.Struct, frozen=True):
     why: str | None
     gateway: GatewayFacts
     engine: EngineFacts
+    replicas: list[EngineState] | UnsetType = UNSET
     prefill: list[EngineState] | UnsetType = UNSET
     decode: list[EngineState] | UnsetType = UNSET
 
@@ -309,13 +311,14 @@ def readiness(service: Service) -> ReadinessAnswer:
             for each in service.host.engine.connections
             if each.role == role
         ]
-        for role in ("prefill", "decode")
+        for role in ("replica", "prefill", "decode")
     }
     return ReadinessAnswer(
         ready=why is None,
         why=why,
         gateway=gateway_facts(service),
         engine=_engine_facts(service),
+        replicas=states["replica"] or UNSET,
         prefill=states["prefill"] or UNSET,
         decode=states["decode"] or UNSET,
     )

@@ -30,6 +30,9 @@ from protocol.errors import RequestError, ServingError
 from protocol.messages import MAX_TIMEOUT_S
 
 S = TypeVar("S", bound=Sink)
+SESSION_HEADER = "X-Session-ID"
+"""Requests with the same value are sent to the same replica. Routers use this name, too."""
+MAX_SESSION_CHARS = 256
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """Headers with the client's own timeout. The first one with a valid number of seconds is used."""
 
@@ -119,6 +122,7 @@ class GenerationRunner:
             priority=options.priority,
             labels=[label for name in names for label in caller.labels(name)],
             account=caller.account,
+            session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
             timeout_s=timeouts.timeout_s,
             queue_timeout_s=timeouts.queue_timeout_s,
         )

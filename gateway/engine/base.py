@@ -1,6 +1,7 @@
 """The interface of every engine client, the types of its callbacks, and `NullEngineClient`.
 
-Other implementations: `client.py` (one engine), `disaggregated.py` (prefill and decode engines).
+Other implementations: `client.py` (one engine), `replicas.py` (several engines of one model) and
+`disaggregated.py` (prefill and decode engines).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from protocol.errors import NoEngine, ServingError
 from protocol.messages import (
     Aborted,
     Accepted,
+    Account,
     EngineStatus,
     Limits,
     Output,
@@ -26,6 +28,14 @@ from protocol.stats import EngineStats
 
 if TYPE_CHECKING:
     from gateway.engine.client import ConnectedEngine
+
+
+class RoutedOptions(GenerateOptions, total=False):
+    """The options of a request to an engine client."""
+
+    #: Requests of one session should be sent to one engine; "": no session. Engines do not need it.
+    session: str
+
 
 Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus
 """A message of the engine about one request."""
@@ -41,7 +51,7 @@ class RequestSender(Protocol):
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RoutedOptions],
     ) -> int:
         """Send a request and return its number.
 
@@ -99,6 +109,13 @@ class EngineClient(RequestSender, Protocol):
     def close(self) -> None:
         """Disconnect. The engine then aborts the open requests of this client."""
 
+    def cached_refusal(self, account: Account | None) -> ServingError | None:
+        """Return the refusal that a request of `account` would get now, because an earlier one got
+        it and it still holds; None if there is none. The engine counts it as its own."""
+
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
+        """Store a refusal for `cached_refusal`. Pass only refusals of requests with one choice."""
+
     def trouble(self) -> ServingError | None:
         """Return why no request can be sent now, as an exception; None if requests can be sent."""
 
@@ -143,6 +160,12 @@ class NullEngineClient:
         """Do nothing, because there is no engine."""
 
     def close(self) -> None:
+        """Do nothing, because there is no engine."""
+
+    def cached_refusal(self, account: Account | None) -> None:
+        """Return None: there is no engine that could have refused a request."""
+
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
         """Do nothing, because there is no engine."""
 
     def trouble(self) -> ServingError | None:

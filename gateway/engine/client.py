@@ -18,14 +18,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import zmq
 from gevent import get_hub
 from gevent.event import AsyncResult
 
-from gateway.engine.base import Report, Subscriber
+from gateway.engine.base import Report, RoutedOptions, Subscriber
 from gateway.engine.coalesce import coalesce
+from gateway.engine.refusal_cache import RefusalCache
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
@@ -33,6 +34,7 @@ from protocol.errors import Draining, EngineNotReady, ServingError, WireError, e
 from protocol.messages import (
     AbortByLabel,
     Aborted,
+    Account,
     Generate,
     KeepKV,
     Limits,
@@ -50,7 +52,7 @@ from protocol.messages import (
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions, RequestReport, Session
-from protocol.stats import EngineStats
+from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,9 @@ class ZmqEngineClient:
         self._watchers: list[Any] = []
         self._stats: tuple[str, EngineStats] | tuple[None, None] = (None, None)
         self._drain_is_due = False
+        self._refusals = RefusalCache()
+        #: Called with each report of the engine's load, after all messages that came before it.
+        self.on_load: Callable[[EngineLoad], None] = lambda load: None
 
     def start(self) -> None:
         if self._socket is not None:
@@ -143,10 +148,11 @@ class ZmqEngineClient:
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RoutedOptions],
     ) -> int:
         self.start()
-        message = self.session.generate(prompt, params, **options)
+        options.pop("session", "")  # only a choice between engines needs it
+        message = self.session.generate(prompt, params, **cast(GenerateOptions, options))
         self._open(message, subscriber)
         return message.request
 
@@ -179,6 +185,15 @@ class ZmqEngineClient:
     def release_kv(self, handles: Sequence[str]) -> None:
         """End the leases of the K/V that these handles name, because no engine will fetch it."""
         self._try_send(ReleaseKV(handles=list(handles)) if self.session.is_ready else None)
+
+    def cached_refusal(self, account: Account | None) -> ServingError | None:
+        refusal = self._refusals.get(account, time.monotonic())
+        if refusal is not None:
+            self.count_cached_refusal()
+        return refusal
+
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
+        self._refusals.add(account, refusal, time.monotonic())
 
     def count_cached_refusal(self) -> None:
         """Count a request that was refused from the cache.
@@ -326,12 +341,17 @@ class ZmqEngineClient:
         """Handle the outputs of consecutive steps."""
         for step in coalesce(steps):
             self._dispatch(self.session.receive(step, time.monotonic()))
+        loads = [step.load for step in steps if step.load is not None]
+        if loads:
+            self.on_load(loads[-1])
 
     def _on_message(self, message: ToClient) -> None:
         """Handle any message except `Outputs`."""
         self._dispatch(self.session.receive(message, time.monotonic()))
         if isinstance(message, Pong):
             self._stats = (message.epoch, message.stats)
+            stats = message.stats
+            self.on_load(EngineLoad(stats.running, stats.waiting, stats.waiting_tokens))
         elif isinstance(message, ResourcesFreed):
             for request in message.requests:
                 self._on_freed.pop(request, _nothing)()

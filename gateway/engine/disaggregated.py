@@ -25,7 +25,7 @@ from typing import Any, Unpack
 import msgspec
 from gevent import get_hub
 
-from gateway.engine.base import Report, Subscriber
+from gateway.engine.base import Report, RoutedOptions, Subscriber
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
@@ -50,7 +50,7 @@ from protocol.errors import (
     TimedOut,
 )
 from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Limits, Output, Refused
+from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
@@ -181,6 +181,12 @@ class DisaggregatedClient:
     def stats(self) -> EngineStats | None:
         return self._d.first.stats
 
+    def cached_refusal(self, account: Account | None) -> None:
+        """Return None: each engine has its own queue, so the next one may accept the request."""
+
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
+        """Do nothing; see `cached_refusal`."""
+
     # ---- requests
 
     def generate(
@@ -188,13 +194,14 @@ class DisaggregatedClient:
         prompt: Sequence[int] | Int32,
         params: SamplingParams,
         subscriber: Subscriber,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RoutedOptions],
     ) -> int:
         """Send a request to P or D and return its number; see `RequestSender.generate`. Raises
         InvalidRequest if `options` contain K/V options, because this class sets them."""
         if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
             message = f"{KV_FIELD}: not supported, this server manages K/V transfer itself"
             raise InvalidRequest(message, param=KV_FIELD)
+        options.pop("session", "")
         self.start()
         self._choose_d()  # raises now rather than after P has computed the prompt
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)

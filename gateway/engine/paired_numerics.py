@@ -20,9 +20,12 @@ class PairedNumerics:
 
     An engine still counts after it has left, because other engines may have cached K/V that it
     computed.
+
+    engines   in the log, what the engines are to each other
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engines: str = "engines that share K/V") -> None:
+        self._engines = engines
         #: Digest of a model -> the first engine that had it, and its numerics.
         self._first: dict[str, tuple[str, str]] = {}
         #: Digests of models whose engines differ.
@@ -44,9 +47,9 @@ class PairedNumerics:
         if (engine, card.numerics) not in self._is_logged:
             self._is_logged.add((engine, card.numerics))
             log.warning(
-                "engines that share K/V compute other bits: %s has fingerprint %s, %s has %s; "
-                "answers can depend on which engine computes a prompt, and system_fingerprint "
-                "promises nothing",
+                "%s compute other bits: %s has fingerprint %s, %s has %s; answers can depend on "
+                "which engine computes a prompt, and system_fingerprint promises nothing",
+                self._engines,
                 *(name, first or NO_PROMISE),
                 *(engine, card.numerics or NO_PROMISE),
             )

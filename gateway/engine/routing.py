@@ -187,6 +187,9 @@ class PrefixRouter:
             if last != replica:
                 self._usable[place], self._places[last] = last, place
 
+    def is_usable(self, replica: int) -> bool:
+        return replica in self._places
+
     @property
     def usable(self) -> Sequence[int]:
         """The usable replicas, in no particular order."""

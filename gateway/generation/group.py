@@ -25,7 +25,7 @@ from typing import Unpack
 
 from gevent.event import Event
 
-from gateway.engine.base import Report, RequestSender
+from gateway.engine.base import Report, RequestSender, RoutedOptions
 from gateway.formats.events import Failed, Finished
 from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
@@ -33,7 +33,6 @@ from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.arrays import Int32
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.messages import Accepted, Output, Refused
-from protocol.session import GenerateOptions
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class ChoiceGroup:
         *,
         timeline: Timeline | None = None,
         on_free: Callable[[float], None] = lambda seconds: None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RoutedOptions],
     ) -> None:
         self.prompt_requests = prompt_requests
         self.timeline = timeline or Timeline()
@@ -105,7 +104,7 @@ class ChoiceGroup:
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
             request = choice.prompt_request
-            options: GenerateOptions = {
+            options: RoutedOptions = {
                 **self._options,
                 "grammar": request.grammar,
                 "kv_readers": request.kv_readers,

@@ -150,6 +150,16 @@ class GatewaySeries:
             "Requests whose prompt was computed by the decode engine as a fallback, by cause",
             "cause",
         )
+        self.routed = self._counter(
+            "tidegate_routed_requests",
+            "Engine requests sent to one of several replicas, by the reason for its choice",
+            "reason",
+        )
+        self.moved = self._counter(
+            "tidegate_moved_requests",
+            "Engine requests that were sent to another replica, by cause",
+            "cause",
+        )
         self.wire_errors = self._counter(
             "tidegate_gateway_wire_errors",
             "Malformed messages from an engine, dropped by the gateway",

@@ -30,6 +30,21 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     decode: Annotated[
         list[str], about("addresses of decode engines (ZeroMQ), in place of `engine`", wiring=True)
     ] = []
+    engines: Annotated[
+        list[str], about("addresses of replicas (ZeroMQ), in place of `engine`", wiring=True)
+    ] = []
+    engines_file: Annotated[
+        str, about("file with more addresses of replicas, read again when it changes", wiring=True)
+    ] = ""
+    failover_s: Annotated[
+        float,
+        about(
+            "seconds that open requests of a lost engine wait for another one, if there are "
+            "several engines and none is ready",
+            ge=0,
+            le=86400,
+        ),
+    ] = 30.0
     cluster_key: SharedKey = ""
     kv_on_failure: Annotated[
         OnFailure,
@@ -217,11 +232,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
                 "prefill and decode must be set together: prefill engines compute prompts, and"
                 " decode engines continue from them"
             )
+        if self.decode and (self.engines or self.engines_file):
+            raise ValueError("engines cannot be combined with prefill and decode")
         try:
             sampling_defaults(self.default_sampling)
         except ValueError as error:
             raise ValueError(f"default_sampling: {error}") from None
-        self._make_absolute("chat_template", "api_keys")
+        self._make_absolute("chat_template", "api_keys", "engines_file")
         if self.response_store != NO_STORE:
             self._make_absolute("response_store")
         if not (is_loopback(self.host) or self.has_keys or self.insecure_no_auth):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from protocol.config.base import Config, about
 
 KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`")]
@@ -66,6 +68,30 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
     decode: Annotated[
         list[str], about("address of a running decode engine; needs --prefill; repeat for several")
     ] = []
+    replicas: Annotated[
+        int,
+        about(
+            "start this many engines of the model on this machine. Requests go to the engine that "
+            "has computed the start of their prompt, unless it is busy; if an engine is lost, its "
+            "streams continue on the others",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
+    engines: Annotated[
+        list[str],
+        about(
+            "address of a running engine of the model (tcp://HOST:PORT), used as with --replicas; "
+            "repeat for several, or separate them by commas"
+        ),
+    ] = []
+    engines_file: Annotated[
+        str,
+        about(
+            "file with addresses of running engines, one per line; read again when it changes, so "
+            "engines can be added and removed"
+        ),
+    ] = ""
     cluster_key: KeyFile = ""
     kv_address: Annotated[
         str,
@@ -75,11 +101,26 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         ),
     ] = ""
 
+    @property
+    def has_engines_elsewhere(self) -> bool:
+        """Whether the replicas are engines that others have started."""
+        return bool(self.engines or self.engines_file)
+
     def __post_init__(self) -> None:
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("prefill and decode must be set together")
-        if self.render_only + self.split + bool(self.decode) > 1:
-            raise ValueError("render_only, split and decode cannot be combined")
+        addresses = [part.strip() for given in self.engines for part in given.split(",")]
+        msgspec.structs.force_setattr(self, "engines", [each for each in addresses if each])
+        self._make_absolute("engines_file")
+        ways = {
+            "render_only": self.render_only,
+            "split": self.split,
+            "decode": bool(self.decode),
+            "replicas": self.replicas > 1,
+            "engines": self.has_engines_elsewhere,
+        }
+        if len(used := [name for name, is_used in ways.items() if is_used]) > 1:
+            raise ValueError(f"{used[0]} and {used[1]} cannot be combined")
         if self.split and (self.cluster_key or self.kv_address):
             raise ValueError(
                 "split makes its own key and addresses: leave out cluster_key and kv_address"

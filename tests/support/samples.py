@@ -236,6 +236,8 @@ MESSAGES: list[Message] = [
             tokens_per_minute=9000,
             concurrency=4,
             max_len=512,
+            part=1,
+            parts=2,
         ),
         is_first=False,
         timeout_s=30.0,

@@ -52,7 +52,14 @@ from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.supervisor import STOP_S
-from tools.processes.topology import Engines, check_reachable, engines_of, wired, with_model
+from tools.processes.topology import (
+    Engines,
+    check_reachable,
+    engines_of,
+    num_gpus,
+    wired,
+    with_model,
+)
 from tools.processes.watch import supervise
 from tools.terminal import Terminal, log_style
 
@@ -71,6 +78,9 @@ examples:
   tidegate serve --served-name small --gateways 2
   tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
   tidegate serve --split                          two engines: one for prompts, one for answers
+  tidegate serve --replicas 2                     two engines of the model; streams survive one
+  tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
+                                                  the same with engines on other hosts
   tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
                                                   engines on other hosts (tidegate engine --help)
 """
@@ -111,10 +121,11 @@ class Plan:
     directory: Path
     #: The supervisor's own API key for readiness checks; "" if the server has no keys.
     key: str = ""
+    num_gpus: int = 0
 
     @property
     def engines(self) -> Engines:
-        return engines_of(self.serve, self.engine, self.directory)
+        return engines_of(self.serve, self.engine, self.directory, self.num_gpus)
 
     @property
     def url(self) -> str:
@@ -146,7 +157,8 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         worker = build(WorkerConfig, options, model=model, address=worker_address, log_format=style)
         engine = build(EngineConfig, options, worker=worker, address=address, log_format=style)
         serve = build(ServeConfig, options)
-        engines = engines_of(serve, engine, directory)
+        gpus = num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        engines = engines_of(serve, engine, directory, gpus)
         gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
@@ -162,7 +174,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         response_store=store,
         metrics_directory=str(directory / run_lock.METRICS),
     )
-    return Plan(engine, gateway, serve, directory, key)
+    return Plan(engine, gateway, serve, directory, key, gpus)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -355,7 +367,7 @@ def _serve(
 
     return supervise(
         commands(plan, lock=lock),
-        WebServer(plan.url, plan.key, waits_for_all=plan.serve.split),
+        WebServer(plan.url, plan.key, waits_for_all=plan.serve.split or plan.serve.replicas > 1),
         terminal,
         started=children,
         start_timeout_s=plan.serve.start_timeout_s,
@@ -393,6 +405,10 @@ Press Ctrl-C to stop.
 
 def _addresses(plan: Plan) -> str:
     """Return the banner's lines with the addresses of the engines."""
+    if plan.gateway.engines_file:
+        return f"  engines: those in {plan.gateway.engines_file}"
+    if plan.gateway.engines:
+        return "\n".join(f"  ZeroMQ: {address}" for address in plan.gateway.engines)
     if not plan.gateway.decode:
         return f"  ZeroMQ: {plan.gateway.engine}"
     threads = {}

@@ -116,10 +116,11 @@ def no_server(server: WebServer) -> Failure:
 
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the role and state of each engine in the body of /readyz. The list is empty if the
-    server has no separate prefill and decode engines."""
+    """Return the role and state of each engine in the body of /readyz: "replica", "prefill" or
+    "decode". The list is empty if the server has only one engine."""
     facts = json.loads(body) if body else {}
-    return [(role, state) for role in ("prefill", "decode") for state in facts.get(role, [])]
+    fields = {"replicas": "replica", "prefill": "prefill", "decode": "decode"}
+    return [(role, state) for field, role in fields.items() for state in facts.get(field, [])]
 
 
 def local_url(host: str, port: int) -> str:

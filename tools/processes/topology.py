@@ -3,7 +3,9 @@
     serve                       one engine
     serve --cluster-key FILE    one engine, which can pass K/V to other engines of its cluster
     serve --split               a prefill and a decode engine on this machine, with a temporary key
+    serve --replicas R          R engines, which share the cores or have a GPU each
     serve --prefill --decode    none, because the engines run elsewhere
+    serve --engines             none, likewise
     engine                      one engine of a cluster, without a gateway
 
 With --split, the decode engine has the default address of a server's engine, to which clients
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -22,6 +25,7 @@ from protocol import sockets
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
+from protocol.config.worker import Device
 from protocol.model_card import SamplingDefaults
 from tools.failure import Failure
 from tools.libraries.catalogue import library_folder
@@ -35,14 +39,19 @@ Engines = Mapping[str, EngineConfig]
 _with = msgspec.structs.replace
 
 
-def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Engines:
+def engines_of(
+    serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpus: int = 0
+) -> Engines:
     """Return the engines that `tidegate serve` starts, by process name.
 
     engine      one engine as the options describe it
     directory   the run directory of the server
+    num_gpus    number of GPUs, of which each replica gets one
     """
-    if serve.render_only or serve.decode:
+    if serve.render_only or serve.decode or serve.has_engines_elsewhere:
         return {}
+    if serve.replicas > 1:
+        return _replicas(serve, engine, directory, num_gpus)
     if not serve.split:
         if not serve.cluster_key:
             return {"engine": engine}
@@ -51,7 +60,7 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
     key = str(directory / RUN_KEY)
     share = engine.worker.gpu_memory / 2  # both engines use the same device
     engine = _with_worker(engine, share_device=True, gpu_memory=share)
-    for_p, for_d = _halves(len(os.sched_getaffinity(0)))
+    for_p, for_d = _parts(len(os.sched_getaffinity(0)), 2)
     decode = in_cluster(_with(engine, role="decode"), key, "")
     prefill = _with(engine, role="prefill", address=f"ipc://{directory / 'prefill.sock'}")
     prefill = in_cluster(prefill, key, f"ipc://{directory / 'kv.sock'}")
@@ -63,6 +72,46 @@ def engines_of(serve: ServeConfig, engine: EngineConfig, directory: Path) -> Eng
             address=f"ipc://{directory / 'prefill-worker.sock'}",
         ),
     }
+
+
+def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpus: int) -> Engines:
+    """Return the engines of --replicas. The first one has the default address of a server's engine,
+    to which programs connect that use the ZeroMQ client library."""
+    found: dict[str, EngineConfig] = {}
+    shares = _parts(len(os.sched_getaffinity(0)), serve.replicas)
+    for number, threads in enumerate(shares, start=1):
+        address = engine.address if number == 1 else f"ipc://{directory / f'engine-{number}.sock'}"
+        each = _with_worker(
+            _with(engine, address=address),
+            address=f"ipc://{directory / f'worker-{number}.sock'}",
+            threads=engine.worker.threads or threads,
+            device=_device_of(engine.worker.device, number - 1, num_gpus),
+        )
+        if engine.journal:
+            each = _with(each, journal=os.path.join(engine.journal, f"engine-{number}"))
+        if serve.cluster_key:
+            each = in_cluster(each, serve.cluster_key, f"ipc://{directory / f'kv-{number}.sock'}")
+        found[f"engine {number}"] = each
+    return found
+
+
+def _device_of(device: Device, number: int, num_gpus: int) -> Device:
+    """Return the device of replica `number`, from 0: a GPU of its own if there are enough, or else
+    the device of all."""
+    if device in ("auto", "cuda") and number < num_gpus:
+        return cast(Device, f"cuda:{number}")
+    return device
+
+
+def num_gpus(visible: str | None) -> int:
+    """Return the number of NVIDIA GPUs that this process may use. Only torch could count them
+    surely, which takes seconds. Linux lists them without it.
+
+    visible   the variable CUDA_VISIBLE_DEVICES; None if it is not set
+    """
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def wired(
@@ -77,11 +126,14 @@ def wired(
     prefill, decode, key = serve.prefill, serve.decode, serve.cluster_key
     if serve.split:
         decode, prefill = ([config.address] for config in engines.values())
+    replicas = [config.address for config in engines.values()] if serve.replicas > 1 else []
     return _with(
         gateway,
         engine=engine.address,
         prefill=prefill,
         decode=decode,
+        engines=replicas or serve.engines,
+        engines_file=serve.engines_file,
         cluster_key=os.path.abspath(key) if key else "",
         kv_on_failure=engine.kv_on_failure,
     )
@@ -127,10 +179,10 @@ def check_reachable(address: str, option: str) -> None:
         )
 
 
-def _halves(cores: int) -> tuple[int, int]:
-    """Return the numbers of threads of the prefill engine and of the decode engine. The prefill
-    engine gets one more if `cores` is odd."""
-    return max(1, cores - cores // 2), max(1, cores // 2)
+def _parts(cores: int, count: int) -> list[int]:
+    """Return the number of threads of each of `count` engines that share `cores`. The first ones
+    get one more if `cores` cannot be divided evenly."""
+    return [max(1, cores // count + (number < cores % count)) for number in range(count)]
 
 
 def _with_worker(engine: EngineConfig, **changes: object) -> EngineConfig:

@@ -1,0 +1,517 @@
+"""The engine client of a server whose model is served by several engines, its replicas.
+
+Callers see one engine. This module chooses a replica for each prompt (`routing.py`) and moves
+requests away from replicas that refuse them or are lost; the states of a request are in
+`failover.py`. The rules:
+
+- all choices of a prompt are sent to one replica, which computes the prompt once;
+- a replica that is not ready, or drains, gets no new requests; those that it has go on;
+- a request that a replica refuses for a cause of its own, such as a full queue, is tried on the
+  others; if all refuse, the client gets the refusal with the shortest wait;
+- if a replica is lost, its requests continue on other replicas from the tokens so far. The seed is
+  drawn here, and seed and position fix each draw, so replicas with the same model and numerics
+  continue with the same tokens;
+- if no replica is ready, these requests wait for one, for up to `failover_s`;
+- each replica enforces its part of an account's limits, so that the total is the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Unpack
+
+from gevent import get_hub
+from msgspec.structs import replace
+
+from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.client import ConnectedEngine, ZmqEngineClient
+from gateway.engine.engine_list import EngineList
+from gateway.engine.failover import (
+    Failover,
+    FailoverAction,
+    FailoverEvent,
+    FailoverState,
+    usage_after_moves,
+)
+from gateway.engine.replica_set import Replica, ReplicaSet
+from gateway.engine.routing import (
+    PrefixHash,
+    Reason,
+    ReplicaLoad,
+    RoutingDecision,
+    prefix_hashes,
+)
+from protocol.arrays import Int32
+from protocol.errors import (
+    Draining,
+    EngineError,
+    EngineLost,
+    EngineNotReady,
+    InvalidRequest,
+    LimitReached,
+    Overloaded,
+    QueueTimeout,
+    ServingError,
+    error_from,
+)
+from protocol.kv import KV_FIELD
+from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused, Usage
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams
+from protocol.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""Interval at which stranded requests are tried again."""
+POLL_S = 1.0
+"""Interval at which the list of engines is read."""
+MAX_LOSSES = 3
+"""A request that loses this many replicas is ended, because it may itself be what ends them."""
+BUSY_CODES = frozenset(
+    kind.code
+    for kind in (Overloaded, LimitReached, QueueTimeout, Draining, EngineNotReady, EngineLost)
+)
+"""Codes of refusals that hold for one replica only."""
+MIN_TIMEOUT_S = 0.001
+"""Timeout that is sent when no time remains. It is not 0, because 0 means no limit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A caller's open request."""
+
+    #: The number that `generate` returned to the caller.
+    number: int
+    prompt: Int32
+    params: SamplingParams
+    subscriber: Subscriber
+    options: RoutedOptions
+    hashes: list[PrefixHash]
+    #: The session's name, with its namespace; "": none.
+    session: str
+    #: Digest of the model that computes the request.
+    digest: str
+    failover: Failover = field(default_factory=Failover)
+    #: The replica that has the request, and the request's number there.
+    replica: Replica | None = None
+    inner: int = 0
+    #: The load of that replica, if it has not answered the request yet, and what it counts.
+    unanswered: ReplicaLoad | None = None
+    num_uncached: int = 0
+    #: Numbers of replicas that have refused the request, or were lost with it.
+    tried: set[int] = field(default_factory=set)
+    #: Tokens of the answer that the caller has received.
+    answer: list[int] = field(default_factory=list)
+    num_losses: int = 0
+    first_usage: Usage | None = None
+    #: The report that is emitted if no replica takes the request.
+    refusal: Report | None = None
+    #: Whether `abort_by_label` has named the request, so that it must not be moved.
+    is_stopped: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)
+    stranded_at: float = 0.0
+    on_freed: Callable[[], None] | None = None
+
+
+class ReplicatedClient:
+    """The `EngineClient` over several replicas of one model.
+
+    engines      the addresses of the replicas, which may change
+    new_client   returns a client for an address
+    failover_s   how long a request whose replica was lost may wait for another one
+    on_routed    called with the reason for the choice of a replica
+    on_moved     called for each request that is moved: with "refused", "lost" (before its first
+                 token) or "continued"
+    """
+
+    def __init__(
+        self,
+        engines: EngineList,
+        new_client: Callable[[str], ZmqEngineClient],
+        *,
+        failover_s: float,
+        on_routed: Callable[[Reason], None],
+        on_moved: Callable[[str], None],
+    ) -> None:
+        self._replicas = ReplicaSet(engines, new_client)
+        self._failover_s = failover_s
+        self._on_routed, self._on_moved = on_routed, on_moved
+        self._requests: dict[int, _Request] = {}
+        self._next_number = 1
+        #: The last prompt, its namespace, and where it was sent, for its other choices.
+        self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
+        self._polled_at = float("-inf")
+        self._clock: Any = None
+
+    # ---- lifecycle
+
+    def start(self) -> None:
+        if self._clock is None:
+            self._replicas.start()
+            self._clock = get_hub().loop.timer(TICK_S, repeat=TICK_S)
+            self._clock.start(self._tick)
+
+    def close(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock.close()
+            self._clock = None
+        for number in list(self._requests):
+            self.abort(number)
+        self._replicas.close()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._polled_at >= POLL_S:
+            self._polled_at = now
+            self._replicas.update_list({request.replica for request in self._requests.values()})
+        self._replicas.refresh()
+        for request in list(self._requests.values()):
+            if request.failover.state is not FailoverState.STRANDED:
+                continue
+            if now - request.stranded_at > self._failover_s:
+                self._give_up(request, f"no other engine was ready within {self._failover_s:g} s")
+            elif self._replicas.router.usable:
+                request.tried.clear()
+                self._on_event(request, FailoverEvent.RETRY)
+
+    # ---- state: that of the replicas together
+
+    @property
+    def connections(self) -> list[ConnectedEngine]:
+        return self._replicas.connections
+
+    @property
+    def is_ready(self) -> bool:
+        return self.trouble() is None
+
+    def trouble(self) -> ServingError | None:
+        return self._replicas.trouble()
+
+    @property
+    def model(self) -> ModelCard | None:
+        return self._replicas.model
+
+    @property
+    def limits(self) -> Limits | None:
+        return self._replicas.limits
+
+    @property
+    def epoch(self) -> str | None:
+        """The epoch of a usable replica."""
+        shown = self._replicas.shown
+        return None if shown is None else shown.epoch
+
+    @property
+    def silence_s(self) -> float | None:
+        return self._replicas.silence_s
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The statistics of the replica that has `epoch`."""
+        shown = self._replicas.shown
+        return None if shown is None else shown.stats
+
+    def cached_refusal(self, account: Account | None) -> ServingError | None:
+        return self._replicas.cached_refusal(account)
+
+    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
+        """Do nothing: the refusals of each replica are stored when it sends them."""
+
+    # ---- requests
+
+    def generate(
+        self,
+        prompt: Sequence[int] | Int32,
+        params: SamplingParams,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedOptions],
+    ) -> int:
+        """Send a request to a replica and return its number; see `RequestSender.generate`. Raises
+        InvalidRequest if `options` contain K/V options, because no other replica could continue
+        such a request."""
+        if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
+            message = f"{KV_FIELD}: not supported by a server with several engines"
+            raise InvalidRequest(message, param=KV_FIELD)
+        self.start()
+        self._replicas.refresh()
+        ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
+        if params.seed is None:  # an engine would draw one that no other engine knows
+            params = replace(params, seed=secrets.randbits(63))
+        namespace, session = options.get("namespace", ""), options.pop("session", "")
+        request = _Request(
+            number=self._next_number,
+            prompt=ids,
+            params=params,
+            subscriber=subscriber,
+            options=options,
+            hashes=self._hashes(ids, namespace),
+            session=f"{namespace}/{session}" if session else "",
+            digest=self._replicas.digest,
+        )
+        if not self._place(request):
+            raise self._unplaced_error(request)
+        self._next_number += 1
+        self._requests[request.number] = request
+        return request.number
+
+    def _unplaced_error(self, request: _Request) -> ServingError:
+        """Return the error of a new request that was sent to no replica."""
+        if isinstance(request.refusal, Refused):
+            return error_from(request.refusal.error)
+        held = self._replicas.shortest_refusal(request.options.get("account"))
+        return held or self.trouble() or EngineNotReady("no engine is ready", retry_after_s=1)
+
+    def _hashes(self, prompt: Int32, namespace: str) -> list[PrefixHash]:
+        if self._last is not None and self._last[0] is prompt and self._last[1] == namespace:
+            return self._last[2]
+        shown = self._replicas.shown
+        limits = None if shown is None else shown.limits
+        return [] if limits is None else prefix_hashes(prompt, namespace, limits.block_tokens)
+
+    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+        found = self._requests.get(request)
+        if found is not None:
+            found.on_freed = on_freed
+            self._answered(found, is_accepted=False)
+            self._on_event(found, FailoverEvent.ABORT)
+
+    def abort_by_label(self, labels: Sequence[str]) -> Aborted:
+        """Abort requests by label; see `EngineClient.abort_by_label`. Requests of this process that
+        are just being moved are aborted, too."""
+        self.start()
+        if (trouble := self.trouble()) is not None and not self._requests:
+            raise trouble
+        aborted: set[str] = set()
+        named = set(labels)
+        for request in list(self._requests.values()):
+            if own := named.intersection(request.options.get("labels", [])):
+                request.is_stopped = True
+                if request.failover.state is FailoverState.STRANDED:
+                    aborted |= own
+                    self._stop(request)
+        for replica in list(self._replicas):
+            if replica.client.session.is_ready:
+                with contextlib.suppress(EngineError):  # a lost engine has no open requests
+                    aborted.update(replica.client.abort_by_label(labels).aborted)
+        return Aborted(
+            request=0,
+            aborted=[label for label in labels if label in aborted],
+            unknown=[label for label in labels if label not in aborted],
+        )
+
+    # ---- choosing a replica
+
+    def _place(self, request: _Request) -> bool:
+        """Send the request to the best replica that was not tried. Return False if none takes it.
+
+        This is also called in gevent's hub, so it does not block.
+        """
+        now = time.monotonic()
+        while (decision := self._choose(request)) is not None:
+            replica = self._replicas.get(decision.replica)
+            options = self._options_for(request, replica, now)
+            on_report = partial(self._on_report, request)
+            try:
+                request.inner = replica.client.generate(
+                    request.prompt, request.params, on_report, **options
+                )
+            except EngineError as error:
+                request.tried.add(decision.replica)
+                request.refusal = request.refusal or Refused(request=0, error=error.info())
+                self._replicas.invalidate()
+                self._replicas.refresh()
+                continue
+            request.replica = replica
+            self._note_sent(request, decision)
+            return True
+        return False
+
+    def _choose(self, request: _Request) -> RoutingDecision | None:
+        if request.num_losses:
+            excluded = self._replicas.unfit_to_continue(request.digest)
+        else:
+            excluded = self._replicas.unfit(request.digest, request.options.get("account"))
+        excluded |= request.tried
+        if self._last is not None and self._last[0] is request.prompt and not request.tried:
+            decision = self._last[3]
+            if (
+                self._replicas.router.is_usable(decision.replica)
+                and decision.replica not in excluded
+            ):
+                return decision
+        found = self._replicas.router.choose(
+            request.hashes, session=request.session, exclude=excluded
+        )
+        if found is not None:
+            self._on_routed(found.reason)
+        return found
+
+    def _options_for(self, request: _Request, replica: Replica, now: float) -> RoutedOptions:
+        """Return the options for this replica: with its part of the account's limits, the time that
+        is left, and the answer so far if another replica had accepted the request."""
+        options: RoutedOptions = {**request.options}
+        account = options.get("account")
+        if account is not None:
+            options["account"] = self._replicas.part_of(account, replica)
+        if request.num_losses:
+            elapsed_s = now - request.arrived_at
+            options["timeout_s"] = _remaining_s(options.get("timeout_s", 0.0), elapsed_s)
+            queue_s = 0.0 if request.answer else options.get("queue_timeout_s", 0.0)
+            options["queue_timeout_s"] = _remaining_s(queue_s, elapsed_s)
+            if request.failover.state is not FailoverState.SENT:
+                options["answer"] = Int32.of(request.answer)
+        return options
+
+    def _note_sent(self, request: _Request, decision: RoutingDecision) -> None:
+        is_repeated = self._last is not None and self._last[0] is request.prompt
+        num_cached = len(request.prompt) if is_repeated else decision.num_cached
+        request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
+        self._replicas.router.on_sent(
+            request.hashes, decision.replica, request.num_uncached, session=request.session
+        )
+        request.unanswered = self._replicas.router.loads[decision.replica]
+        namespace = request.options.get("namespace", "")
+        self._last = request.prompt, namespace, request.hashes, decision
+
+    # ---- events
+
+    def _answered(self, request: _Request, *, is_accepted: bool) -> None:
+        """Update the load of the replica that the request was sent to."""
+        load, request.unanswered = request.unanswered, None
+        if load is not None:
+            load.on_answered(request.num_uncached, is_accepted=is_accepted)
+
+    def _on_report(self, request: _Request, report: Report) -> None:
+        """Handle a report of the replica that has the request."""
+        if type(report) is Output:
+            if report.finish is None:
+                self._on_tokens(request, report)
+            elif report.error is not None and report.error.code == EngineLost.code:
+                self._answered(request, is_accepted=False)
+                self._on_loss(request, report)
+            else:
+                self._answered(request, is_accepted=True)
+                self._on_event(request, FailoverEvent.FINISHED, self._merged(request, report))
+        elif type(report) is Accepted:
+            request.stranded_at = 0.0
+            self._answered(request, is_accepted=True)
+            self._on_event(request, FailoverEvent.ACCEPTED, report)
+        elif type(report) is Refused:
+            self._answered(request, is_accepted=False)
+            self._on_refused(request, report)
+
+    def _on_tokens(self, request: _Request, output: Output) -> None:
+        if output.usage is not None:
+            output = self._merged(request, output)
+            request.first_usage = request.first_usage or output.usage
+        request.answer += output.tokens
+        if request.failover.state is FailoverState.OPEN:  # the usual case, without the table
+            request.subscriber(output)
+        else:
+            self._on_event(request, FailoverEvent.TOKENS, output)
+
+    def _merged(self, request: _Request, output: Output) -> Output:
+        """Return `output` with the usage of a request that was moved."""
+        if output.usage is None or not request.num_losses:
+            return output
+        elapsed_s = time.monotonic() - request.arrived_at
+        return replace(
+            output, usage=usage_after_moves(output.usage, request.first_usage, elapsed_s)
+        )
+
+    def _on_refused(self, request: _Request, refused: Refused) -> None:
+        replica, is_accepted = request.replica, request.failover.state is FailoverState.MOVED
+        assert replica is not None
+        if request.options.get("is_first", True):
+            account = request.options.get("account")
+            replica.refusals.add(account, error_from(refused.error), time.monotonic())
+        if refused.error.code not in BUSY_CODES:
+            report: Report = refused
+            if is_accepted:  # the client has an Accepted, so it gets an end instead
+                report = Output(request=request.number, finish="error", error=refused.error)
+            self._on_event(request, FailoverEvent.FINISHED, report)
+            return
+        if replica.number is not None:
+            request.tried.add(replica.number)
+        request.refusal = _shorter_wait(request.refusal, refused)
+        self._on_event(request, FailoverEvent.BUSY)
+
+    def _on_loss(self, request: _Request, output: Output) -> None:
+        """Move the request of a replica that was lost."""
+        replica = request.replica
+        request.num_losses += 1
+        request.refusal = output
+        if replica is not None and replica.number is not None:
+            request.tried.add(replica.number)
+        self._replicas.invalidate()
+        self._replicas.refresh()
+        if request.is_stopped:
+            self._stop(request)
+        elif request.num_losses >= MAX_LOSSES:
+            self._give_up(request, f"{MAX_LOSSES} engines were lost while they computed it")
+        else:
+            self._on_event(request, FailoverEvent.LOST)
+
+    def _stop(self, request: _Request) -> None:
+        """End a request that was aborted by label and that no replica has."""
+        end = Output(request=request.number, finish="abort")
+        self._on_event(request, FailoverEvent.GIVEN_UP, end)
+
+    def _give_up(self, request: _Request, why: str) -> None:
+        end = Output(
+            request=request.number,
+            finish="error",
+            error=EngineLost(f"the engine of this request was lost, and {why}").info(),
+        )
+        self._on_event(request, FailoverEvent.GIVEN_UP, end)
+
+    def _on_event(
+        self, request: _Request, event: FailoverEvent, report: Report | None = None
+    ) -> None:
+        """Change the request's state and perform the action that follows."""
+        action = request.failover.on(event)
+        if request.failover.state is FailoverState.ENDED:
+            self._requests.pop(request.number, None)
+        match action:
+            case FailoverAction.EMIT:
+                emitted = report or request.refusal
+                assert emitted is not None
+                request.subscriber(emitted)
+            case FailoverAction.PLACE:
+                self._move(request, event)
+            case FailoverAction.ABORT if request.replica is not None:
+                request.replica.client.abort(request.inner, request.on_freed)
+            case FailoverAction.FREE if request.on_freed is not None:
+                request.on_freed()
+
+    def _move(self, request: _Request, event: FailoverEvent) -> None:
+        """Send the request to another replica."""
+        was_open = request.failover.state is FailoverState.MOVED
+        if self._place(request):
+            cause = "refused" if event is FailoverEvent.BUSY else "lost"
+            self._on_moved("continued" if was_open and request.answer else cause)
+            return
+        request.replica = None
+        request.stranded_at = request.stranded_at or time.monotonic()
+        self._on_event(request, FailoverEvent.UNPLACED)
+
+
+def _shorter_wait(known: Report | None, refused: Refused) -> Report:
+    """Return the refusal with the shorter wait."""
+    if not isinstance(known, Refused):
+        return refused
+    waits = [each.error.retry_after_s or 0.0 for each in (known, refused)]
+    return known if waits[0] <= waits[1] else refused
+
+
+def _remaining_s(timeout_s: float, elapsed_s: float) -> float:
+    """Return the rest of a timeout; 0 if there is no timeout."""
+    return max(timeout_s - elapsed_s, MIN_TIMEOUT_S) if timeout_s else 0.0

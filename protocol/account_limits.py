@@ -1,0 +1,24 @@
+"""The part of an account's limits that one of several engines enforces."""
+
+from __future__ import annotations
+
+from protocol.messages import Account
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+"""The fields of Account that several engines share."""
+
+
+def limit_part(limit: int, account: Account) -> int:
+    """Return the engine's part of one of the account's limits. The parts of all engines add up to
+    `limit`."""
+    return limit // account.parts + (account.part < limit % account.parts)
+
+
+def has_part(account: Account, part: int, parts: int) -> bool:
+    """Return whether engine number `part` of `parts` may serve any request of the account: whether
+    its part of each limit is more than nothing."""
+    return all(
+        limit // parts + (part < limit % parts)
+        for name in LIMITS
+        if (limit := getattr(account, name))
+    )
