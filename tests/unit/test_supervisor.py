@@ -8,6 +8,16 @@ from typing import Any
 import pytest
 
 from protocol.exit_codes import ExitCode
+from tools.processes.actions import (
+    Action,
+    EndServer,
+    KillProcess,
+    LogAction,
+    ProcessExit,
+    SendSignal,
+    StartProcess,
+    StoppedProcess,
+)
 from tools.processes.children import last_error_line
 from tools.processes.restart_policy import MAX_DELAY_S, WINDOW_S, RestartPolicy
 from tools.processes.supervisor import (
@@ -17,14 +27,6 @@ from tools.processes.supervisor import (
     STOP_S,
     STOPPED_S,
     UNUSED_STOP_S,
-    Action,
-    EndServer,
-    KillProcess,
-    LogAction,
-    ProcessExit,
-    SendSignal,
-    StartProcess,
-    StoppedProcess,
     Supervisor,
     SupervisorEvent,
     SupervisorPhase,

@@ -28,7 +28,7 @@ from protocol.lifeline import Lifeline
 from protocol.log_lines import LineFormatter, LogStyle, without_style
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from tools.failure import Failure
-from tools.processes.supervisor import ProcessExit, StoppedProcess
+from tools.processes.actions import ProcessExit, StoppedProcess
 
 KEPT_LINES = 40
 READ_BYTES = 1 << 16

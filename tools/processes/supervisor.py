@@ -18,16 +18,35 @@ addition to the table of phases:
 - A process that is stopped by SIGSTOP serves nothing. If it can be replaced, only this process is
   killed, so that its own child processes can still send their clients an error.
 - The server ends only when no child is left and no restart is pending.
+
+Children of one group replace each other: they are the replicas of one model. The rules above hold
+for a group as a whole:
+
+- The loss of a child is not fatal if another child of its group serves or will serve. The lost one
+  is restarted, up to a limit of its own. After that it stays down.
+- The loss of an optional group does not end the server. Its model can be loaded again.
+- A child may be retired and started while the server runs: to replace a replica, or to unload and
+  load a model. The exit of a retired child is expected.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 
 from protocol.exit_codes import DRAINED, KILLED, ExitCode
+from tools.processes.actions import (
+    Action,
+    EndServer,
+    KillProcess,
+    LogAction,
+    ProcessExit,
+    SendSignal,
+    StartProcess,
+    StoppedProcess,
+)
+from tools.processes.child_states import ChildEvent, ChildRecord, ChildState
 from tools.processes.restart_policy import RestartPolicy
 
 STOP_S = 5.0
@@ -49,7 +68,7 @@ STOPPED_S = 3.0
 
 class SupervisorPhase(Enum):
     STARTING = auto()  # children run; not ready yet; limited by start_timeout_s
-    SERVING = auto()  # ready; ends with a failure or a signal
+    SERVING = auto()  # each group has a child that is ready; ends with a failure or a signal
     RESTARTING = auto()  # a child is being restarted, as in STARTING; the others serve
     FOLLOWING = auto()  # a child was drained from outside; the other children are draining
     DRAINING = auto()  # the children drain one after the other
@@ -102,91 +121,18 @@ NEXT_PHASE = {
 """(phase, event) -> next phase. An event without a row is ignored, such as a third Ctrl-C."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExit:
-    """The end of a child process."""
-
-    child: str
-    #: The exit code, or the negative number of the signal that killed it.
-    code: int
-    #: The cause in words; "" if it is unknown.
-    reason: str = ""
-    #: The server's exit code if the server ends because of this exit. If a signal killed the child,
-    #: `exit_code` follows from the signal instead.
-    server_code: int = ExitCode.FAILED
-
-    @property
-    def cause(self) -> str:
-        how = f"exited with code {self.code}"
-        if self.code < 0:
-            how = f"was killed by {signal.Signals(-self.code).name}"
-        return f"{self.child} {how}" + (f": {self.reason}" if self.reason else "")
-
-    @property
-    def exit_code(self) -> int:
-        return KILLED - self.code if self.code < 0 else self.server_code
-
-
-@dataclass(frozen=True, slots=True)
-class LogAction:
-    """The action to print a log line. A failure is printed to stderr."""
-
-    text: str
-    is_failure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StartProcess:
-    """The action to start `child` again, and to poll again until the server is ready."""
-
-    child: str
-
-
-@dataclass(frozen=True, slots=True)
-class SendSignal:
-    """The action to send `signal` to `child`. SIGKILL also goes to all processes that the child
-    started."""
-
-    child: str
-    signal: signal.Signals
-
-
-@dataclass(frozen=True, slots=True)
-class KillProcess:
-    """The action to kill one process: `child` itself, or one that it started."""
-
-    child: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndServer:
-    """The action to end the supervisor with this exit code."""
-
-    code: int
-    #: The failure to print as the last line on the terminal; "" if there was none.
-    cause: str = field(default="", compare=False)
-
-
-Action = LogAction | StartProcess | SendSignal | KillProcess | EndServer
-
-
-@dataclass(frozen=True, slots=True)
-class StoppedProcess:
-    """A process that is stopped (SIGSTOP): `child` itself, or one that it started."""
-
-    child: str
-    pid: int
-    is_child: bool
-
-
 class Supervisor:
     """The state of one server. Times are in seconds of any monotonic clock.
 
     children            names of the child processes, in the order in which a drain stops them
-    start_timeout_s     time until the server must be ready
+    start_timeout_s     time until the server must be ready; also for a child that starts alone
     drain_s             time that each child has to finish its open requests
+    restarts            restarts of children whose loss would otherwise end the server
     restarts_children   names of the children that restart their own child processes
+    groups              child -> its group. A child without one is a group of its own
+    replica_restarts    limit of the restarts of a child whose loss does not end the server
+    optional            groups whose loss does not end the server
+    unloaded            children that are not started yet
     """
 
     def __init__(
@@ -198,16 +144,24 @@ class Supervisor:
         drain_s: float,
         restarts: RestartPolicy | None = None,
         restarts_children: Collection[str] = (),
+        groups: Mapping[str, str] | None = None,
+        replica_restarts: int = 0,
+        optional: Collection[str] = (),
+        unloaded: Collection[str] = (),
     ) -> None:
         self.phase = SupervisorPhase.STARTING
-        self.alive = list(children)
-        self._order = list(children)
+        self._children = {
+            name: ChildRecord(name, (groups or {}).get(name) or name, RestartPolicy(limit))
+            for name, limit in dict.fromkeys(children, replica_restarts).items()
+        }
+        for name in unloaded:
+            self._children[name].state = ChildState.DOWN
         self._start_timeout_s = start_timeout_s
         self._drain_s = drain_s
         self._restarts = restarts or RestartPolicy(0)
         self._restarts_children = restarts_children
+        self._optional = optional
         self._phase_deadline: float | None = now + start_timeout_s
-        self._restart_at: dict[str, float] = {}  # child -> time of its pending restart
         self._signalled: set[str] = set()  # children to which a stop signal was sent
         self._stopped_since: dict[StoppedProcess, float] = {}
         self._code: int = ExitCode.OK
@@ -215,29 +169,66 @@ class Supervisor:
         self._signal_at = float("-inf")  # time of the last stop signal
 
     @property
+    def alive(self) -> list[str]:
+        """The names of the children that have a process."""
+        return [child.name for child in self._children.values() if child.is_alive]
+
+    @property
     def deadline(self) -> float | None:
         """The time at which `tick` must be called; None if nothing is pending."""
-        phase_deadline = [] if self._phase_deadline is None else [self._phase_deadline]
-        return min([*self._restart_at.values(), *phase_deadline], default=None)
+        times = [self._phase_deadline, *(child.deadline for child in self._children.values())]
+        return min((time for time in times if time is not None), default=None)
 
-    def on_ready(self) -> list[Action]:
-        """Enter the phase SERVING, unless a restart is pending or the server is stopping. Call this
-        when the server is ready, and again when it is ready after a restart."""
-        if not self._restart_at and self._transition(SupervisorEvent.READY):
+    @property
+    def is_stopping(self) -> bool:
+        return self.phase not in UNSTOPPED
+
+    def state(self, child: str) -> ChildState:
+        return self._children[child].state
+
+    def failure(self, child: str) -> str:
+        """Return why the last process of `child` failed; "" if it did not."""
+        return self._children[child].failure
+
+    def on_ready(
+        self, ready: Iterable[str] | None = None, *, is_ready: bool = True
+    ) -> list[Action]:
+        """Enter the phase SERVING, if each group has a child that is ready, unless the server is
+        stopping. Call this whenever more is ready, at the start and after each restart.
+
+        ready      the children that are ready now; None: all that run
+        is_ready   whether the server accepts requests
+        """
+        actions: list[Action] = []
+        for name in self._children if ready is None else ready:
+            child = self._children[name]
+            if child.state is ChildState.STARTING:
+                if child.deadline is not None:
+                    actions.append(LogAction(f"{name} is ready"))
+                child.change(ChildEvent.READY)
+                child.failure = ""
+        if self.phase is SupervisorPhase.SERVING or not (is_ready and self._each_group_serves()):
+            return actions
+        deadline = self._phase_deadline
+        if self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
-        return []
+            for child in self._in_states(ChildState.STARTING):
+                child.deadline = child.deadline or deadline
+        return actions
 
     def on_exit(self, exit: ProcessExit, now: float) -> list[Action]:
         """Handle the exit of a child. Call this once per exit."""
-        self.alive.remove(exit.child)
+        child = self._children[exit.child]
         for stopped in [each for each in self._stopped_since if each.child == exit.child]:
             del self._stopped_since[stopped]
         actions: list[Action] = []
-        if self.phase in UNSTOPPED:
-            was_drained = exit.code == ExitCode.OK
-            actions = self._follow(exit, now) if was_drained else self._on_failure(exit, now)
-        elif self.phase in (SupervisorPhase.FOLLOWING, SupervisorPhase.DRAINING):
-            actions = self._on_exit_in_drain(exit) + self._drain_next(now)
+        if not self.is_stopping:
+            actions = self._on_unstopped_exit(child, exit, now)
+        else:
+            is_expected = child.name in self._signalled or child.state is ChildState.RETIRING
+            child.change(ChildEvent.EXITED)
+            if self.phase in (SupervisorPhase.FOLLOWING, SupervisorPhase.DRAINING):
+                actions = self._on_exit_in_drain(exit, is_expected) + self._drain_next(now)
         return actions + self._end()
 
     def on_signal(self, by: signal.Signals, now: float) -> list[Action]:
@@ -250,17 +241,42 @@ class Supervisor:
         if not self._transition(SupervisorEvent.STOP_SIGNAL):
             return []
         if self.phase is SupervisorPhase.DRAINING:
-            self._restart_at.clear()
+            self._cancel_restarts()
             again = "; Ctrl-C again stops at once" if by is signal.SIGINT else ""
             log = LogAction(f"stopping: open requests may finish{again}")
             return [log, *self._drain_next(now), *self._end()]
         self._code = self._code or KILLED + by
         return [LogAction("stopping at once", is_failure=True), *self._kill()]
 
+    def start(self, name: str, now: float) -> list[Action]:
+        """Start the child `name`, which is down. Do nothing if the server is stopping, or if the
+        child is not down."""
+        child = self._children[name]
+        if self.is_stopping or child.state is not ChildState.DOWN:
+            return []
+        child.killed_because = child.failure = ""
+        child.comes_back = False
+        child.change(ChildEvent.START, now + self._start_timeout_s)
+        return [StartProcess(name)]
+
+    def retire(self, name: str, now: float, *, comes_back: bool = False) -> list[Action]:
+        """Drain the child `name` while the server continues, or cancel its restart. Do nothing if
+        the server is stopping, or if the child is down or retiring.
+
+        comes_back   whether the caller will start it again. Until then it counts as a child that
+                     will serve
+        """
+        child = self._children[name]
+        if self.is_stopping or child.state in (ChildState.DOWN, ChildState.RETIRING):
+            return []
+        was_alive, child.comes_back = child.is_alive, comes_back
+        child.change(ChildEvent.RETIRE, now + self._drain_s + GRACE_S if was_alive else None)
+        return [SendSignal(name, signal.SIGTERM)] if was_alive else []
+
     def tick(self, now: float) -> list[Action]:
-        """Start children whose restart is due, and handle a deadline that has passed. Call this at
+        """Start children whose restart is due, and handle deadlines that have passed. Call this at
         `deadline`; earlier calls do nothing."""
-        actions = self._start_due(now)
+        actions = self._start_due(now) + self._kill_late(now)
         if self._phase_deadline is None or now < self._phase_deadline:
             return actions
         before = self.phase
@@ -283,11 +299,11 @@ class Supervisor:
         since = {each: self._stopped_since.get(each, now) for each in stopped}
         self._stopped_since = since
         actions: list[Action] = []
-        if self.phase not in UNSTOPPED:
+        if self.is_stopping:
             return actions
         for each in [each for each, began in since.items() if now - began >= STOPPED_S]:
             is_restarted = (
-                self._restarts.is_enabled
+                self._restarts.is_enabled or self._is_spare(self._children[each.child])
                 if each.is_child
                 else each.child in self._restarts_children
             )
@@ -306,38 +322,119 @@ class Supervisor:
         self.phase = phase or self.phase
         return phase is not None
 
-    def _follow(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Handle the exit of a child that was drained from outside: drain the others, too."""
-        self._transition(SupervisorEvent.DRAINED)
-        self._restart_at.clear()
-        has_reason = exit.reason.startswith(DRAINED)
-        how = exit.reason if has_reason else "exited without a signal from its supervisor"
-        return [LogAction(f"{exit.child} {how}; the server stops"), *self._drain_next(now)]
+    # ---- groups
 
-    def _on_failure(self, exit: ProcessExit, now: float) -> list[Action]:
-        """Handle the failure of a child: restart it, or stop the others."""
+    def _in_states(self, *states: ChildState) -> list[ChildRecord]:
+        return [child for child in self._children.values() if child.state in states]
+
+    def _others(self, child: ChildRecord) -> list[ChildRecord]:
+        """Return the other children of the group that serve or will serve."""
+        group = (each for each in self._children.values() if each.group == child.group)
+        return [each for each in group if each is not child and each.is_promised]
+
+    def _is_spare(self, child: ChildRecord) -> bool:
+        """Return whether the server continues without `child`."""
+        return bool(self._others(child)) or child.group in self._optional
+
+    def _each_group_serves(self) -> bool:
+        """Return whether each group has a child that is ready, or needs none. After the start,
+        optional groups do not count."""
+        ready = {child.group for child in self._in_states(ChildState.READY)}
+        wanted = {child.group for child in self._in_states(ChildState.STARTING, ChildState.WAITING)}
+        if self.phase is not SupervisorPhase.STARTING:
+            wanted.difference_update(self._optional)
+        return wanted <= ready
+
+    # ---- exits while the server runs
+
+    def _on_unstopped_exit(self, child: ChildRecord, exit: ProcessExit, now: float) -> list[Action]:
+        if child.state is ChildState.RETIRING:
+            child.change(ChildEvent.EXITED)
+            if child.killed_because or exit.code in (ExitCode.OK, -signal.SIGTERM):
+                return []
+            return [LogAction(f"while stopping, {exit.cause}", is_failure=True)]
+        has_started = self.phase is not SupervisorPhase.STARTING
+        if has_started and self._is_spare(child):
+            return self._on_spare_exit(child, exit, now)
+        was_drained = exit.code == ExitCode.OK
+        return self._follow(child, exit, now) if was_drained else self._fail(child, exit, now)
+
+    def _on_spare_exit(self, child: ChildRecord, exit: ProcessExit, now: float) -> list[Action]:
+        """Handle the exit of a child without which the server continues: restart it, or leave it
+        down."""
+        serving = " and ".join(each.name for each in self._others(child))
+        rest = f"; {serving} continues" if serving else ""
+        if exit.code == ExitCode.OK:
+            child.change(ChildEvent.EXITED)
+            return [LogAction(f"{exit.child} {_how_drained(exit)}; it stays down{rest}")]
+        cause = child.killed_because or exit.cause
+        child.failure, child.killed_because = cause, ""
+        delay_s = None
+        if serving or self._restarts.is_enabled:
+            delay_s = child.restarts.delay(exit.server_code, exit.code, now)
+        if delay_s is None:
+            child.change(ChildEvent.EXITED)
+            return [LogAction(f"{cause}{child.restarts.why_not}{rest}", is_failure=True)]
+        child.change(ChildEvent.LOST, now + delay_s)
+        return [_restart_log(cause, delay_s, child.restarts), *self._start_due(now)]
+
+    def _follow(self, child: ChildRecord, exit: ProcessExit, now: float) -> list[Action]:
+        """Handle the exit of a child that was drained from outside: drain the others, too."""
+        child.change(ChildEvent.EXITED)
+        self._transition(SupervisorEvent.DRAINED)
+        self._cancel_restarts()
+        log = LogAction(f"{exit.child} {_how_drained(exit)}; the server stops")
+        return [log, *self._drain_next(now)]
+
+    def _fail(self, child: ChildRecord, exit: ProcessExit, now: float) -> list[Action]:
+        """Handle the failure of a child that the server needs: restart it, or stop the others."""
         before = self.phase
+        cause = child.killed_because or exit.cause
+        child.failure, child.killed_because = cause, ""
         delay_s = None
         if before is not SupervisorPhase.STARTING:  # a restart does not fix a failed start
             delay_s = self._restarts.delay(exit.server_code, exit.code, now)
         if delay_s is None:
+            child.change(ChildEvent.EXITED)
             self._transition(SupervisorEvent.FAILED)
-            return self._stop(exit.cause + self._restarts.why_not, exit.exit_code, before, now)
+            return self._stop(cause + self._restarts.why_not, exit.exit_code, before, now)
+        child.change(ChildEvent.LOST, now + delay_s)
         self._transition(SupervisorEvent.LOST)
-        self._restart_at[exit.child] = now + delay_s
         self._phase_deadline = None
-        when = f"in {delay_s:g} s" if delay_s else "now"
-        message = f"{exit.cause}; starting it again {when} ({self._restarts.description})"
-        return [LogAction(message, is_failure=True), *self._start_due(now)]
+        return [_restart_log(cause, delay_s, self._restarts), *self._start_due(now)]
 
     def _start_due(self, now: float) -> list[Action]:
         """Start the children whose restart is due."""
-        due = [child for child, when in self._restart_at.items() if when <= now]
-        for child in due:
-            del self._restart_at[child]
-            self._phase_deadline = now + self._start_timeout_s
-        self.alive = [name for name in self._order if name in self.alive or name in due]
-        return [StartProcess(child) for child in due]
+        actions: list[Action] = []
+        for child in self._in_states(ChildState.WAITING):
+            if child.deadline is None or child.deadline > now:
+                continue
+            late = now + self._start_timeout_s
+            if self.phase is SupervisorPhase.RESTARTING and not self._is_spare(child):
+                child.change(ChildEvent.START)
+                self._phase_deadline = late
+            else:
+                child.change(ChildEvent.START, late)
+            actions.append(StartProcess(child.name))
+        return actions
+
+    def _kill_late(self, now: float) -> list[Action]:
+        """Kill the children that have not started or drained by their own deadline."""
+        actions: list[Action] = []
+        for child in self._in_states(ChildState.STARTING, ChildState.RETIRING):
+            if child.deadline is None or child.deadline > now:
+                continue
+            child.killed_because = (
+                f"{child.name} did not stop in time"
+                if child.state is ChildState.RETIRING
+                else f"{child.name} was not ready after {self._start_timeout_s:g} s"
+            )
+            child.deadline = None
+            log = LogAction(f"{child.killed_because} and will be killed", is_failure=True)
+            actions += [log, SendSignal(child.name, signal.SIGKILL)]
+        return actions
+
+    # ---- the end of the server
 
     def _stop(self, cause: str, code: int, before: SupervisorPhase, now: float) -> list[Action]:
         """Stop all children after a failure.
@@ -346,33 +443,58 @@ class Supervisor:
         """
         timeout_s = UNUSED_STOP_S if before is SupervisorPhase.STARTING else STOP_S
         self._phase_deadline, self._code, self._cause = now + timeout_s, code, cause
-        self._restart_at.clear()
+        self._cancel_restarts()
         self._signalled.update(self.alive)
         stops = [SendSignal(child, signal.SIGQUIT) for child in self.alive]
         return [LogAction(cause, is_failure=True), *stops]
 
-    def _on_exit_in_drain(self, exit: ProcessExit) -> list[Action]:
+    def _cancel_restarts(self) -> None:
+        """Give up the restarts that are pending, and the limits of children that start."""
+        for child in self._in_states(ChildState.WAITING):
+            child.change(ChildEvent.RETIRE)
+        for child in self._in_states(ChildState.STARTING):
+            child.deadline = None
+
+    def _on_exit_in_drain(self, exit: ProcessExit, is_expected: bool) -> list[Action]:
         """Handle an exit during a drain: report it if it was not requested, or not clean."""
-        if exit.child in self._signalled and exit.code in (ExitCode.OK, -signal.SIGTERM):
+        if is_expected and exit.code in (ExitCode.OK, -signal.SIGTERM):
             return []
         self._code, self._cause = exit.exit_code, f"while stopping, {exit.cause}"
         return [LogAction(self._cause, is_failure=True)]
 
     def _drain_next(self, now: float) -> list[Action]:
-        """Drain the first child that is left, unless it is draining already."""
-        if not self.alive or self.alive[0] in self._signalled:
+        """Drain the first group that is left, unless it is draining already."""
+        alive = [child for child in self._children.values() if child.is_alive]
+        group = [child for child in alive if child.group == alive[0].group]
+        if all(child.name in self._signalled for child in group):
             return []
-        self._signalled.add(self.alive[0])
+        self._signalled.update(child.name for child in group)
         self._phase_deadline = now + self._drain_s + GRACE_S
-        return [SendSignal(self.alive[0], signal.SIGTERM)]
+        draining = (child for child in group if child.state is not ChildState.RETIRING)
+        return [SendSignal(child.name, signal.SIGTERM) for child in draining]
 
     def _kill(self) -> list[Action]:
         self._phase_deadline = None
+        for child in self._children.values():
+            child.deadline = None
         return [SendSignal(child, signal.SIGKILL) for child in self.alive]
 
     def _end(self) -> list[Action]:
         """End the server if no child is left and no restart is pending."""
-        if self.alive or self._restart_at or not self._transition(SupervisorEvent.ALL_EXITED):
+        is_over = all(child.state is ChildState.DOWN for child in self._children.values())
+        if not is_over or not self._transition(SupervisorEvent.ALL_EXITED):
             return []
         self._phase_deadline = None
         return [EndServer(self._code, self._cause)]
+
+
+def _how_drained(exit: ProcessExit) -> str:
+    """Return how a child that nothing in this process has stopped was drained, as text."""
+    has_reason = exit.reason.startswith(DRAINED)
+    return exit.reason if has_reason else "exited without a signal from its supervisor"
+
+
+def _restart_log(cause: str, delay_s: float, restarts: RestartPolicy) -> LogAction:
+    when = f"in {delay_s:g} s" if delay_s else "now"
+    message = f"{cause}; starting it again {when} ({restarts.description})"
+    return LogAction(message, is_failure=True)

@@ -17,18 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self
 
 from tools.http.web import ServerReadiness
-from tools.processes.children import Child, Command
-from tools.processes.restart_policy import RestartPolicy
-from tools.processes.supervisor import (
+from tools.processes.actions import (
     Action,
     EndServer,
     KillProcess,
     LogAction,
     SendSignal,
     StartProcess,
-    Supervisor,
-    SupervisorPhase,
 )
+from tools.processes.children import Child, Command
+from tools.processes.restart_policy import RestartPolicy
+from tools.processes.supervisor import Supervisor, SupervisorPhase
 from tools.terminal import Terminal
 
 PROBE_EVERY_S = 0.1
