@@ -19,10 +19,10 @@ unloaded under a request:
   receives one.
 - It gives a new request to a model only if the state that it last received is "ready". Otherwise it
   sends `StartModel`, unless it has done so since the state last changed, and keeps the request
-  until the model is ready. A kept request counts as open in its reports. It is refused if
-  `ControlError` names its model, or with the model's `error` if the state becomes "failed".
-- `StartModel` counts as one open request of this connection until its next report. A closed
-  connection has no open requests.
+  until the model is ready. The kept request is refused if `ControlError` names its model, or with
+  the model's `error` if the state becomes "failed".
+- `StartModel` counts as one kept request of this connection until its next report. A closed
+  connection has no requests.
 
 The supervisor stops a model's engines only after each gateway has confirmed the state "stopping",
 by its version, in a report without open requests of that model.
@@ -81,9 +81,11 @@ class StopModel(ControlMessage, frozen=True, kw_only=True):
 class ReportUse(ControlMessage, frozen=True, kw_only=True):
     """Gateway -> supervisor. The use of the models in one gateway process."""
 
-    #: Model -> number of requests that are open or kept. It is 0 for a model that was used since
-    #: the last report and has none now; other models without requests are left out.
+    #: Model -> number of requests that were given to its engines and have not ended. It is 0 for a
+    #: model that was used since the last report; other models without requests are left out.
     open: dict[str, int]
+    #: Model -> number of requests that wait until it is ready. Models without any are left out.
+    kept: dict[str, int] = {}
     #: Version of the last `ModelStates` that the gateway received; 0: none.
     version: int = 0
 
@@ -108,6 +110,8 @@ class ModelState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: str = ""
     #: Memory that its engines need for weights, K/V cache and steps together; 0: unknown.
     planned_bytes: int = 0
+    #: Models that occupy the room that this one waits for.
+    waits_for: list[str] = []
 
 
 class ModelStates(ControlMessage, frozen=True, kw_only=True):

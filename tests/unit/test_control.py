@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "control.jsonl"
 REQUESTS: tuple[ControlMessage, ...] = (
     StartModel(model="small"),
     StopModel(model="small"),
-    ReportUse(open={"small": 2, "große": 0}, version=7),
+    ReportUse(open={"small": 2, "große": 0}, kept={"large": 1}, version=7),
     GetModels(),
     RollEngines(),
 )
@@ -51,6 +51,7 @@ REPLIES: tuple[ControlMessage, ...] = (
         models=[
             ModelState(name="small", state="ready", planned_bytes=5 << 30),
             ModelState(name="large", state="failed", error="out of memory", planned_bytes=9 << 30),
+            ModelState(name="third", state="waiting", waits_for=["small"]),
         ],
         used_bytes=5 << 30,
         limit_bytes=16 << 30,
