@@ -43,6 +43,7 @@ MAX_LINE_BYTES = 1 << 20
 REPORT_EVERY_S = 1.0
 """Interval of a gateway's `ReportUse`."""
 
+RollStep = Literal["draining", "starting", "ready"]
 LoadState = Literal["unloaded", "waiting", "loading", "ready", "stopping", "failed"]
 """The state of a model:
 
@@ -139,7 +140,7 @@ class RollProgress(ControlMessage, frozen=True, kw_only=True):
     """Supervisor -> command. One engine has reached the next stage of a rolling restart."""
 
     engine: str
-    stage: Literal["draining", "starting", "ready"]
+    stage: RollStep
     #: Position of the engine in the roll, from 1, and the number of engines.
     number: int
     total: int
