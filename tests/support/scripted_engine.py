@@ -54,7 +54,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.model_card import ModelCard, SamplingDefaults
-from protocol.stats import EngineStats
+from protocol.stats import EngineLoad, EngineStats
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -405,7 +405,8 @@ class ScriptedEngine:
         if by_client:
             self.num_steps += 1
         for client, outputs in by_client.items():
-            self._send(client, Outputs(step=self.num_steps, outputs=outputs))
+            load = EngineLoad(len(self._talks), 0, 0)
+            self._send(client, Outputs(step=self.num_steps, outputs=outputs, load=load))
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         try:

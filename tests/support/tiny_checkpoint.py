@@ -61,7 +61,7 @@ FITTING: dict[str, Any] = {
 """Dimensions that the compiled kernels support, unlike those of CONFIG."""
 
 
-def write_babbling_llama(folder: Path) -> Path:
+def write_babbling_llama(folder: Path, **changes: object) -> Path:
     """Write a model with the tokenizer and the chat template of the default model.
 
     Its weights are random, so it may write any token that is allowed. If a grammar fails to
@@ -75,7 +75,8 @@ def write_babbling_llama(folder: Path) -> Path:
     vocab_size = 49152
     path = smollm2_gguf()
     text = gguf_text(Fields(GGUFFile(path).metadata, str(path)), vocab_size)
-    write_tiny_llama(folder, vocab_size=vocab_size, max_position_embeddings=2048)
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048}
+    write_tiny_llama(folder, **(sizes | changes))  # type: ignore[arg-type]
     (folder / "tokenizer.json").write_bytes(text.tokenizer)
     assert text.chat_template is not None
     (folder / "chat_template.jinja").write_text(text.chat_template)

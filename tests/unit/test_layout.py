@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tools.commands import engine as solo
 from tools.commands.serve import Plan, commands, plan
 from tools.failure import Failure
 from tools.processes.run_lock import RUN_KEY
+from tools.processes.topology import num_gpus
 
 FAR = ("--prefill", "tcp://a:1", "--prefill", "tcp://b:1", "--decode", "tcp://c:1")
 KEYED = ("--cluster-key", "some.key")
@@ -40,6 +42,60 @@ def test_by_default_one_engine_starts_without_a_cluster() -> None:
     assert names(made) == ["gateway", "engine"]
     assert (made.gateway.engine, made.gateway.prefill) == (engine_address(), [])
     assert (only.cluster_key, only.worker.kv_export) == ("", False)
+
+
+def test_replicas_share_the_cores_and_have_addresses_of_their_own() -> None:
+    made = serve("--replicas", "3", "--port", "8001", "--journal", "/tmp/journal")
+    assert names(made) == ["gateway", "engine 1", "engine 2", "engine 3"]
+    engines = list(made.engines.values())
+    assert made.gateway.engines == [engine.address for engine in engines]
+    assert engines[0].address == engine_address(8001)
+    for field in ("address", "journal"):
+        assert len({getattr(engine, field) for engine in engines}) == 3
+    assert len({engine.worker.address for engine in engines}) == 3
+    cores = len(os.sched_getaffinity(0))
+    assert sum(engine.worker.threads for engine in engines) == max(3, cores)
+    for engine in engines:
+        check_address(engine.address, None)
+
+
+def test_each_replica_has_a_gpu_of_its_own_if_there_are_enough() -> None:
+    made = replace(serve("--replicas", "2"), num_gpus=2)
+    workers = [engine.worker for engine in made.engines.values()]
+    assert [worker.device for worker in workers] == ["cuda:0", "cuda:1"]
+    assert not any(worker.share_device for worker in workers)
+    made = replace(made, num_gpus=1)
+    workers = [engine.worker for engine in made.engines.values()]
+    assert [(w.share_device, w.gpu_memory) for w in workers] == [(True, 0.45)] * 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("1,3", 2), ("GPU-a,GPU-b", 2)]
+)
+def test_the_visible_gpus_are_counted(visible: str, count: int) -> None:
+    assert num_gpus(visible) == count
+
+
+def test_engines_elsewhere_are_named_by_options_or_a_file(tmp_path: Path) -> None:
+    made = serve("--engines", "tcp://a:1, tcp://b:1", "--engines", "tcp://c:1", *KEYED)
+    assert names(made) == ["gateway"]
+    assert made.gateway.engines == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+    made = serve("--engines-file", str(tmp_path / "engines"), *KEYED)
+    assert (names(made), made.gateway.engines) == (["gateway"], [])
+    assert made.gateway.engines_file == str(tmp_path / "engines")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--replicas", "2", "--split"),
+        ("--engines", "tcp://a:1", "--replicas", "2"),
+        (*FAR, "--engines", "tcp://a:1"),
+    ],
+)
+def test_only_one_way_to_have_several_engines_can_be_chosen(words: tuple[str, ...]) -> None:
+    with pytest.raises(Failure, match="cannot be combined"):
+        serve(*words, *KEYED)
 
 
 def test_split_starts_a_pair_that_a_drain_stops_from_the_client_backwards() -> None:

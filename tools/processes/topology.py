@@ -76,8 +76,12 @@ def engines_of(
 
 def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpus: int) -> Engines:
     """Return the engines of --replicas. The first one has the default address of a server's engine,
-    to which programs connect that use the ZeroMQ client library."""
+    to which programs connect that use the ZeroMQ client library. Without a GPU for each, they share
+    one."""
     found: dict[str, EngineConfig] = {}
+    if num_gpus < serve.replicas:  # no effect on a CPU
+        share = engine.worker.gpu_memory / serve.replicas
+        engine = _with_worker(engine, share_device=True, gpu_memory=share)
     shares = _parts(len(os.sched_getaffinity(0)), serve.replicas)
     for number, threads in enumerate(shares, start=1):
         address = engine.address if number == 1 else f"ipc://{directory / f'engine-{number}.sock'}"
@@ -98,7 +102,7 @@ def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpu
 def _device_of(device: Device, number: int, num_gpus: int) -> Device:
     """Return the device of replica `number`, from 0: a GPU of its own if there are enough, or else
     the device of all."""
-    if device in ("auto", "cuda") and number < num_gpus:
+    if device in ("auto", "cuda") and num_gpus and number < num_gpus:
         return cast(Device, f"cuda:{number}")
     return device
 

@@ -1,0 +1,365 @@
+"""A gateway with scripted replicas: which one gets which request, and what happens to the requests
+of a replica that refuses them, drains or is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import requests
+
+from gateway.engine.replicas import MAX_LOSSES
+from protocol.errors import ErrorInfo, Overloaded
+from protocol.messages import Generate
+from protocol.stats import EngineStats
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import (
+    BLOCK_TOKENS,
+    Reply,
+    ScriptedEngine,
+    TokenReply,
+    scripted_card,
+    text_reply,
+)
+from tests.support.waiting import eventually
+
+COMPLETIONS = "/v1/completions"
+TEXT = "The quick brown fox jumps over the lazy dog."
+FULL = Overloaded("the queue is full", retry_after_s=7)
+
+
+def continued(generate: Generate) -> Reply:
+    """Reply with TEXT from the token after those that another replica has sent."""
+    start = 0 if generate.answer is None else len(generate.answer)
+    return text_reply(TEXT[start:])
+
+
+def stuck_after(count: int) -> Any:
+    """Return a script that sends `count` tokens of TEXT, and then nothing more."""
+
+    def script(generate: Generate) -> Reply:
+        start = 0 if generate.answer is None else len(generate.answer)
+        steps = [[byte] for byte in TEXT[start : start + count].encode()]
+        return TokenReply([*steps, *[[]] * 100_000])
+
+    return script
+
+
+class Replicas:
+    """Replicas and their gateway."""
+
+    def __init__(self, folder: Path, count: int = 2, **config: Any) -> None:
+        self.file = folder / "engines"
+        self.engines = [ScriptedEngine(f"ipc://{folder}/{n}", continued) for n in range(count)]
+        for engine in self.engines:
+            engine.stats = EngineStats()
+        self.write_list(self.engines)
+        self.gateway = GatewayProcess(engines_file=str(self.file), **config)
+
+    def write_list(self, engines: list[ScriptedEngine]) -> None:
+        self.file.write_text("".join(f"{engine.address}\n" for engine in engines))
+
+    def complete(self, prompt: Any = "a prompt", **fields: Any) -> requests.Response:
+        headers = fields.pop("headers", {})
+        body = {"prompt": prompt, "max_tokens": 100, **fields}
+        return self.gateway.post(COMPLETIONS, body, headers=headers)
+
+    def counts(self) -> list[int]:
+        """Return the number of requests that each engine has received."""
+        return [len(engine.generates) for engine in self.engines]
+
+    def states(self) -> list[dict[str, Any]]:
+        facts = requests.get(self.gateway.url + "/readyz", timeout=5).json()
+        return facts.get("replicas", [])
+
+    def await_ready(self, count: int) -> None:
+        def are_ready() -> bool:
+            states = self.states()
+            return [state["ready"] for state in states] == [True] * count
+
+        assert eventually(are_ready), self.states()
+
+    def metric(self, line: str) -> float:
+        for result in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
+            if result.startswith(line + " "):
+                return float(result.split()[-1])
+        return 0.0
+
+
+@contextmanager
+def started(replicas: Replicas) -> Iterator[Replicas]:
+    """Start the engines and the gateway for the `with` block."""
+    with ExitStack() as stack:
+        for engine in replicas.engines:
+            stack.enter_context(engine)
+        stack.enter_context(replicas.gateway)
+        replicas.gateway.await_ready()
+        replicas.await_ready(len(replicas.engines))
+        yield replicas
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    with started(Replicas(tmp_path_factory.mktemp("replicas"))) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+def kept(shared: Replicas) -> Replicas:
+    """Return replicas that tests share: a test must leave them alive and idle, and use a prompt of
+    its own."""
+    for engine in shared.engines:
+        engine.await_idle()
+        engine.reset()
+        engine.stats = EngineStats()
+    assert eventually(lambda: all(state["waiting"] == 0 for state in shared.states()))
+    return shared
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Replicas]:
+    with started(Replicas(tmp_path)) as replicas:
+        yield replicas
+
+
+class Asked:
+    """A whole answer that a thread requests during the `with` block."""
+
+    def __init__(self, replicas: Replicas, **fields: Any) -> None:
+        self.response: requests.Response
+        self._thread = threading.Thread(target=self._ask, args=(replicas, fields))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join()
+
+    def _ask(self, replicas: Replicas, fields: dict[str, Any]) -> None:
+        self.response = replicas.complete(**fields)
+
+    @property
+    def text(self) -> str:
+        return str(self.response.json()["choices"][0]["text"])
+
+
+# ---- where requests go
+
+
+def test_prompts_with_a_common_prefix_go_to_one_replica(kept: Replicas) -> None:
+    before = kept.metric('tidegate_routed_requests_total{reason="prefix"}')
+    prefix = "x" * 4 * BLOCK_TOKENS
+    for number in range(6):
+        assert kept.complete(prefix + str(number)).status_code == 200
+    assert sorted(kept.counts()) == [0, 6]
+    assert kept.metric('tidegate_routed_requests_total{reason="prefix"}') == before + 5
+
+
+def test_all_choices_of_a_prompt_go_to_one_replica(kept: Replicas) -> None:
+    assert kept.complete("y" * 100, n=5).status_code == 200
+    assert sorted(kept.counts()) == [0, 5]
+
+
+def test_a_session_stays_on_its_replica(kept: Replicas) -> None:
+    for number in range(6):
+        kept.complete(f"session {number}" * 10, headers={"X-Session-ID": "abc"})
+    assert sorted(kept.counts()) == [0, 6]
+    assert kept.metric('tidegate_routed_requests_total{reason="session"}') == 5
+
+
+def test_a_busy_replica_is_avoided(kept: Replicas) -> None:
+    kept.engines[0].stats = EngineStats(waiting=50, waiting_tokens=90_000)
+    assert eventually(lambda: kept.states()[0]["waiting"] == 50)
+    for number in range(4):
+        kept.complete(f"busy {number}" * 20)
+    assert kept.counts() == [0, 4]
+
+
+# ---- refusals
+
+
+def test_a_request_that_a_full_replica_refuses_is_sent_to_another(kept: Replicas) -> None:
+    before = kept.metric('tidegate_moved_requests_total{cause="refused"}')
+    kept.engines[0].script = lambda generate: FULL.info()
+    answers = [kept.complete(f"{number:x}" * 100) for number in range(16)]
+    assert [answer.status_code for answer in answers] == [200] * 16
+    assert kept.counts()[0] > 0
+    refused = kept.metric('tidegate_moved_requests_total{cause="refused"}')
+    assert refused == before + kept.counts()[0]
+
+
+def test_if_all_refuse_the_client_gets_the_shortest_wait(kept: Replicas) -> None:
+    waits = iter([9, 3])
+    for engine in kept.engines:
+        wait_s = next(waits)
+        engine.script = lambda g, wait_s=wait_s: Overloaded("full", retry_after_s=wait_s).info()  # type: ignore[misc]
+    refused = kept.complete()
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "3")
+    assert kept.counts() == [1, 1]
+
+
+def test_a_standing_refusal_is_repeated_only_if_all_replicas_refuse(two: Replicas) -> None:
+    standing = Overloaded("full", retry_after_s=1, stands_s=60).info()
+    for engine in two.engines:
+        engine.script = lambda generate: standing
+    assert two.complete().status_code == 429
+    assert two.complete().status_code == 429
+    assert two.counts() == [1, 1]
+
+
+def test_what_every_replica_would_refuse_is_sent_to_one(kept: Replicas) -> None:
+    for engine in kept.engines:
+        engine.script = lambda g: ErrorInfo(code="invalid_request", message="no", param="prompt")
+    assert kept.complete().status_code == 400
+    assert sorted(kept.counts()) == [0, 1]
+
+
+# ---- losses
+
+
+def test_a_stream_continues_on_another_replica_from_its_tokens(two: Replicas) -> None:
+    for engine in two.engines:
+        engine.script = stuck_after(5)
+    with Asked(two, temperature=1.0) as asked:
+        assert eventually(lambda: sum(two.counts()) == 1)
+        owner = two.engines[two.counts().index(1)]
+        (other,) = [engine for engine in two.engines if engine is not owner]
+        owner.await_steps(8)
+        other.script = continued
+        owner.kill()
+        other.await_generates(1)
+    assert asked.text == TEXT
+    before, after = owner.generates[0], other.generates[0]
+    assert after.answer is not None
+    assert bytes(after.answer.tolist()).decode() == TEXT[:5]
+    assert after.prompt == before.prompt
+    assert after.params == before.params
+    assert after.params.seed is not None
+    usage = asked.response.json()["usage"]
+    assert usage["completion_tokens"] == len(TEXT) + 1
+    assert two.metric('tidegate_moved_requests_total{cause="continued"}') == 1
+
+
+def test_a_request_without_tokens_is_sent_again(two: Replicas) -> None:
+    for engine in two.engines:
+        engine.is_paused = True
+    with Asked(two) as asked:
+        assert eventually(lambda: sum(two.counts()) == 1)
+        owner = two.engines[two.counts().index(1)]
+        for engine in two.engines:
+            engine.is_paused = False
+            engine.script = continued
+        owner.is_paused = True
+        owner.kill()
+    assert asked.text == TEXT
+
+
+def test_requests_wait_for_a_replica_if_none_is_ready(two: Replicas) -> None:
+    for engine in two.engines:
+        engine.script = stuck_after(3)
+    with Asked(two) as asked:
+        assert eventually(lambda: sum(two.counts()) == 1)
+        owner = two.engines[two.counts().index(1)]
+        owner.await_steps(6)
+        for engine in two.engines:
+            engine.kill()
+        assert eventually(lambda: not any(state["ready"] for state in two.states()))
+        with ScriptedEngine(owner.address, continued) as again:
+            again.await_generates(1)
+            asked.__exit__()
+    assert asked.text == TEXT
+
+
+def test_a_request_is_given_up_if_no_replica_becomes_ready(tmp_path: Path) -> None:
+    with started(Replicas(tmp_path, failover_s=0.5)) as two:
+        for engine in two.engines:
+            engine.script = stuck_after(3)
+        with Asked(two) as asked:
+            assert eventually(lambda: sum(two.counts()) == 1)
+            two.engines[two.counts().index(1)].await_steps(6)
+            for engine in two.engines:
+                engine.kill()
+        assert asked.response.status_code == 503
+        assert "no other engine was ready" in asked.response.text
+
+
+def test_a_request_that_ends_its_engines_is_given_up(tmp_path: Path) -> None:
+    count = MAX_LOSSES + 1
+    with started(Replicas(tmp_path, count)) as replicas:
+        for engine in replicas.engines:
+            engine.script = stuck_after(1)
+        with Asked(replicas) as asked:
+            for losses in range(1, count):
+                assert eventually(lambda: sum(replicas.counts()) == losses)  # noqa: B023
+                (owner,) = [e for e in replicas.engines if e.generates and e._thread.is_alive()]
+                owner.await_steps(3)
+                owner.kill()
+        assert asked.response.status_code == 503
+        assert f"{MAX_LOSSES} engines were lost" in asked.response.text
+        assert sum(replicas.counts()) == MAX_LOSSES
+
+
+def test_an_aborted_request_is_not_continued(two: Replicas) -> None:
+    for engine in two.engines:
+        engine.script = stuck_after(3)
+        engine.ignores_aborts = True
+    with Asked(two, request_id="abc") as asked:
+        assert eventually(lambda: sum(two.counts()) == 1)
+        owner = two.engines[two.counts().index(1)]
+        owner.await_steps(6)
+        label = owner.generates[0].labels[0]
+        answer = two.gateway.post("/inference/v1/abort_requests", {"request_ids": [label]})
+        assert answer.status_code == 200
+    assert asked.response.status_code in (200, 503)
+    assert sum(two.counts()) == 1
+
+
+# ---- changes of the list
+
+
+def test_replicas_can_be_added_and_removed(two: Replicas, tmp_path: Path) -> None:
+    first, second = two.engines
+    with ScriptedEngine(f"ipc://{tmp_path}/new", continued) as new:
+        new.stats = EngineStats()
+        two.write_list([second, new])
+        assert eventually(
+            lambda: [s["address"] for s in two.states()] == [second.address, new.address]
+        )
+        assert eventually(lambda: first.goodbyes == 1)
+        two.await_ready(2)
+        for number in range(16):
+            assert two.complete(f"{number:x}" * 100).status_code == 200
+        assert not first.generates
+        assert new.generates
+
+
+def test_a_replica_that_left_the_list_finishes_its_requests(two: Replicas) -> None:
+    for engine in two.engines:
+        engine.is_paused = True
+    with Asked(two) as asked:
+        assert eventually(lambda: sum(two.counts()) == 1)
+        owner = two.engines[two.counts().index(1)]
+        two.write_list([engine for engine in two.engines if engine is not owner])
+        assert eventually(lambda: "gets no new requests" in two.gateway.log)
+        owner.is_paused = False
+    assert asked.text == TEXT
+    assert eventually(lambda: owner.goodbyes == 1)
+
+
+def test_a_request_is_not_continued_with_another_model(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, failover_s=0.5)
+    replicas.engines[1].card = scripted_card(digest="another")
+    with started(replicas):
+        for engine in replicas.engines:
+            engine.script = stuck_after(3)
+        with Asked(replicas) as asked:
+            assert eventually(lambda: replicas.counts() == [1, 0])
+            replicas.engines[0].await_steps(6)
+            replicas.engines[0].kill()
+        assert asked.response.status_code == 503
+        assert replicas.counts() == [1, 0]
