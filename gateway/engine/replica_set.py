@@ -143,7 +143,10 @@ class ReplicaSet:
         is_usable = client.is_ready and not replica.is_retired
         if is_usable and replica.epoch != client.epoch:
             self._forget(replica)
-            replica.epoch, replica.number = client.epoch, self.router.add(client.address)
+            limits = client.limits
+            assert limits is not None
+            size = limits.num_blocks * limits.block_tokens if limits.prefix_cache else 0
+            replica.epoch, replica.number = client.epoch, self.router.add(client.address, size)
             self._by_number[replica.number] = replica
         if replica.number is not None:
             self.router.set_usable(replica.number, is_usable=is_usable)

@@ -375,7 +375,11 @@ class ReplicatedClient:
         num_cached = len(request.prompt) if is_repeated else decision.num_cached
         request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
         self._replicas.router.on_sent(
-            request.hashes, decision.replica, request.num_uncached, session=request.session
+            request.hashes,
+            decision.replica,
+            request.num_uncached,
+            prompt_tokens=len(request.prompt),
+            session=request.session,
         )
         request.unanswered = self._replicas.router.loads[decision.replica]
         namespace = request.options.get("namespace", "")

@@ -1,9 +1,9 @@
 """Chooses a replica for each prompt: the one that probably holds its prefix, unless it is too busy.
 
 A replica computes a prompt faster if its prefix cache holds the start of the prompt. The router
-remembers to which replica it sent which prefixes. It cannot know what a replica has evicted since,
-nor what other gateway processes have sent. So the result is a hint: a wrong guess costs time, and
-never changes an answer.
+imitates each replica's cache: it remembers which prefixes it sent there, and forgets the least
+recently used ones when their tokens exceed the size of the cache. It cannot know what other gateway
+processes have sent. So the result is a hint: a wrong guess costs time, and never changes an answer.
 
 A prefix is known by a chained hash over its namespace and token ids. Hashes are taken at block
 boundaries whose distances grow with the position: four per doubling, as a longer prefix may be
@@ -40,7 +40,7 @@ NUM_SAMPLED = 4
 """How many replicas, chosen at random, are compared in addition to those that hold the prefix, if
 there are more than SCAN_LIMIT. Two would avoid most hot spots ("power of two choices")."""
 MAX_HOLDERS = 4
-"""Most replicas that are remembered for one prefix: the latest ones."""
+"""Most replicas that are compared because they hold a prefix: the latest ones that got it."""
 BOUNDARIES_PER_DOUBLING = 4
 
 _HASH_BYTES = 8
@@ -130,14 +130,63 @@ class ReplicaLoad:
         self.queued_tokens = load.queued_tokens
 
 
+class _ImitatedCache:
+    """The prefixes that a replica's cache probably holds, and their sizes.
+
+    capacity   size of the cache in tokens
+    """
+
+    __slots__ = ("_capacity", "_num_tails", "_tokens", "entries")
+
+    def __init__(self, capacity: int) -> None:
+        #: Digest of a prefix -> its tokens that no shorter entry counts; in the order of their last
+        #: use. The ends of prompts, which are not looked up, have numbers instead of digests.
+        self.entries: OrderedDict[bytes | int, int] = OrderedDict()
+        self._capacity = capacity
+        self._tokens = 0
+        self._num_tails = 0
+
+    def add(self, hashes: Sequence[PrefixHash], num_tokens: int) -> list[bytes]:
+        """Add a prompt of `num_tokens` tokens. Return its digests that were not there.
+
+        Of one prompt, the cache evicts the end first. So the longest prefix is added first.
+        """
+        entries, new = self.entries, []
+        tail = num_tokens - (hashes[-1].num_tokens if hashes else 0)
+        if tail > 0:
+            self._num_tails += 1
+            entries[self._num_tails] = tail
+            self._tokens += tail
+        for place in range(len(hashes) - 1, -1, -1):
+            end, digest = hashes[place]
+            if digest in entries:
+                entries.move_to_end(digest)
+            else:
+                size = end - (hashes[place - 1].num_tokens if place else 0)
+                entries[digest] = size
+                self._tokens += size
+                new.append(digest)
+        return new
+
+    def evict(self, max_entries: int) -> list[bytes]:
+        """Remove the least recently used entries that do not fit. Return their digests."""
+        entries, gone = self.entries, []
+        while self._tokens > self._capacity or len(entries) > max_entries:
+            digest, size = entries.popitem(last=False)
+            self._tokens -= size
+            if isinstance(digest, bytes):
+                gone.append(digest)
+        return gone
+
+
 class PrefixRouter:
     """The prefixes that each replica probably holds, and the choice of a replica for a prompt.
 
     A replica has a number, which is never given to another one: a replica that was restarted has an
     empty cache and gets a new number.
 
-    max_entries   most prefixes that are remembered; the least recently used are forgotten
-    max_sessions  most sessions that are remembered, likewise
+    max_entries   most prefixes that are remembered, of all replicas together
+    max_sessions  most sessions that are remembered; the least recently used are forgotten
     seed          of the random choice among more than SCAN_LIMIT replicas
     """
 
@@ -146,7 +195,9 @@ class PrefixRouter:
     ) -> None:
         self.loads: dict[int, ReplicaLoad] = {}
         self._max_entries, self._max_sessions = max_entries, max_sessions
-        self._holders: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._caches: dict[int, _ImitatedCache] = {}
+        #: Digest of a prefix -> the replicas that probably hold it, the latest first.
+        self._holders: dict[bytes, tuple[int, ...]] = {}
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._salts: dict[int, int] = {}
         #: The usable replicas, and the place of each in that list.
@@ -159,20 +210,23 @@ class PrefixRouter:
         """Return the number of remembered prefixes."""
         return len(self._holders)
 
-    def add(self, name: str) -> int:
+    def add(self, name: str, cache_tokens: int = 1 << 40) -> int:
         """Add a replica, which is not usable yet. Return its number.
 
-        name   identifies the replica to all gateway processes, such as its address
+        name           identifies the replica to all gateway processes, such as its address
+        cache_tokens   size of its prefix cache in tokens
         """
         number, self._next_number = self._next_number, self._next_number + 1
         self.loads[number] = ReplicaLoad(name)
+        self._caches[number] = _ImitatedCache(cache_tokens)
         salt = blake2b(name.encode(), digest_size=_HASH_BYTES).digest()
         self._salts[number] = int.from_bytes(salt)
         return number
 
     def remove(self, replica: int) -> None:
-        """Remove a replica. Its prefixes are forgotten as they are looked up or grow old."""
+        """Remove a replica, and forget its prefixes."""
         self.set_usable(replica, is_usable=False)
+        self._forget(replica, [d for d in self._caches.pop(replica).entries if type(d) is bytes])
         del self.loads[replica], self._salts[replica]
 
     def set_usable(self, replica: int, *, is_usable: bool) -> None:
@@ -234,30 +288,38 @@ class PrefixRouter:
         return RoutingDecision(best, num_cached, "prefix" if num_cached else "load")
 
     def on_sent(
-        self, hashes: Sequence[PrefixHash], replica: int, num_tokens: int, *, session: str = ""
+        self,
+        hashes: Sequence[PrefixHash],
+        replica: int,
+        num_uncached: int,
+        *,
+        prompt_tokens: int = 0,
+        session: str = "",
     ) -> None:
         """Remember that a prompt was sent to `replica`, which will therefore hold its prefixes.
 
-        num_tokens   tokens of the prompt that are probably not cached; see `ReplicaLoad.on_sent`
+        num_uncached    tokens of the prompt that are probably not cached; see `ReplicaLoad.on_sent`
+        prompt_tokens   length of the prompt, whose end takes space in the cache as well
         """
-        self.loads[replica].on_sent(num_tokens)
-        holders, alone = self._holders, (replica,)
-        for _, digest in hashes:
-            known = holders.get(digest)
-            if known is None:
-                holders[digest] = alone
-                continue
-            holders.move_to_end(digest)
-            if known[0] != replica:
-                others = [r for r in known if r != replica and r in self.loads]
-                holders[digest] = (replica, *others[: MAX_HOLDERS - 1])
-        while len(holders) > self._max_entries:
-            holders.popitem(last=False)
+        self.loads[replica].on_sent(num_uncached)
+        cache, holders = self._caches[replica], self._holders
+        for digest in cache.add(hashes, prompt_tokens):
+            holders[digest] = (replica, *holders.get(digest, ())[: MAX_HOLDERS - 1])
+        self._forget(replica, cache.evict(self._max_entries // len(self._caches)))
         if session:
             self._sessions[session] = replica
             self._sessions.move_to_end(session)
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
+
+    def _forget(self, replica: int, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            known = self._holders.get(digest, ())
+            left = tuple([other for other in known if other != replica])
+            if left:
+                self._holders[digest] = left
+            else:
+                self._holders.pop(digest, None)
 
     def _find(self, hashes: Sequence[PrefixHash], exclude: Collection[int]) -> dict[int, int]:
         """Return replica -> number of tokens of the longest prefix that it probably holds, for the

@@ -14,7 +14,8 @@ import pytest
 
 from tests.benchmarks.memory_slope import measure
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
-from tests.support.tiny_checkpoint import write_roomy_llama
+from tests.support.tiny_checkpoint import FITTING, write_babbling_llama, write_roomy_llama
+from tests.torture.failover import failover_rows
 from tests.torture.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.torture.signals import (
     CELLS,
@@ -156,3 +157,12 @@ def test_every_cell_has_an_expected_result_that_is_checked() -> None:
 def test_only_the_death_of_the_gateway_process_may_break_streams_off() -> None:
     breaks = {(cell.victim, cell.signal) for cell in CELLS if fate_of(cell).breaks}
     assert breaks == {(GATEWAY, KILL), (GATEWAY, STOP)}
+
+
+def test_streams_of_a_killed_replica_end_as_they_would_have_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_babbling_llama(tmp_path_factory.mktemp("babbling"), **FITTING)
+    ways = ("kill engine", "kill worker")
+    for row in failover_rows(folder, "auto", ways, runs=1, streams=24, seed=3):
+        assert not row.complaints(SLACK), row

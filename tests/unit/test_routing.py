@@ -38,7 +38,7 @@ def send(made: PrefixRouter, tokens: list[int], namespace: str = "", session: st
     found = hashes(tokens, namespace)
     decision = made.choose(found, session=session)
     assert decision is not None
-    made.on_sent(found, decision.replica, len(tokens), session=session)
+    made.on_sent(found, decision.replica, len(tokens), prompt_tokens=len(tokens), session=session)
     made.loads[decision.replica].on_answered(len(tokens), is_accepted=True)
     made.loads[decision.replica].on_report(EngineLoad(0, 0, 0))
     return decision.replica
@@ -168,14 +168,45 @@ def test_a_refused_request_does_not_count() -> None:
 # ---- bounds
 
 
+def known(made: PrefixRouter, token: int) -> int:
+    """Return how many tokens of a prompt of equal tokens some replica probably holds."""
+    decision = made.choose(hashes([token] * 4 * BLOCK))
+    assert decision is not None
+    return decision.num_cached
+
+
 def test_the_least_recently_used_prefixes_are_forgotten() -> None:
-    made = router(max_entries=4)
-    send(made, [1] * 2 * BLOCK)
-    send(made, [2] * 2 * BLOCK)
-    send(made, [1] * 2 * BLOCK)
-    send(made, [3] * 2 * BLOCK)
-    assert len(made) == 4
-    assert [made.choose(hashes([n] * 2 * BLOCK)).num_cached for n in (1, 2, 3)] == [32, 0, 32]  # type: ignore[union-attr]
+    made = router(1, max_entries=8)
+    for token in (1, 2, 1, 3):
+        send(made, [token] * 4 * BLOCK)
+    assert len(made) == 8
+    assert [known(made, token) for token in (1, 2, 3)] == [64, 0, 64]
+
+
+def test_what_a_cache_cannot_hold_is_forgotten_from_its_end() -> None:
+    made = PrefixRouter()
+    made.set_usable(made.add("small", cache_tokens=10 * BLOCK), is_usable=True)
+    for token in (1, 2, 1, 3):
+        send(made, [token] * 4 * BLOCK)
+    assert [known(made, token) for token in (1, 2, 3)] == [64, 32, 64]
+
+
+def test_the_ends_of_prompts_take_space_as_well() -> None:
+    made = PrefixRouter()
+    made.set_usable(made.add("small", cache_tokens=10 * BLOCK), is_usable=True)
+    send(made, [1] * 4 * BLOCK)
+    for token in range(2, 9):
+        send(made, [token] * (BLOCK - 1))  # no full block
+    assert known(made, 1) == 48
+
+
+def test_a_removed_replica_leaves_nothing_behind() -> None:
+    made = router(2)
+    for token in range(20):
+        send(made, [token] * 64)
+    made.remove(0)
+    made.remove(1)
+    assert len(made) == 0
 
 
 def test_a_prefix_remembers_only_its_latest_replicas() -> None:
