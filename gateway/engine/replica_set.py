@@ -34,7 +34,7 @@ has just been lost is sent to another one."""
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class ConnectedReplica:
     """One engine, and what the router knows of it."""
 
     client: ZmqEngineClient
@@ -66,12 +66,12 @@ class ReplicaSet:
         #: replaced by ones with another model, requests for the old model stay on the old ones.
         self.digest = ""
         self._engines, self._new_client = engines, new_client
-        self._replicas: dict[str, Replica] = {}  # by address
-        self._by_number: dict[int, Replica] = {}
+        self._replicas: dict[str, ConnectedReplica] = {}  # by address
+        self._by_number: dict[int, ConnectedReplica] = {}
         self._numerics = PairedNumerics("replicas")
         self._compared: dict[str, ModelCard] = {}  # address -> the card that was compared last
         #: A replica that serves `digest`; the last one while none is usable.
-        self._first: Replica | None = None
+        self._first: ConnectedReplica | None = None
         #: Numbers of the usable replicas with another model than `digest`.
         self._others: frozenset[int] = frozenset()
         self._refreshed_at = float("-inf")
@@ -87,7 +87,7 @@ class ReplicaSet:
         for replica in self._replicas.values():
             replica.client.close()
 
-    def update_list(self, in_use: Collection[Replica | None]) -> None:
+    def update_list(self, in_use: Collection[ConnectedReplica | None]) -> None:
         """Connect to engines that are new in the list, and leave those that are not in it any more.
 
         in_use   the replicas with open requests, which are left later
@@ -97,7 +97,7 @@ class ReplicaSet:
             replica = self._replicas.get(address)
             if replica is None:
                 client = self._new_client(address)
-                replica = self._replicas[address] = Replica(client)
+                replica = self._replicas[address] = ConnectedReplica(client)
                 client.on_load = partial(self._on_load, replica)
                 if self._is_started:
                     log.info("a new replica: %s", address)
@@ -137,7 +137,7 @@ class ReplicaSet:
             r.number for r in usable if r.number is not None and r.digest != self.digest
         )
 
-    def _update(self, replica: Replica) -> bool:
+    def _update(self, replica: ConnectedReplica) -> bool:
         """Update a replica in the router. Return whether it is usable."""
         client = replica.client
         is_usable = client.is_ready and not replica.is_retired
@@ -156,27 +156,27 @@ class ReplicaSet:
             self._numerics.add(f"the replica {client.address}", card)
         return is_usable
 
-    def _forget(self, replica: Replica) -> None:
+    def _forget(self, replica: ConnectedReplica) -> None:
         """Remove a replica from the router."""
         if replica.number is not None:
             self.router.remove(replica.number)
             del self._by_number[replica.number]
             replica.number = None
 
-    def _on_load(self, replica: Replica, load: EngineLoad) -> None:
+    def _on_load(self, replica: ConnectedReplica, load: EngineLoad) -> None:
         if replica.number is not None:
             self.router.loads[replica.number].on_report(load)
 
-    def __iter__(self) -> Iterator[Replica]:
+    def __iter__(self) -> Iterator[ConnectedReplica]:
         """Iterate over all replicas, in the order of the list."""
         return iter(self._replicas.values())
 
-    def get(self, number: int) -> Replica:
+    def get(self, number: int) -> ConnectedReplica:
         """Return the replica with this number in the router."""
         return self._by_number[number]
 
     @property
-    def usable(self) -> list[Replica]:
+    def usable(self) -> list[ConnectedReplica]:
         return [self._by_number[number] for number in self.router.usable]
 
     @property
@@ -259,7 +259,7 @@ class ReplicaSet:
             return set(self._others)
         return {number for number in self.router.usable if self._by_number[number].digest != digest}
 
-    def part_of(self, account: Account, replica: Replica) -> Account:
+    def part_of(self, account: Account, replica: ConnectedReplica) -> Account:
         """Return the account with the part of its limits that this usable replica enforces."""
         numbers = sorted(self.router.usable)
         assert replica.number is not None

@@ -39,7 +39,7 @@ from gateway.engine.failover import (
     FailoverState,
     usage_after_moves,
 )
-from gateway.engine.replica_set import Replica, ReplicaSet
+from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
 from gateway.engine.routing import (
     PrefixHash,
     Reason,
@@ -84,7 +84,7 @@ MIN_TIMEOUT_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _ReplicatedRequest:
     """A caller's open request."""
 
     #: The number that `generate` returned to the caller.
@@ -100,7 +100,7 @@ class _Request:
     digest: str
     failover: Failover = field(default_factory=Failover)
     #: The replica that has the request, and the request's number there.
-    replica: Replica | None = None
+    replica: ConnectedReplica | None = None
     inner: int = 0
     #: The load of that replica, if it has not answered the request yet, and what it counts.
     unanswered: ReplicaLoad | None = None
@@ -115,9 +115,15 @@ class _Request:
     refusal: Report | None = None
     #: Whether `abort_by_label` has named the request, so that it must not be moved.
     is_stopped: bool = False
+    #: Whether it was therefore ended here, because no replica had it.
+    has_been_stopped: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     stranded_at: float = 0.0
     on_freed: Callable[[], None] | None = None
+
+    @property
+    def labels(self) -> set[str]:
+        return set(self.options.get("labels", []))
 
 
 class ReplicatedClient:
@@ -143,7 +149,7 @@ class ReplicatedClient:
         self._replicas = ReplicaSet(engines, new_client)
         self._failover_s = failover_s
         self._on_routed, self._on_moved = on_routed, on_moved
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _ReplicatedRequest] = {}
         self._next_number = 1
         #: The last prompt, its namespace, and where it was sent, for its other choices.
         self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
@@ -246,7 +252,7 @@ class ReplicatedClient:
         if params.seed is None:  # an engine would draw one that no other engine knows
             params = replace(params, seed=secrets.randbits(63))
         namespace, session = options.get("namespace", ""), options.pop("session", "")
-        request = _Request(
+        request = _ReplicatedRequest(
             number=self._next_number,
             prompt=ids,
             params=params,
@@ -262,7 +268,7 @@ class ReplicatedClient:
         self._requests[request.number] = request
         return request.number
 
-    def _unplaced_error(self, request: _Request) -> ServingError:
+    def _unplaced_error(self, request: _ReplicatedRequest) -> ServingError:
         """Return the error of a new request that was sent to no replica."""
         if isinstance(request.refusal, Refused):
             return error_from(request.refusal.error)
@@ -290,17 +296,18 @@ class ReplicatedClient:
         if (trouble := self.trouble()) is not None and not self._requests:
             raise trouble
         aborted: set[str] = set()
-        named = set(labels)
-        for request in list(self._requests.values()):
-            if own := named.intersection(request.options.get("labels", [])):
-                request.is_stopped = True
-                if request.failover.state is FailoverState.STRANDED:
-                    aborted |= own
-                    self._stop(request)
+        named = [r for r in self._requests.values() if not r.labels.isdisjoint(labels)]
+        for request in named:
+            request.is_stopped = True
+            if request.failover.state is FailoverState.STRANDED:
+                self._stop(request)
         for replica in list(self._replicas):
             if replica.client.session.is_ready:
                 with contextlib.suppress(EngineError):  # a lost engine has no open requests
                     aborted.update(replica.client.abort_by_label(labels).aborted)
+        for request in named:
+            if request.has_been_stopped:
+                aborted |= request.labels
         return Aborted(
             request=0,
             aborted=[label for label in labels if label in aborted],
@@ -309,7 +316,7 @@ class ReplicatedClient:
 
     # ---- choosing a replica
 
-    def _place(self, request: _Request) -> bool:
+    def _place(self, request: _ReplicatedRequest) -> bool:
         """Send the request to the best replica that was not tried. Return False if none takes it.
 
         This is also called in gevent's hub, so it does not block.
@@ -334,7 +341,7 @@ class ReplicatedClient:
             return True
         return False
 
-    def _choose(self, request: _Request) -> RoutingDecision | None:
+    def _choose(self, request: _ReplicatedRequest) -> RoutingDecision | None:
         if request.num_losses:
             excluded = self._replicas.unfit_to_continue(request.digest)
         else:
@@ -354,7 +361,9 @@ class ReplicatedClient:
             self._on_routed(found.reason)
         return found
 
-    def _options_for(self, request: _Request, replica: Replica, now: float) -> RoutedOptions:
+    def _options_for(
+        self, request: _ReplicatedRequest, replica: ConnectedReplica, now: float
+    ) -> RoutedOptions:
         """Return the options for this replica: with its part of the account's limits, the time that
         is left, and the answer so far if another replica had accepted the request."""
         options: RoutedOptions = {**request.options}
@@ -370,7 +379,7 @@ class ReplicatedClient:
                 options["answer"] = Int32.of(request.answer)
         return options
 
-    def _note_sent(self, request: _Request, decision: RoutingDecision) -> None:
+    def _note_sent(self, request: _ReplicatedRequest, decision: RoutingDecision) -> None:
         is_repeated = self._last is not None and self._last[0] is request.prompt
         num_cached = len(request.prompt) if is_repeated else decision.num_cached
         request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
@@ -387,13 +396,13 @@ class ReplicatedClient:
 
     # ---- events
 
-    def _answered(self, request: _Request, *, is_accepted: bool) -> None:
+    def _answered(self, request: _ReplicatedRequest, *, is_accepted: bool) -> None:
         """Update the load of the replica that the request was sent to."""
         load, request.unanswered = request.unanswered, None
         if load is not None:
             load.on_answered(request.num_uncached, is_accepted=is_accepted)
 
-    def _on_report(self, request: _Request, report: Report) -> None:
+    def _on_report(self, request: _ReplicatedRequest, report: Report) -> None:
         """Handle a report of the replica that has the request."""
         if type(report) is Output:
             if report.finish is None:
@@ -412,7 +421,7 @@ class ReplicatedClient:
             self._answered(request, is_accepted=False)
             self._on_refused(request, report)
 
-    def _on_tokens(self, request: _Request, output: Output) -> None:
+    def _on_tokens(self, request: _ReplicatedRequest, output: Output) -> None:
         if output.usage is not None:
             output = self._merged(request, output)
             request.first_usage = request.first_usage or output.usage
@@ -422,7 +431,7 @@ class ReplicatedClient:
         else:
             self._on_event(request, FailoverEvent.TOKENS, output)
 
-    def _merged(self, request: _Request, output: Output) -> Output:
+    def _merged(self, request: _ReplicatedRequest, output: Output) -> Output:
         """Return `output` with the usage of a request that was moved."""
         if output.usage is None or not request.num_losses:
             return output
@@ -431,7 +440,7 @@ class ReplicatedClient:
             output, usage=usage_after_moves(output.usage, request.first_usage, elapsed_s)
         )
 
-    def _on_refused(self, request: _Request, refused: Refused) -> None:
+    def _on_refused(self, request: _ReplicatedRequest, refused: Refused) -> None:
         replica, is_accepted = request.replica, request.failover.state is FailoverState.MOVED
         assert replica is not None
         if request.options.get("is_first", True):
@@ -448,7 +457,7 @@ class ReplicatedClient:
         request.refusal = _shorter_wait(request.refusal, refused)
         self._on_event(request, FailoverEvent.BUSY)
 
-    def _on_loss(self, request: _Request, output: Output) -> None:
+    def _on_loss(self, request: _ReplicatedRequest, output: Output) -> None:
         """Move the request of a replica that was lost."""
         replica = request.replica
         request.num_losses += 1
@@ -464,12 +473,13 @@ class ReplicatedClient:
         else:
             self._on_event(request, FailoverEvent.LOST)
 
-    def _stop(self, request: _Request) -> None:
+    def _stop(self, request: _ReplicatedRequest) -> None:
         """End a request that was aborted by label and that no replica has."""
+        request.has_been_stopped = True
         end = Output(request=request.number, finish="abort")
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
-    def _give_up(self, request: _Request, why: str) -> None:
+    def _give_up(self, request: _ReplicatedRequest, why: str) -> None:
         end = Output(
             request=request.number,
             finish="error",
@@ -478,7 +488,7 @@ class ReplicatedClient:
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
     def _on_event(
-        self, request: _Request, event: FailoverEvent, report: Report | None = None
+        self, request: _ReplicatedRequest, event: FailoverEvent, report: Report | None = None
     ) -> None:
         """Change the request's state and perform the action that follows."""
         action = request.failover.on(event)
@@ -496,7 +506,7 @@ class ReplicatedClient:
             case FailoverAction.FREE if request.on_freed is not None:
                 request.on_freed()
 
-    def _move(self, request: _Request, event: FailoverEvent) -> None:
+    def _move(self, request: _ReplicatedRequest, event: FailoverEvent) -> None:
         """Send the request to another replica."""
         was_open = request.failover.state is FailoverState.MOVED
         if self._place(request):

@@ -213,6 +213,7 @@ class ScriptedEngine:
     num_steps        steps made
     num_early        requests that gateways refused from their cache, as their pings report
     goodbyes         number of Goodbyes received
+    ignored          types of the messages received while the engine was silent
     kept, released   handles of all KeepKV and ReleaseKV messages
     """
 
@@ -232,6 +233,7 @@ class ScriptedEngine:
     num_steps: int = 0
     num_early: int = 0
     goodbyes: int = 0
+    ignored: list[type] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
@@ -251,7 +253,7 @@ class ScriptedEngine:
         remain."""
         for name, value in self._first.items():
             setattr(self, name, value)
-        for recorded in (self.generates, self.aborts, self.kept, self.released):
+        for recorded in (self.generates, self.aborts, self.ignored, self.kept, self.released):
             recorded.clear()
         self.goodbyes = 0
 
@@ -326,9 +328,10 @@ class ScriptedEngine:
 
     def _receive(self) -> None:
         client, *frames = self._socket.recv_multipart()
-        if self.is_silent:
-            return
         message = self._decoder.decode(frames)
+        if self.is_silent:
+            self.ignored.append(type(message))
+            return
         match message:
             case Hello():
                 answer = self._welcome() if self.welcomes else Loading(elapsed_s=self.loading_s)
