@@ -48,6 +48,25 @@ def test_a_minutes_requests_may_come_in_one_burst():
     assert [limited.request(1000.0, requests_per_minute=3) for _ in range(4)][2:] == [None, 20.0]
 
 
+@pytest.mark.parametrize(
+    "limit", [{"requests_per_minute": 5}, {"tokens_per_minute": 50}, {"concurrency": 5}]
+)
+def test_several_engines_together_admit_the_limit(limit: dict[str, int]) -> None:
+    num_accepted = 0
+    for part in range(3):
+        limited = Accounts()
+        account = Account(name="alice", part=part, parts=3, **limit)
+        for num_open in range(60):
+            try:
+                limited.check(account, num_open, is_first=True)
+            except LimitReached as error:
+                assert f"{next(iter(limit.values()))}" in str(error)  # the limit, not the part
+                break
+            limited.charge_request(account, 10, is_first=True)
+            num_accepted += 1
+    assert num_accepted in (5, 6)  # a bucket with a few tokens left admits one more prompt
+
+
 def test_an_hour_admits_the_limit_and_at_most_one_burst_more():
     limited = LimitedAccounts()
     num_accepted = sum(
