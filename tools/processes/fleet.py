@@ -65,7 +65,7 @@ NEXT_PHASE = {
     (ModelPhase.WAITING, ModelEvent.ADMIT): ModelPhase.LOADING,
     (ModelPhase.WAITING, ModelEvent.CANCEL): ModelPhase.UNLOADED,
     (ModelPhase.LOADING, ModelEvent.READY): ModelPhase.READY,
-    (ModelPhase.LOADING, ModelEvent.CANCEL): ModelPhase.DRAINING,
+    (ModelPhase.LOADING, ModelEvent.YIELD): ModelPhase.YIELDING,
     (ModelPhase.LOADING, ModelEvent.EXITED): ModelPhase.UNLOADED,
     (ModelPhase.LOADING, ModelEvent.FAILED): ModelPhase.FAILED,
     (ModelPhase.READY, ModelEvent.LOST): ModelPhase.LOADING,
@@ -278,12 +278,10 @@ class Fleet:
         model.is_wanted = False
         if model.phase is ModelPhase.WAITING:
             self._queue.remove(model)
-        if model.phase is ModelPhase.READY:
+            self._change(model, ModelEvent.CANCEL)
+        elif model.phase in (ModelPhase.LOADING, ModelPhase.READY):
             self._yield(model)
         model.is_stopped = model.phase is ModelPhase.YIELDING
-        was_loading = model.phase is ModelPhase.LOADING
-        if self._change(model, ModelEvent.CANCEL) and was_loading:
-            return [DrainModel(name), *self._advance(now)]
         return self._advance(now)
 
     def on_report(self, gateway: int, report: ReportUse, now: float) -> list[FleetAction]:

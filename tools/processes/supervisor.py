@@ -68,7 +68,7 @@ STOPPED_S = 3.0
 
 class SupervisorPhase(Enum):
     STARTING = auto()  # children run; not ready yet; limited by start_timeout_s
-    SERVING = auto()  # each group has a child that is ready; ends with a failure or a signal
+    SERVING = auto()  # was ready; ends with a failure or a signal
     RESTARTING = auto()  # a child is being restarted, as in STARTING; the others serve
     FOLLOWING = auto()  # a child was drained from outside; the other children are draining
     DRAINING = auto()  # the children drain one after the other
@@ -183,6 +183,13 @@ class Supervisor:
     def is_stopping(self) -> bool:
         return self.phase not in UNSTOPPED
 
+    @property
+    def is_awaiting_readiness(self) -> bool:
+        """Whether `on_ready` should be called: whether something is not ready that will be."""
+        return self.phase in (SupervisorPhase.STARTING, SupervisorPhase.RESTARTING) or any(
+            self._in_states(ChildState.STARTING)
+        )
+
     def state(self, child: str) -> ChildState:
         return self._children[child].state
 
@@ -193,8 +200,8 @@ class Supervisor:
     def on_ready(
         self, ready: Iterable[str] | None = None, *, is_ready: bool = True
     ) -> list[Action]:
-        """Enter the phase SERVING, if each group has a child that is ready, unless the server is
-        stopping. Call this whenever more is ready, at the start and after each restart.
+        """Enter the phase SERVING, if all children are ready at the start, or one of each group
+        later, unless the server is stopping. Call this whenever more is ready.
 
         ready      the children that are ready now; None: all that run
         is_ready   whether the server accepts requests
@@ -207,13 +214,8 @@ class Supervisor:
                     actions.append(LogAction(f"{name} is ready"))
                 child.change(ChildEvent.READY)
                 child.failure = ""
-        if self.phase is SupervisorPhase.SERVING or not (is_ready and self._each_group_serves()):
-            return actions
-        deadline = self._phase_deadline
-        if self._transition(SupervisorEvent.READY):
+        if is_ready and not self._is_waiting() and self._transition(SupervisorEvent.READY):
             self._phase_deadline = None
-            for child in self._in_states(ChildState.STARTING):
-                child.deadline = child.deadline or deadline
         return actions
 
     def on_exit(self, exit: ProcessExit, now: float) -> list[Action]:
@@ -336,14 +338,14 @@ class Supervisor:
         """Return whether the server continues without `child`."""
         return bool(self._others(child)) or child.group in self._optional
 
-    def _each_group_serves(self) -> bool:
-        """Return whether each group has a child that is ready, or needs none. After the start,
-        optional groups do not count."""
+    def _is_waiting(self) -> bool:
+        """Return whether the server is not ready yet: whether a child is missing at the start, or
+        all children of a group later. Optional groups do not count then."""
+        coming = self._in_states(ChildState.STARTING, ChildState.WAITING)
+        if self.phase is SupervisorPhase.STARTING:
+            return bool(coming)
         ready = {child.group for child in self._in_states(ChildState.READY)}
-        wanted = {child.group for child in self._in_states(ChildState.STARTING, ChildState.WAITING)}
-        if self.phase is not SupervisorPhase.STARTING:
-            wanted.difference_update(self._optional)
-        return wanted <= ready
+        return any(child.group not in ready | {*self._optional} for child in coming)
 
     # ---- exits while the server runs
 
