@@ -62,6 +62,7 @@ COMMANDS = {
     "ps": "list servers, and processes and sockets left behind",
     "stop": "stop servers and remove what was left behind",
     "replay": "replay a journal",
+    "restart": "restart the engines of a server one after the other, while it serves",
     "drain": "stop an engine after its open requests finish",
     "engine": "start one engine of a cluster, without a gateway",
     "doctor": "check whether this machine can run a server",

@@ -56,7 +56,7 @@ def test_each_engine_is_drained_and_replaced_before_the_next() -> None:
     assert bench.advance() == []
 
 
-@pytest.mark.parametrize("state", [DOWN, WAITING])
+@pytest.mark.parametrize("state", [DOWN, WAITING, STARTING])
 def test_a_successor_that_fails_ends_the_roll_and_the_others_are_left_alone(
     state: ChildState,
 ) -> None:

@@ -19,7 +19,7 @@ from tools.processes.actions import (
 )
 from tools.processes.child_states import NEXT_STATE, ChildEvent, ChildState
 from tools.processes.restart_policy import MAX_DELAY_S, RestartPolicy
-from tools.processes.supervisor import GRACE_S, STOPPED_S, Supervisor, SupervisorPhase
+from tools.processes.supervisor import STOP_S, STOPPED_S, Supervisor, SupervisorPhase
 
 GATEWAY, FIRST, SECOND = "gateway", "engine 1", "engine 2"
 REPLICAS = {FIRST: "engine", SECOND: "engine"}
@@ -232,12 +232,17 @@ def test_a_replica_is_not_the_last_one_while_another_is_replaced() -> None:
     assert serves(supervisor)
 
 
-def test_a_retired_child_that_does_not_drain_in_time_is_killed() -> None:
+def test_a_retired_child_that_does_not_drain_in_time_ends_its_requests_and_is_killed() -> None:
     supervisor = replicas()
     supervisor.retire(FIRST, 5.0)
-    actions = supervisor.tick(5.0 + DRAIN_S + GRACE_S)
+    actions = supervisor.tick(5.0 + DRAIN_S)
+    assert actions == [
+        LogAction("engine 1 did not finish in 30 s; its open requests are ended"),
+        SendSignal(FIRST, SIGQUIT),
+    ]
+    actions = supervisor.tick(5.0 + DRAIN_S + STOP_S)
     assert no_logs(actions) == [SendSignal(FIRST, SIGKILL)]
-    assert complaints(actions) == ["engine 1 did not stop in time and will be killed"]
+    assert complaints(actions) == ["engine 1 did not finish in 30 s and will be killed"]
     assert supervisor.on_exit(killed(FIRST), 41.0) == []
     assert serves(supervisor)
 

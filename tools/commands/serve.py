@@ -108,6 +108,8 @@ CHECKED = (
 )
 """Fields of GatewayConfig whose values only the gateway's code can check."""
 CHECK_TIMEOUT_S = 60
+REPLICAS = "the engines"
+"""The group of the engines of --replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,8 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 
 
 def engine_commands(plan: Plan, lock: int) -> list[Command]:
-    return [engine_command(name, engine, lock) for name, engine in plan.engines.items()]
+    group = REPLICAS if plan.serve.replicas > 1 else ""
+    return [engine_command(name, each, lock, group=group) for name, each in plan.engines.items()]
 
 
 def gateway_command(plan: Plan, lock: int) -> Command:
@@ -223,11 +226,13 @@ def gateway_command(plan: Plan, lock: int) -> Command:
     )
 
 
-def engine_command(name: str, engine: EngineConfig, lock: int) -> Command:
+def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "") -> Command:
     config = msgspec.json.encode(engine).decode()
     return Command(
         name,
         module_command("engine_core", "--config", config),
+        group=group,
+        address=engine.address,
         keeps_open=[lock],
         exit_code=ExitCode.ENGINE_LOST,
         exit_codes=ENGINE_EXIT_CODES,
@@ -367,12 +372,14 @@ def _serve(
 
     return supervise(
         commands(plan, lock=lock),
-        WebServer(plan.url, plan.key, waits_for_all=plan.serve.split or plan.serve.replicas > 1),
+        WebServer(plan.url, plan.key),
         terminal,
         started=children,
         start_timeout_s=plan.serve.start_timeout_s,
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,
+        replica_restarts=plan.serve.restart_limit,
+        control_directory=plan.directory,
         on_started=log_start,
         on_listening=lambda: terminal.log(
             f"listening at {plan.url}" + ("; the model is loading" if plan.engines else "")

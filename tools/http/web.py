@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -20,24 +21,25 @@ class ServerReadiness:
     """The readiness that a server reports."""
 
     is_ready: bool
-    #: Name of the model, if the server is ready.
+    #: Name of the model, if the server was ready.
     model: str | None = None
     #: Epochs of its engines. A restarted engine has a new epoch.
     epochs: frozenset[str] = frozenset()
+    #: Address -> epoch of each engine that is ready; None if the server has one engine only, whose
+    #: address it does not report.
+    engines: Mapping[str, str] | None = None
 
 
 class WebServer:
     """A client of one HTTP server.
 
-    url             "http://host:port", with an optional path prefix
-    key             API key that is sent with every request; "": none
-    waits_for_all   whether the server counts as ready only if all its engines are ready
+    url   "http://host:port", with an optional path prefix
+    key   API key that is sent with every request; "": none
 
     Raises Failure if the URL is malformed.
     """
 
-    def __init__(self, url: str, key: str = "", *, waits_for_all: bool = False) -> None:
-        self._waits_for_all = waits_for_all
+    def __init__(self, url: str, key: str = "") -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Failure(f"--url {url!r}: must start with http:// or https://", exit_code=2)
@@ -46,6 +48,7 @@ class WebServer:
         self._address = (parts.hostname, port_of(parts, url))
         self._path = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._model: str | None = None  # the first model, once it was ready
 
     def connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -88,14 +91,19 @@ class WebServer:
         if answer is None:
             return None
         status, body = answer
-        if status != http.client.OK:
-            return ServerReadiness(is_ready=False)
+        is_ready = status == http.client.OK
+        if is_ready:
+            self._model = self._model or self.first_model()
         states = [state for _, state in engine_states(body)]
-        if self._waits_for_all and not all(state["ready"] for state in states):
-            return ServerReadiness(is_ready=False)
-        states = states or [json.loads(body).get("engine", {})]
-        epochs = frozenset(state["epoch"] for state in states if state.get("epoch"))
-        return ServerReadiness(is_ready=True, model=self.first_model(), epochs=epochs)
+        engines = {each["address"]: each["epoch"] for each in states if each["ready"]}
+        one = _json_object(body).get("engine", {}).get("epoch")
+        epochs = engines.values() if states else [one] * bool(is_ready and one)
+        return ServerReadiness(
+            is_ready=is_ready,
+            model=self._model,
+            epochs=frozenset(epochs),
+            engines=engines if states else None,
+        )
 
     def first_model(self) -> str | None:
         """Return the name of the server's first model; None if no model server answers. Raises
@@ -118,9 +126,17 @@ def no_server(server: WebServer) -> Failure:
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Return the role and state of each engine in the body of /readyz: "replica", "prefill" or
     "decode". The list is empty if the server has only one engine."""
-    facts = json.loads(body) if body else {}
+    facts = _json_object(body)
     fields = {"replicas": "replica", "prefill": "prefill", "decode": "decode"}
     return [(role, state) for field, role in fields.items() for state in facts.get(field, [])]
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """Return the object in `body`; an empty one if `body` is no JSON object."""
+    with contextlib.suppress(ValueError):
+        facts = json.loads(body)
+        return facts if isinstance(facts, dict) else {}
+    return {}
 
 
 def local_url(host: str, port: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from protocol.control import FromSupervisor
 from protocol.exit_codes import KILLED, ExitCode
 
 
@@ -74,7 +75,16 @@ class EndServer:
     cause: str = field(default="", compare=False)
 
 
-Action = LogAction | StartProcess | SendSignal | KillProcess | EndServer
+@dataclass(frozen=True, slots=True)
+class SendReply:
+    """The action to send a message on a connection to the control socket."""
+
+    #: Number of the connection.
+    connection: int
+    message: FromSupervisor
+
+
+Action = SendReply | LogAction | StartProcess | SendSignal | KillProcess | EndServer
 
 
 @dataclass(frozen=True, slots=True)

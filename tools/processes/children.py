@@ -45,6 +45,10 @@ class Command:
     name: str
     #: The program and its arguments.
     arguments: Sequence[str]
+    #: The group of an engine: engines of one group replace each other. "": a group of its own.
+    group: str = ""
+    #: Address of an engine, as the gateways report it; "" for other processes.
+    address: str = ""
     #: Variables added to the supervisor's environment.
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Working directory; None: the supervisor's.

@@ -209,6 +209,10 @@ class Fleet:
 
     # ---- what others see
 
+    @property
+    def models(self) -> list[str]:
+        return list(self._models)
+
     def phase(self, model: str) -> ModelPhase:
         return self._models[model].phase
 

@@ -120,7 +120,7 @@ class RollingRestart:
             return self._start() if state is ChildState.DOWN else []
         if state is ChildState.READY:
             return [self._progress("ready"), *self._next(states, now)]
-        if state is ChildState.STARTING:
+        if state is ChildState.STARTING and not failures[self.engine]:
             return []
         return self._fail(failures[self.engine] or f"{self.engine} was stopped")
 

@@ -272,7 +272,8 @@ class Supervisor:
         if self.is_stopping or child.state in (ChildState.DOWN, ChildState.RETIRING):
             return []
         was_alive, child.comes_back = child.is_alive, comes_back
-        child.change(ChildEvent.RETIRE, now + self._drain_s + GRACE_S if was_alive else None)
+        child.killed_because = ""
+        child.change(ChildEvent.RETIRE, now + self._drain_s if was_alive else None)
         return [SendSignal(name, signal.SIGTERM)] if was_alive else []
 
     def tick(self, now: float) -> list[Action]:
@@ -421,16 +422,22 @@ class Supervisor:
         return actions
 
     def _kill_late(self, now: float) -> list[Action]:
-        """Kill the children that have not started or drained by their own deadline."""
+        """Stop the children that have not started or drained by their own deadline. One that drains
+        first sends its clients an error, so that other replicas can continue their requests."""
         actions: list[Action] = []
         for child in self._in_states(ChildState.STARTING, ChildState.RETIRING):
             if child.deadline is None or child.deadline > now:
                 continue
-            child.killed_because = (
-                f"{child.name} did not stop in time"
-                if child.state is ChildState.RETIRING
-                else f"{child.name} was not ready after {self._start_timeout_s:g} s"
-            )
+            if child.state is ChildState.STARTING:
+                child.killed_because = (
+                    f"{child.name} was not ready after {self._start_timeout_s:g} s"
+                )
+            elif not child.killed_because:
+                child.killed_because = f"{child.name} did not finish in {self._drain_s:g} s"
+                child.deadline = now + STOP_S
+                log = LogAction(f"{child.killed_because}; its open requests are ended")
+                actions += [log, SendSignal(child.name, signal.SIGQUIT)]
+                continue
             child.deadline = None
             log = LogAction(f"{child.killed_because} and will be killed", is_failure=True)
             actions += [log, SendSignal(child.name, signal.SIGKILL)]

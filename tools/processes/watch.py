@@ -1,8 +1,8 @@
 """The loop around the supervisor: reports events to it, and performs the actions that it returns.
 
 The loop itself decides nothing. One `select` waits for a signal, a child's exit, a child's output,
-a change of readiness, and the supervisor's deadline. Once a second the loop checks for stopped
-processes (SIGSTOP). Signal handlers only wake up the loop.
+a change of readiness, a request on the control socket, and the next deadline. Once a second the
+loop checks for stopped processes (SIGSTOP). Signal handlers only wake up the loop.
 """
 
 from __future__ import annotations
@@ -11,96 +11,30 @@ import contextlib
 import selectors
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self
+from pathlib import Path
 
-from tools.http.web import ServerReadiness
 from tools.processes.actions import (
     Action,
     EndServer,
     KillProcess,
     LogAction,
+    SendReply,
     SendSignal,
     StartProcess,
 )
 from tools.processes.children import Child, Command
+from tools.processes.control_server import ControlServer
+from tools.processes.control_service import ControlService
+from tools.processes.fleet import Fleet, ModelPhase
+from tools.processes.readiness import ChildReadiness, ReadinessPoller, ReadinessProbe
 from tools.processes.restart_policy import RestartPolicy
 from tools.processes.supervisor import Supervisor, SupervisorPhase
 from tools.terminal import Terminal
 
-PROBE_EVERY_S = 0.1
 CHECK_EVERY_S = 1.0
-LISTENING, READY = b"l", b"r"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class ReadinessProbe(Protocol):
-    """The interface of a server that `ReadinessPoller` polls."""
-
-    def readiness(self) -> ServerReadiness | None:
-        """Return whether the server is ready; None if it does not answer. A thread calls this
-        several times a second."""
-
-
-class ReadinessPoller:
-    """Polls the server, in a thread of its own, until it is ready.
-
-    changes   socket that receives LISTENING when the server first answers, and READY when it is
-              ready, also after each restart
-    model     name of the served model; set before READY is sent
-    """
-
-    def __init__(self, server: ReadinessProbe) -> None:
-        self.model: str | None = None
-        self._server = server
-        self._epochs: frozenset[str] = frozenset()  # epochs of the engines at the last READY
-        self.changes, self._sender = socket.socketpair()
-        self._is_closed = False
-        self._is_needed = threading.Event()
-        self._stop_waiting = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="readiness", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._is_needed.set()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._is_closed = True
-        self._stop_waiting.set()
-        self._is_needed.set()
-        self._thread.join()
-        self.changes.close()
-        self._sender.close()
-
-    def restart(self, *, is_engine: bool) -> None:
-        """Poll again after a process was restarted, until READY is sent once more.
-
-        is_engine   whether an engine was restarted. Then the gateway may still report the old
-                    engine as ready, so only an answer with a new epoch counts
-        """
-        if not is_engine:
-            self._epochs = frozenset()
-        self._is_needed.set()
-
-    def _run(self) -> None:
-        has_answered = False
-        while not self._is_closed:
-            self._is_needed.wait()
-            if self._stop_waiting.wait(PROBE_EVERY_S):
-                return
-            answer = self._server.readiness()
-            if answer is not None and not has_answered:
-                has_answered = True
-                self._sender.send(LISTENING)
-            if answer is None or not answer.is_ready:
-                continue
-            if not self._epochs or answer.epochs != self._epochs:
-                self.model, self._epochs = answer.model, answer.epochs
-                self._is_needed.clear()
-                self._sender.send(READY)
 
 
 def handled_stop_signals() -> list[signal.Signals]:
@@ -134,7 +68,10 @@ def stop_signals() -> Iterator[socket.socket]:
 class Watch:
     """Performs a supervisor's actions on real processes, until an action is EndServer.
 
+    commands       the processes of the server. Those that are not among `children` start later
     wakeups        socket that receives the numbers of stop signals
+    control        answers the requests on the control socket
+    directory      directory of the control socket; None: the server has none
     on_listening   is called once, when the server first answers
     on_ready       is called once, when the server is ready for the first time
     """
@@ -147,6 +84,8 @@ class Watch:
         *,
         wakeups: socket.socket,
         readiness: ReadinessPoller,
+        control: ControlService,
+        directory: Path | None,
         terminal: Terminal,
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
@@ -156,12 +95,16 @@ class Watch:
         self._children = {child.name: child for child in children}
         self._wakeups = wakeups
         self._readiness = readiness
+        self._ready = ChildReadiness({command.name: command.address for command in commands})
+        self._control = control
         self._terminal = terminal
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._check_at = time.monotonic()
         self._lost_at = 0.0
+        self._is_listening = False
         self._last_line = ""  # the last line that we logged; "" if a child has printed since
+        self._was_started = set(self._children)  # names of children that were started at least once
         #: Exited child whose own children may still run -> the time at which they are killed.
         self._reap_at: dict[str, float] = {}
         self._selector = selectors.DefaultSelector()
@@ -169,10 +112,18 @@ class Watch:
         self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
         for child in children:
             self._register(child)
+        self._server: ControlServer | None = None
+        if directory is not None:
+            self._server = ControlServer(
+                directory,
+                self._selector,
+                on_request=lambda number, each: control.on_request(number, each, time.monotonic()),
+                on_closed=lambda number: control.on_closed(number, time.monotonic()),
+            )
 
     def run(self) -> int:
         """Run until the server has ended, and return the exit code."""
-        with self._selector:
+        try:
             while True:
                 for key, _ in self._selector.select(self._timeout()):
                     if key.fd not in self._selector.get_map():
@@ -185,10 +136,17 @@ class Watch:
                 if code is not None:
                     return code
                 self._check_stopped(now)
+                if not self._supervisor.is_awaiting_readiness:
+                    self._readiness.pause()
+        finally:
+            if self._server is not None:
+                self._server.close()
+            self._selector.close()
 
     def _timeout(self) -> float:
-        deadline = self._supervisor.deadline
-        times = [self._check_at, *self._reap_at.values(), *([] if deadline is None else [deadline])]
+        deadlines = (self._supervisor.deadline, self._control.deadline)
+        times = [self._check_at, *self._reap_at.values()]
+        times += [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(times) - time.monotonic())
 
     def _check_stopped(self, now: float) -> None:
@@ -248,14 +206,16 @@ class Watch:
         return actions
 
     def _receive_readiness(self) -> list[Action]:
-        actions: list[Action] = []
-        for change in self._readiness.changes.recv(8):
-            phase = self._supervisor.phase
-            if change == LISTENING[0] and phase is SupervisorPhase.STARTING:
+        self._readiness.changes.recv(64)
+        answer, before = self._readiness.latest, self._supervisor.phase
+        assert answer is not None
+        if not self._is_listening:
+            self._is_listening = True
+            if before is SupervisorPhase.STARTING:
                 self._on_listening()
-            elif change == READY[0]:
-                actions += self._supervisor.on_ready()
-                self._report_ready(phase)
+        ready = self._ready.ready(answer)
+        actions = self._supervisor.on_ready(ready, is_ready=answer.is_ready)
+        self._report_ready(before)
         return actions
 
     def _report_ready(self, before: SupervisorPhase) -> None:
@@ -267,30 +227,39 @@ class Watch:
             self._terminal.log(f"ready again, after {time.monotonic() - self._lost_at:.1f} s")
 
     def _start(self, name: str) -> None:
-        command = self._commands[name]
-        child = self._children[name] = Child(command)
+        self._ready.on_start(name)
+        child = self._children[name] = Child(self._commands[name])
         self._register(child)
-        self._readiness.restart(is_engine=not command.restarts_children)
-        self._terminal.log(f"{name} started again (pid {child.pid})")
+        self._readiness.restart()
+        again = " again" if name in self._was_started else ""
+        self._was_started.add(name)
+        self._terminal.log(f"{name} started{again} (pid {child.pid})")
 
     def _perform(self, actions: Sequence[Action]) -> int | None:
-        """Perform the actions. Return the exit code if the server ends, else None."""
-        for action in actions:
-            match action:
-                case LogAction(text, is_failure):
-                    (self._terminal.fail if is_failure else self._terminal.log)(text)
-                    self._last_line = text
-                case StartProcess(child):
-                    self._start(child)
-                case SendSignal(child, number):
-                    self._children[child].send(number)
-                case KillProcess(child, pid):
-                    self._children[child].kill(pid)
-                case EndServer(code, cause):
-                    if cause and cause != self._last_line:
-                        self._terminal.fail(cause)
-                    return code
-        return None
+        """Perform the actions, and those that follow from them. Return the exit code if the server
+        ends, else None."""
+        while True:
+            for action in actions:
+                match action:
+                    case LogAction(text, is_failure):
+                        (self._terminal.fail if is_failure else self._terminal.log)(text)
+                        self._last_line = text
+                    case StartProcess(child):
+                        self._start(child)
+                    case SendSignal(child, number):
+                        self._children[child].send(number)
+                    case KillProcess(child, pid):
+                        self._children[child].kill(pid)
+                    case SendReply(connection, message):
+                        if self._server is not None:
+                            self._server.send(connection, message)
+                    case EndServer(code, cause):
+                        if cause and cause != self._last_line:
+                            self._terminal.fail(cause)
+                        return code
+            actions = self._control.advance(time.monotonic())
+            if not actions:
+                return None
 
 
 def supervise(
@@ -302,6 +271,9 @@ def supervise(
     start_timeout_s: float,
     drain_s: float,
     max_restarts: int = 0,
+    replica_restarts: int = 0,
+    fleet: Fleet | None = None,
+    control_directory: Path | None = None,
     on_started: Callable[[Sequence[Child]], None],
     on_listening: Callable[[], None],
     on_ready: Callable[[str | None], None],
@@ -315,23 +287,35 @@ def supervise(
     start_timeout_s   time until the server must be ready
     drain_s           time that each process has to finish its open requests
     max_restarts      limit of a `RestartPolicy`
+    replica_restarts  the same for each engine that another one of its group replaces meanwhile
+    fleet             models that are loaded and unloaded while the server runs, if any. The engines
+                      of a model are the group with its name. Those of models that are not loaded
+                      are not started
+    control_directory run directory for the control socket; None: there is none
     on_started        is called once, after the processes were started
     on_listening      is called once, when the server first answers
     on_ready          is called once, with the model's name, when the server is first ready
     """
-    names = [command.name for command in commands]
+    groups = {each.name: each.group for each in commands if each.group}
+    models = {} if fleet is None else {name: fleet.phase(name) for name in fleet.models}
+    at_start = [each for each in commands if models.get(each.group) is not ModelPhase.UNLOADED]
     with stop_signals() as wakeups:
         supervisor = Supervisor(
-            names,
+            [command.name for command in commands],
             time.monotonic(),
             start_timeout_s=start_timeout_s,
             drain_s=drain_s,
             restarts=RestartPolicy(max_restarts),
             restarts_children=[each.name for each in commands if each.restarts_children],
+            groups=groups,
+            replica_restarts=replica_restarts,
+            optional=models,
+            unloaded=[each.name for each in commands if each not in at_start],
         )
         running = {child.name: child for child in started}
-        children = [running.get(command.name) or Child(command) for command in commands]
+        children = [running.get(command.name) or Child(command) for command in at_start]
         on_started(children)
+        control = ControlService(supervisor, groups, fleet=fleet, timeout_s=start_timeout_s)
         with ReadinessPoller(server) as readiness:
             return Watch(
                 supervisor,
@@ -339,6 +323,8 @@ def supervise(
                 children,
                 wakeups=wakeups,
                 readiness=readiness,
+                control=control,
+                directory=control_directory,
                 terminal=terminal,
                 on_listening=on_listening,
                 on_ready=lambda: on_ready(readiness.model),
