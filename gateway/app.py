@@ -188,7 +188,9 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
 def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
     """Return the functions that get the record of the current request: access log and tracing."""
     logs = service.config.log_requests and not is_probe
-    listeners: list[Callable[[RequestRecord], None]] = [access_log.log_request] if logs else []
+    names_model = len(service.hosts) > 1
+    log_request = partial(access_log.log_request, names_model=names_model)
+    listeners: list[Callable[[RequestRecord], None]] = [log_request] if logs else []
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
         listeners.append(partial(service.tracing.export, carrier))

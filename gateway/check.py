@@ -53,7 +53,7 @@ def check_model() -> int:
         try_tokenizer(card.tokenizer, trial)
     except ValueError as error:
         return _refused(error, ExitCode.BAD_MODEL)
-    return _check_formats(card, config) if config.names_formats else ExitCode.OK
+    return _check_formats(card, config) if config.hosted[0].names_formats else ExitCode.OK
 
 
 def _check_formats(card: ModelCard, config: GatewayConfig) -> int:
@@ -66,7 +66,7 @@ def _check_formats(card: ModelCard, config: GatewayConfig) -> int:
     limits = limits_without_engine(card.context_tokens)
     code = ExitCode.USAGE
     try:
-        options = ModelOptions.from_config(config, templates)
+        options = ModelOptions.from_config(config.hosted[0], templates)
         code = ExitCode.BAD_MODEL
         ServedModel.from_card(card, limits, options, templates)
     except ValueError as error:

@@ -54,6 +54,8 @@ class RequestContext:
         #: The WSGI environment. It holds the client's socket.
         self.environ = environ
         self.timeline = Timeline()
+        #: Main name of the model that the request uses; "" if it uses none or its name is unknown.
+        self.model = ""
         #: Fields of the body that had no effect. They are listed in a header and in the response.
         self.ignored: list[str] = []
         #: The choices of an inference request; None for other requests.
@@ -64,7 +66,7 @@ class RequestContext:
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._is_probe = is_probe
-        self._on_close = on_close
+        self._on_close = list(on_close)
         self._is_closed = False
 
     def start_inference(self, group: ChoiceGroup) -> None:
@@ -80,6 +82,10 @@ class RequestContext:
         """
         members = {"ignored_params": self.ignored or None, "effective": effective}
         return {name: value for name, value in members.items() if value is not None}
+
+    def call_on_close(self, listener: Callable[[RequestRecord], None]) -> None:
+        """Call `listener` with the request's record when the request has ended."""
+        self._on_close.append(listener)
 
     def close(self, status: int) -> None:
         """Record the end of the request, with its HTTP status. Later calls have no effect."""
@@ -98,6 +104,7 @@ class RequestContext:
             route=self._route,
             status=status,
             key=self.caller.name,
+            model=self.model,
             is_probe=self._is_probe,
         )
         self._metrics.count(record)

@@ -2,7 +2,7 @@
 card, and the refusals that still hold.
 
 The service has a `ModelHost` for each model. A request looks its host up once, by name, and keeps
-the result as a `ModelUse` until its end.
+the result as a `ModelUse` until its end. If the model is not loaded, the request waits for it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,43 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import gevent
+from gevent.event import Event
 from gevent.lock import Semaphore
 
 from gateway.context import RequestContext
 from gateway.engine.base import EngineClient
+from gateway.engine.control import SupervisorLink
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.generation.group import ClientGone
+from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
-from protocol.config.gateway import GatewayConfig
-from protocol.errors import EngineNotReady, ServingError
+from protocol.config.gateway import ModelConfig
+from protocol.control import LoadState
+from protocol.errors import EngineNotReady, NoEngine, QueueTimeout, ServingError, TimedOut
 from protocol.messages import Account, Limits
-from protocol.model_card import ModelCard, read_card
+from protocol.model_card import ModelCard, SamplingDefaults, read_card
 
 log = logging.getLogger(__name__)
+
+SLEEP_POLL_S = 0.05
+"""Interval at which `ModelHost.sleep` checks whether the model is unloaded."""
 
 
 class ModelHost:
     """One model that this process serves.
 
     engine            the client for the model's engines; the host starts and closes it
+    link              the connection to the supervisor, which loads and unloads the model; None:
+                      its engines run all the time
+    end_of_service    returns the error of all new requests if this process shuts down, or None
     describe_writing  returns in words how this process writes streams, for the log
     on_unservable     called if the first model that the engine reports cannot be served
 
@@ -41,10 +56,12 @@ class ModelHost:
 
     def __init__(
         self,
-        config: GatewayConfig,
+        config: ModelConfig,
         engine: EngineClient,
         templates: TemplateProcesses,
         *,
+        link: SupervisorLink | None = None,
+        end_of_service: Callable[[], ServingError | None],
         describe_writing: Callable[[], str],
         on_unservable: Callable[[ValueError], None],
     ) -> None:
@@ -52,6 +69,11 @@ class ModelHost:
         self.options = ModelOptions.from_config(config, templates)
         self.engine = engine
         self._templates = templates
+        self._link = link
+        self._key = config.supervised_name  # the model's name in the supervisor
+        if link is not None:
+            link.loads.add(self._key, is_unloaded=config.load == "first-use")
+        self._end_of_service = end_of_service
         self._describe_writing = describe_writing
         self._on_unservable = on_unservable
         self._preparing = Semaphore(1)
@@ -61,6 +83,10 @@ class ModelHost:
         self._served: ServedModel | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
+        self._created_at = int(time.time())
+        #: Set when something has changed for requests that wait. Then it is replaced by a new one.
+        self._changed = Event()
+        self._num_waiting = 0
 
     def start(self) -> None:
         """Start the trial of the tokenizer, if one is needed, and the engine client. Call this
@@ -75,18 +101,79 @@ class ModelHost:
 
     # ---- the model
 
-    def model(self) -> ServedModel:
-        """Return the served model. Raises EngineNotReady, EngineLost or Draining if it cannot be
-        served now."""
-        trouble = self.trouble()
-        if trouble is not None:
-            raise trouble
-        return self._current_model()
+    @property
+    def name(self) -> str:
+        """The main name of the model: its first served name, or else the name in the model card; ""
+        while that is unknown."""
+        if self.config.served_name:
+            return self.config.served_name[0]
+        return self._served.names[0] if self._served is not None else ""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names of the model, the main one first; empty while they are unknown."""
+        return self.config.served_name or (self._served.names if self._served else ())
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the model has become available since the start."""
+        return self._served is not None
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model that was prepared last, whether its engine still runs or not."""
+        return self._served
+
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether the model's engines do not run, or will be stopped."""
+        return self._unloaded_state() is not None
+
+    def facts(self) -> ListedModel | None:
+        """Return the facts about the model for a list of models. Before its engine has reported it,
+        they come from the card of the expected model; without one the result is None."""
+        served = self._served
+        if served is not None:
+            root, max_len, created_at = served.card.name, served.limits.max_len, served.created_at
+            defaults, output_format = served.defaults, served.output_format
+        elif self._expected is not None:
+            card, max_len, created_at = *self._expected, self._created_at
+            root, defaults, output_format = card.name, self.options.defaults_of(card), None
+        else:
+            return None
+        names = self.names or [root]
+        return ListedModel(names, root, self.state, created_at, max_len, defaults, output_format)
+
+    @cached_property
+    def _expected(self) -> tuple[ModelCard, int] | None:
+        """The card of the expected model, and the length of its longest request; None if it is not
+        known."""
+        if not self.config.expected_card:
+            return None
+        file = read_card(self.config.expected_card)
+        return file.card, file.max_len
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the model should be loaded now, so that the server is not ready without it: it is
+        loaded at the start, and nothing has unloaded it."""
+        return self.config.load == "start" and self._unloaded_state() is None
+
+    @property
+    def state(self) -> str:
+        """The state for operators: "ready" if requests are served now. Otherwise a `LoadState` of
+        `protocol.control`."""
+        if self.trouble() is None:
+            return "ready"
+        if (state := self._unloaded_state()) is not None:
+            return state
+        last = self._link.loads.state(self._key) if self._link is not None else None
+        return "failed" if last is not None and last.state == "failed" else "loading"
 
     def trouble(self) -> ServingError | None:
-        """Return the error that every request for this model would get now, or None if requests can
-        be served. If the engine has reported a new model, prepare it first."""
-        trouble = self.engine.trouble()
+        """Return the error that every request for this model would get now if it did not wait, or
+        None if requests can be served. If the engine has reported a new model, prepare it first."""
+        trouble = self._unloaded_error() or self.engine.trouble()
         if trouble is not None:
             why = f"the engine is not ready: {trouble.message}"
             return type(trouble)(why, retry_after_s=trouble.retry_after_s or 1)
@@ -96,15 +183,118 @@ class ModelHost:
             return EngineNotReady("the engine's model cannot be served by this gateway")
         return None
 
-    @property
-    def has_served(self) -> bool:
-        """Whether the model has become available since the start."""
-        return self._served is not None
+    def _unloaded_state(self) -> LoadState | None:
+        """Return the model's state if its engines are stopped or will be; otherwise None."""
+        return self._link.loads.unloaded_state(self._key) if self._link is not None else None
+
+    def _unloaded_error(self) -> ServingError | None:
+        """Return why no request may be given to the engines, whatever their own state is."""
+        if self._link is None:
+            return None
+        if self._link.loads.state(self._key) is None:
+            return EngineNotReady("the supervisor has not reported the state of the model yet")
+        if (state := self._unloaded_state()) is not None:
+            return EngineNotReady(f"the model is {state}")
+        return None
+
+    # ---- uses
+
+    def use(self, context: RequestContext, limits: WaitLimits) -> ModelUse:
+        """Return the use of the model by a request. It lasts until the context is closed, and until
+        then the supervisor does not unload the model.
+
+        If the model is not loaded, have it loaded, and wait. Raises the error that every request
+        would get if the model is not one that requests wait for. Raises EngineNotReady if it cannot
+        be loaded or takes too long, QueueTimeout, TimedOut, Draining or ClientGone.
+        """
+        context.model = self.name
+        waited_s = 0.0
+        if (trouble := self._refusal()) is not None:
+            started_at = time.monotonic()
+            self._await_model(trouble, limits, context.environ)
+            waited_s = time.monotonic() - started_at
+        # Nothing may switch greenlets between the check of the state and this.
+        if self._link is not None:
+            loads = self._link.loads
+            loads.open(self._key)
+            context.call_on_close(lambda record: loads.close(self._key))
+        model = self._current_model()
+        context.model = model.names[0]
+        return ModelUse(self, model, waited_s)
+
+    def poll(self) -> None:
+        """Prepare a new model before the first request, and wake up the requests that wait if they
+        may continue. Call this several times a second."""
+        refusal = self._refusal()
+        if refusal is None or self._end_of_service() is not None:
+            self.on_change()
+
+    def on_change(self) -> None:
+        """Have the requests that wait check the state again."""
+        if self._num_waiting:
+            changed, self._changed = self._changed, Event()
+            changed.set()
+
+    def _await_model(
+        self, trouble: ServingError, limits: WaitLimits, environ: Mapping[str, Any]
+    ) -> None:
+        """Return as soon as the model is available. `trouble` is why it is not."""
+        link = self._link
+        if link is None or not link.loads.keeps_requests(self._key) or self._is_unservable:
+            raise trouble
+        log.info("a request waits until %s is loaded", self.name)
+        until, too_late = limits.deadline(self.name, time.monotonic())
+        refusals = link.loads.num_refusals(self._key)
+        is_gone = Event()
+
+        def on_hang_up() -> None:
+            is_gone.set()
+            self.on_change()
+
+        hang_up = HangUp(environ, on_hang_up)
+        self._num_waiting += 1
+        link.loads.keep(self._key)
+        try:
+            while (problem := self._refusal()) is not None:
+                if is_gone.is_set():
+                    raise ClientGone
+                if self._end_of_service() is not None or self._is_unservable:
+                    raise problem
+                if link.loads.num_refusals(self._key) != refusals:
+                    raise link.loads.refusal(self._key)
+                changed = self._changed
+                link.request_load(self._key)
+                if not changed.wait(max(0.0, until - time.monotonic())):
+                    raise too_late
+        finally:
+            self._num_waiting -= 1
+            link.loads.release(self._key)
+            hang_up.close()
+
+    def _refusal(self) -> ServingError | None:
+        """Return why no request may be given to the model's engines now, or None."""
+        refusal = self._end_of_service() or self.trouble()
+        if refusal is None and self._link is not None and not self._link.loads.accepts(self._key):
+            return EngineNotReady("the model is loading", retry_after_s=1)
+        return refusal
 
     @property
-    def name(self) -> str:
-        """The main name of the model that was prepared last, or "" if there is none."""
-        return self._served.names[0] if self._served is not None else ""
+    def _is_unservable(self) -> bool:
+        """Whether the engine's current model cannot be served by this process."""
+        return self._unservable is not None and self._unservable[0] is self.engine.model
+
+    def sleep(self) -> None:
+        """Have the supervisor unload the model, and wait until that is done. Raises EngineNotReady
+        if it refuses, or if requests have the model loaded again meanwhile."""
+        if self._link is None:
+            raise NoEngine("this gateway has no supervisor that could unload the model")
+        loads, version = self._link.loads, self._link.stop_model(self._key)
+        while loads.version < version or loads.unloaded_state(self._key) == "stopping":
+            gevent.sleep(SLEEP_POLL_S)
+        if not self.is_unloaded:
+            raise EngineNotReady(f"the model {self.name} is {self.state} again", retry_after_s=1)
+
+    # ---- preparing the model
 
     def prepare_expected(self) -> None:
         """Prepare the text side of the model that the engine is loading, if it is known. If that
@@ -198,6 +388,24 @@ class ModelHost:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedModel:
+    """The facts about a model, loaded or not, that lists of models contain."""
+
+    names: Sequence[str]
+    #: The model's own name.
+    root: str
+    #: `ModelHost.state`.
+    state: str
+    #: When this process started to serve the model, in seconds since 1970.
+    created_at: int
+    #: Most tokens of a prompt and its answer together.
+    max_len: int
+    defaults: SamplingDefaults
+    #: How answers are parsed; None if the model has not been prepared yet.
+    output_format: ModelOutputFormat | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelUse:
     """One request's use of a model, from its lookup to its end."""
 
@@ -205,3 +413,48 @@ class ModelUse:
     #: The model at the time of the lookup. The host may prepare another one later, if its engine
     #: restarts.
     model: ServedModel
+    #: Seconds that the request has waited for the model.
+    waited_s: float = 0.0
+
+    def check(self) -> None:
+        """Raise EngineNotReady if the engine has restarted with another model since the lookup,
+        because a prompt that was prepared for this one may have other tokens there."""
+        card = self.host.engine.model
+        if card is not None and card.digest != self.model.card.digest:
+            raise EngineNotReady(
+                "the engine was restarted with another model while the request was prepared",
+                retry_after_s=1,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """How long a request waits for its model, in seconds; 0: no limit."""
+
+    #: The operator's limit for loading a model.
+    load_timeout_s: float
+    #: The limits of the request itself.
+    queue_timeout_s: float = 0.0
+    timeout_s: float = 0.0
+
+    def deadline(self, name: str, now: float) -> tuple[float, ServingError]:
+        """Return the time until which a request may wait for the model `name`, and the error after
+        that."""
+        waiting = f"the model {name} was not loaded within"
+        errors: list[tuple[float, ServingError]] = [
+            (
+                self.load_timeout_s,
+                EngineNotReady(
+                    f"{waiting} {self.load_timeout_s:g} s (--load-timeout-s)", retry_after_s=10
+                ),
+            ),
+            (
+                self.queue_timeout_s,
+                QueueTimeout(
+                    f"{waiting} the queue_timeout_s of {self.queue_timeout_s:g} s", retry_after_s=10
+                ),
+            ),
+            (self.timeout_s, TimedOut(f"{waiting} the timeout_s of {self.timeout_s:g} s")),
+        ]
+        seconds, error = min((e for e in errors if e[0]), key=lambda each: each[0])
+        return now + seconds, error

@@ -21,7 +21,7 @@ from gateway.prompt.kwargs import effective_kwargs
 from gateway.prompt.render import ChatRenderer
 from gateway.prompt.template import TemplateLoader
 from gateway.text.tokenizer import Tokenizer
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import ModelConfig
 from protocol.errors import InvalidRequest
 from protocol.messages import Limits
 from protocol.model_card import ModelCard, SamplingDefaults, sampling_defaults
@@ -53,7 +53,7 @@ class ModelOptions:
     default_sampling: SamplingDefaults
 
     @classmethod
-    def from_config(cls, config: GatewayConfig, templates: TemplateLoader) -> ModelOptions:
+    def from_config(cls, config: ModelConfig, templates: TemplateLoader) -> ModelOptions:
         """Return the options in `config`, checked as far as possible without a model. Raises
         ValueError, naming the invalid option."""
         check_names(config.tool_format, config.reasoning_format)
@@ -67,6 +67,10 @@ class ModelOptions:
             reasoning_format=config.reasoning_format,
             default_sampling=sampling_defaults(config.default_sampling),
         )
+
+    def defaults_of(self, card: ModelCard) -> SamplingDefaults:
+        """Return the sampling parameters of requests that do not set them."""
+        return self.default_sampling.with_fallback(valid_defaults(card.defaults))
 
     def effective_card(self, card: ModelCard) -> ModelCard:
         """Return `card` with the operator's chat template, if there is one."""
@@ -189,7 +193,7 @@ class ServedModel:
             tokenizer=text.tokenizer,
             renderer=text.renderer,
             output_format=text.output_format,
-            defaults=options.default_sampling.with_fallback(valid_defaults(card.defaults)),
+            defaults=options.defaults_of(card),
             default_kwargs=options.template_kwargs,
             fingerprint=fingerprint_of(card),
         )

@@ -1,4 +1,4 @@
-"""The state that all routes share: the model host, metrics, keys and readiness.
+"""The state that all routes share: the hosts of the models, metrics, keys and readiness.
 
 `app.create_app` creates one `Service` per process and passes it to every view. The routes share no
 other state.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import gevent
 from gevent import get_hub
 
 from gateway.auth.keys import KeyWatch
+from gateway.context import RequestContext
 from gateway.engine.base import EngineClient, NullEngineClient, RoutedOptions
 from gateway.engine.client import ZmqEngineClient
+from gateway.engine.control import SupervisorLink
 from gateway.engine.disaggregated import DisaggregatedClient
 from gateway.engine.engine_list import EngineList
+from gateway.engine.model_loads import ModelLoads
 from gateway.engine.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
 from gateway.generation.group import ChoiceGroup
@@ -27,16 +30,16 @@ from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
 from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
-from gateway.model_host import ModelHost, ModelUse
-from gateway.observe.metrics import Metrics
+from gateway.model_host import ModelHost, ModelUse, WaitLimits
+from gateway.observe.metrics import Metrics, ModelEngines
 from gateway.observe.tracing import tracing_to
 from gateway.sandbox.clients import TemplateProcesses
 from gateway.store.database import Interrupt
 from gateway.store.runs import Persistence
 from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
-from protocol.config.gateway import GatewayConfig
-from protocol.errors import Draining, EngineLost, ServingError, UnknownModel
+from protocol.config.gateway import GatewayConfig, ModelConfig
+from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
 from protocol.sockets import engine_address
 
@@ -51,30 +54,50 @@ def offload(work: Callable[[], list[int]]) -> list[int]:
     return result_of(get_hub().threadpool, work)
 
 
-def _engine_client(config: GatewayConfig, metrics: Metrics) -> EngineClient:
-    """Return the client for the configured engines. Raises ValueError if an option is invalid."""
-    if config.card:
-        return NullEngineClient(config.card)
+def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) -> EngineClient:
+    """Return the client for the engines of a model. Raises ValueError if an option is invalid."""
+    if model.card:
+        return NullEngineClient(model.card)
     key = read_cluster_key(config.cluster_key)
     client = partial(ZmqEngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
-    if config.decode:
+    if model.decode:
         return DisaggregatedClient(
-            [client(address) for address in config.prefill],
-            [client(address) for address in config.decode],
+            [client(address) for address in model.prefill],
+            [client(address) for address in model.decode],
             min_tokens=config.split_min_tokens,
             recomputes=config.kv_on_failure == "recompute",
             on_handover=metrics.handovers.inc,
             on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
         )
-    if config.engines or config.engines_file:
+    if model.engines or model.engines_file:
         return ReplicatedClient(
-            EngineList(config.engines, config.engines_file, key),
+            EngineList(model.engines, model.engines_file, key),
             client,
             failover_s=config.failover_s,
             on_routed=lambda reason: metrics.routed.labels(reason).inc(),
             on_moved=lambda cause: metrics.moved.labels(cause).inc(),
         )
-    return client(config.engine or engine_address(config.port))
+    return client(model.engine or engine_address(config.port))
+
+
+class TimeoutFields(Protocol):
+    """The time limits in a request's body, in seconds; None: the operator's limits apply."""
+
+    @property
+    def timeout_s(self) -> float | None: ...
+    @property
+    def queue_timeout_s(self) -> float | None: ...
+
+
+class NoTimeouts:
+    """The time limits of a body that sets none."""
+
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 class Service:
@@ -91,14 +114,16 @@ class Service:
         self.templates = TemplateProcesses()
         self.bodies = BodyReader(config.max_body_mib << 20)
         self.keys = KeyWatch(config)
-        self.metrics = Metrics(lambda: self.host.engine.connections, lambda: self.host.name)
-        self.host = ModelHost(
-            config,
-            _engine_client(config, self.metrics),
-            self.templates,
-            describe_writing=lambda: describe_writing(self.obstacle),
-            on_unservable=self._on_unservable,
+        self.metrics = Metrics(
+            self._list_engines, [m.served_name[0] for m in config.models if len(config.models) > 1]
         )
+        self.link = (
+            SupervisorLink(config.control, ModelLoads(), self._on_loads_change)
+            if config.control
+            else None
+        )
+        #: The models in the order of the config; at least one.
+        self.hosts = [self._new_host(model) for model in config.hosted]
         #: Returns whether this process is shutting down. The server that runs it (gunicorn) sets
         #: this attribute and the next three.
         self.is_draining: Callable[[], bool] = lambda: False
@@ -109,21 +134,36 @@ class Service:
         self.give_up: Callable[[str, ExitCode | None], None] = lambda why, code: None
         #: Why streams are not written directly to the clients' sockets; None if they are.
         self.obstacle: str | None = NOT_GUNICORN
-        self.tracing = tracing_to(config.otlp_traces_endpoint, lambda: self.host.name)
+        self.tracing = tracing_to(config.otlp_traces_endpoint)
         self.idle_connections = IdleConnections()
         self.persistence = Persistence.from_config(config, interrupt)
         self.started_at = time.monotonic()
-        self._groups: set[ChoiceGroup] = set()
+        self._groups: dict[ChoiceGroup, ModelHost] = {}
         self._watch: gevent.Greenlet[..., None] | None = None
 
+    def _new_host(self, model: ModelConfig) -> ModelHost:
+        return ModelHost(
+            model,
+            _engine_client(self.config, model, self.metrics),
+            self.templates,
+            link=self.link,
+            end_of_service=self._draining,
+            describe_writing=lambda: describe_writing(self.obstacle),
+            on_unservable=self._on_unservable,
+        )
+
     def start(self) -> None:
-        """Start the sandbox processes, the host, and the greenlet that checks the engine's state.
-        Call this after the fork. Later calls have no effect."""
+        """Start the sandbox processes, the hosts, and the greenlet that checks their states. Call
+        this after the fork. Later calls have no effect."""
         if self._watch is None:
             self.templates.start()
-            self.host.start()
+            for host in self.hosts:
+                host.start()
+            if self.link is not None:
+                self.link.start()
             self._watch = gevent.spawn(self._keep_watch)
-            gevent.spawn(self.host.prepare_expected)
+            for host in self.hosts:
+                gevent.spawn(host.prepare_expected)
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,
@@ -140,7 +180,10 @@ class Service:
             self._watch.kill()
         if self.persistence is not None:
             self.persistence.close()
-        self.host.close()
+        if self.link is not None:
+            self.link.close()
+        for host in self.hosts:
+            host.close()
         self.templates.close()
         if self.tracing is not None:
             self.tracing.close()
@@ -152,7 +195,8 @@ class Service:
         polled_at = time.monotonic()
         while True:
             gevent.sleep(WATCH_S)
-            self.trouble()  # prepares the model if the engine has reported a new one
+            for host in self.hosts:
+                host.poll()
             if time.monotonic() - polled_at >= KEYS_POLL_S:
                 polled_at = time.monotonic()
                 self.keys.poll()
@@ -164,37 +208,96 @@ class Service:
                 self._end_groups()
 
     def _end_groups(self) -> None:
-        for group in list(self._groups):
-            group.fail(self._shutdown_error())
+        for group, host in list(self._groups.items()):
+            group.fail(self._shutdown_error(host))
 
-    def _shutdown_error(self) -> ServingError:
-        """Return the error that ends an open answer when this process shuts down."""
+    def _shutdown_error(self, host: ModelHost) -> ServingError:
+        """Return the error that ends an open answer of `host` when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
-        for connection in self.host.engine.connections:
+        for connection in host.engine.connections:
             if isinstance(trouble := connection.client.trouble(), EngineLost):
                 which = f"{connection.role} engine" if connection.role else "engine"
                 return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
         return Draining("the server stops after a failure, before the answer was complete")
 
-    def use(self, name: str | None = None) -> ModelUse:
-        """Return the use of the model that a request names. Raises EngineNotReady, EngineLost or
-        Draining if nothing can be served now. Raises UnknownModel if `name` is not None and not one
-        of the model's names."""
+    # ---- models
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, as far as they are known."""
+        return [name for host in self.hosts for name in host.names]
+
+    def host(self, name: str | None) -> ModelHost:
+        """Return the host of the model `name`; with None, that of the only model.
+
+        Raises UnknownModel if no model has this name. Raises InvalidRequest if `name` is None and
+        there are several models. The name of the only model may be unknown until it is ready, so
+        `use` checks it.
+        """
+        if len(self.hosts) == 1:
+            return self.hosts[0]
+        if name is None:
+            raise InvalidRequest.at(
+                "model", f"required, as this server has several models: {', '.join(self.names)}"
+            )
+        for host in self.hosts:
+            if name in host.names:
+                return host
+        raise self.unknown_model(name)
+
+    def use(
+        self, context: RequestContext, name: str | None, body: TimeoutFields | None = None
+    ) -> ModelUse:
+        """Return the use of the model `name` by a request. If the model is not loaded, have it
+        loaded and wait.
+
+        name  the request's `model`; None: the only model
+        body  the request's body, if it may set time limits; otherwise the operator's limits apply
+
+        Raises the errors of `host` and of `ModelHost.use`.
+        """
         if (draining := self._draining()) is not None:
             raise draining
-        model = self.host.model()
-        if name is not None and name not in model.names:
-            raise UnknownModel(
-                f"the model {name!r} does not exist; this server serves {', '.join(model.names)}",
-                param="model",
-            )
-        return ModelUse(self.host, model)
+        own = body if body is not None else NoTimeouts()
+        limits = WaitLimits(
+            self.config.load_timeout_s,
+            _given(own.queue_timeout_s, self.config.queue_timeout_s),
+            _given(own.timeout_s, self.config.timeout_s),
+        )
+        use = self.host(name).use(context, limits)
+        if name is not None and name not in use.model.names:
+            raise self.unknown_model(name)
+        return use
+
+    def unknown_model(self, name: str) -> UnknownModel:
+        """Return the error of a request for a model that does not exist."""
+        return UnknownModel(
+            f"the model {name!r} does not exist; this server serves {', '.join(self.names)}",
+            param="model",
+        )
 
     def trouble(self) -> ServingError | None:
-        """Return the error that every request would get now, or None if requests can be served. If
-        the engine has reported a new model, prepare it first."""
-        return self._draining() or self.host.trouble()
+        """Return why this server is not ready, or None: the first error that the requests of a
+        model would get that should be loaded."""
+        troubles = (host.trouble() for host in self.hosts if host.is_wanted)
+        return self._draining() or next((each for each in troubles if each is not None), None)
+
+    @property
+    def ready_hosts(self) -> list[ModelHost]:
+        """The hosts of the models whose engines accept requests; none if the process shuts down."""
+        return [] if self.is_draining() else [h for h in self.hosts if h.trouble() is None]
+
+    def _list_engines(self) -> list[ModelEngines]:
+        several = len(self.hosts) > 1
+        return [
+            ModelEngines(host.name if several or host.has_served else "", host.engine.connections)
+            for host in self.hosts
+        ]
+
+    def _on_loads_change(self) -> None:
+        for host in self.hosts:
+            host.on_change()
 
     def _draining(self) -> ServingError | None:
         """Return the error of new requests if this process is shutting down; otherwise None."""
@@ -203,7 +306,10 @@ class Service:
         return Draining("this server is shutting down", retry_after_s=1)
 
     def _on_unservable(self, error: ValueError) -> None:
-        """Give up, because the first model cannot be served."""
+        """Give up, because the first model that its engine has reported cannot be served. If there
+        are others, they continue."""
+        if len(self.hosts) > 1:
+            return
         code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
         self.give_up(str(error), code)
 
@@ -223,15 +329,16 @@ class Service:
             on_free=self.metrics.free_s.observe,
             **options,
         )
-        self._groups.add(group)
+        self._groups[group] = host
         return group
 
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
         """Return the limits on the JSON of a body that contains `num_prompts` prompts as token
-        ids."""
-        limits = self.host.engine.limits
-        return JsonBounds.with_ids(num_prompts * (limits.max_len if limits else MAX_TOKEN_IDS))
+        ids. The body is not read yet, so those of the longest model apply."""
+        limits = [host.engine.limits for host in self.hosts]
+        longest = max(each.max_len if each else MAX_TOKEN_IDS for each in limits)
+        return JsonBounds.with_ids(num_prompts * longest)
 
     def forget(self, group: ChoiceGroup) -> None:
         """Remove a group that has ended, so that a shutdown does not abort it again."""
-        self._groups.discard(group)
+        self._groups.pop(group, None)

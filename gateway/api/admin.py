@@ -1,10 +1,8 @@
-"""The routes for operators: health, version, metrics, models."""
+"""The routes for operators: health, version, metrics, models, and to unload and load a model."""
 
 from __future__ import annotations
 
-import os
-import time
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import msgspec
 from flask import Response, request
@@ -18,103 +16,28 @@ from gateway.api.anthropic.responses import (
     model_info,
     model_page,
 )
+from gateway.api.health import (
+    Live,
+    ReadinessAnswer,
+    Startup,
+    gateway_facts,
+    readiness,
+    startup,
+)
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
-from gateway.engine.client import ZmqEngineClient
 from gateway.http.route import READING, Parameter, Routes, json_response
+from gateway.model_host import ListedModel, ModelHost
 from gateway.observe.metrics import CONTENT_TYPE
-from gateway.served_model import ServedModel, version
+from gateway.served_model import version
 from gateway.service import Service
-from protocol.messages import Limits
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.errors import EngineNotReady
 
 # ---- response bodies
 
 
 class Version(msgspec.Struct, frozen=True):
     version: str
-
-
-class GatewayFacts(msgspec.Struct, frozen=True):
-    """The gateway process that sent this response. `age_s` is the time since the process
-    started."""
-
-    pid: int
-    draining: bool
-    age_s: float
-
-
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state, mostly from its last heartbeat. Unknown fields are null. Before the first
-    connection all fields are unknown.
-
-    epoch            identifies one run of the engine process; it changes when the engine restarts
-    silence_s        seconds since the engine's last message
-    steps            steps planned so far
-    doing            the worker's activity in words, such as "idle"
-    worker_step_s    age of the worker's current step
-    """
-
-    epoch: str | None
-    silence_s: float | None
-    pid: int | None = None
-    steps: int | None = None
-    doing: str | None = None
-    worker_pid: int | None = None
-    worker_step_s: float | None = None
-
-
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several engines of a server. The counts come from its last heartbeat. They are null
-    if the engine is not connected or has sent no heartbeat.
-
-    why  the reason the engine is not ready; null if it is ready
-    """
-
-    address: str
-    ready: bool
-    why: str | None
-    epoch: str | None
-    silence_s: float | None
-    running: int | None
-    waiting: int | None
-    waiting_tokens: int | None
-    free_blocks: int | None
-    total_blocks: int | None
-
-
-class ReadinessAnswer(msgspec.Struct, frozen=True):
-    """Whether requests can be served.
-
-    why               the reason the server is not ready; null if it is ready
-    replicas          the engines of a server with replicas; one of them is enough to be ready
-    prefill, decode   the engines of a disaggregated server; one decode engine is enough to be ready
-    """
-
-    ready: bool
-    why: str | None
-    gateway: GatewayFacts
-    engine: EngineFacts
-    replicas: list[EngineState] | UnsetType = UNSET
-    prefill: list[EngineState] | UnsetType = UNSET
-    decode: list[EngineState] | UnsetType = UNSET
-
-
-class Live(msgspec.Struct, frozen=True):
-    live: Literal[True]
-    gateway: GatewayFacts
-
-
-class Startup(msgspec.Struct, frozen=True):
-    """Whether a model has become available since the start of this process.
-
-    why  the reason no model has become available yet; null otherwise
-    """
-
-    started: bool
-    why: str | None
-    gateway: GatewayFacts
-    engine: EngineFacts
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -145,8 +68,10 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
-    id    one of the model's served names, perhaps the operator's alias
-    root  the model's own name
+    id       one of the model's served names, perhaps the operator's alias
+    root     the model's own name
+    state    ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
+    formats  absent if the model has not been loaded yet
     """
 
     id: str
@@ -156,8 +81,15 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None
     max_model_len: int
+    state: str
     default_sampling: SamplingInEffect
-    formats: Formats
+    formats: Formats | UnsetType = UNSET
+
+
+class Sleeping(msgspec.Struct, frozen=True):
+    """Whether a model is unloaded."""
+
+    is_sleeping: bool
 
 
 class Models(msgspec.Struct, frozen=True):
@@ -243,18 +175,18 @@ def metrics(service: Service, context: RequestContext) -> Response:
 
 @routes.get(
     "/v1/models",
-    about="List the served model under each of its names.",
+    about="List the served models, each under all of its names.",
     gives=(Models, ModelPage),
     error=(ErrorAnswer, MessagesErrorAnswer),
     statuses=(400, *READING),
     parameters=(_VERSION, *_PAGE),
 )
 def models(service: Service, context: RequestContext) -> Response:
-    served = service.use().model
+    listed = _listed(service)
     if VERSION_HEADER in request.headers:
-        return json_response(model_page(served, request.args))
-    listed = [_model(served, name) for name in served.names]
-    return json_response(Models(object="list", data=listed))
+        return json_response(model_page(listed, request.args))
+    entries = [_model(facts, name) for name, facts in listed.items()]
+    return json_response(Models(object="list", data=entries))
 
 
 @routes.get(
@@ -265,147 +197,99 @@ def models(service: Service, context: RequestContext) -> Response:
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
-    served = service.use(name).model
+    listed = _listed(service)
+    if name not in listed:
+        raise service.unknown_model(name)
     if VERSION_HEADER in request.headers:
-        return json_response(model_info(served, name))
-    return json_response(_model(served, name))
+        return json_response(model_info(listed[name], name))
+    return json_response(_model(listed[name], name))
 
 
-def _model(served: ServedModel, name: str) -> ModelEntry:
-    output_format = served.output_format
+def _listed(service: Service) -> dict[str, ListedModel]:
+    """Return the models to list, by all names. Raises the error of all requests if none can be
+    described, because its engine has not reported it."""
+    hosts = service.hosts
+    if len(hosts) == 1 and (trouble := service.trouble()) is not None:
+        raise trouble
+    described = [(host, facts) for host in hosts if (facts := host.facts()) is not None]
+    if not described:
+        raise service.trouble() or EngineNotReady("no engine has reported its model yet")
+    return {name: facts for _, facts in described for name in facts.names}
+
+
+def _model(facts: ListedModel, name: str) -> ModelEntry:
+    output_format = facts.output_format
+    formats: Formats | UnsetType = UNSET
+    if output_format is not None:
+        formats = Formats(
+            tools=output_format.tools, reasoning=output_format.reasoning, why=output_format.why
+        )
     return ModelEntry(
         id=name,
         object="model",
-        created=served.created_at,
+        created=facts.created_at,
         owned_by="tidegate",
-        root=served.card.name,
+        root=facts.root,
         parent=None,
-        max_model_len=served.limits.max_len,
-        default_sampling=msgspec.convert(served.defaults.effective_values(), SamplingInEffect),
-        formats=Formats(
-            tools=output_format.tools, reasoning=output_format.reasoning, why=output_format.why
-        ),
+        max_model_len=facts.max_len,
+        state=facts.state,
+        default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
+        formats=formats,
     )
 
 
-# ---- health
+# ---- unloading and loading a model, as in vLLM
 
-FRESH_S = 1.9
-"""The gateway is not ready if the last message of the engine is older than this. The engine counts
-as lost only later. A heartbeat arrives about every PING_EVERY_S."""
-
-
-def readiness(service: Service) -> ReadinessAnswer:
-    """Return whether this process can serve requests, and the facts about itself and the engine.
-
-    The process is not ready if the service reports an error, or if the engine has sent nothing for
-    more than FRESH_S seconds.
-    """
-    trouble, silence_s = service.trouble(), service.host.engine.silence_s
-    why = trouble.message if trouble is not None else None
-    if why is None and silence_s is not None and silence_s > FRESH_S:
-        why = f"the engine has been silent for {silence_s:.1f} s"
-    states = {
-        role: [
-            _engine_state(each.client)
-            for each in service.host.engine.connections
-            if each.role == role
-        ]
-        for role in ("replica", "prefill", "decode")
-    }
-    return ReadinessAnswer(
-        ready=why is None,
-        why=why,
-        gateway=gateway_facts(service),
-        engine=_engine_facts(service),
-        replicas=states["replica"] or UNSET,
-        prefill=states["prefill"] or UNSET,
-        decode=states["decode"] or UNSET,
-    )
+_MODEL = Parameter("model", "A served model name; may be left out if there is only one model.")
+_LEVEL = Parameter(
+    "level", "vLLM's level of sleep. All memory is freed at each level.", schema={"enum": [1, 2]}
+)
 
 
-def startup(service: Service) -> Startup:
-    """Return whether a model has become available since this process started, and if not, why."""
-    trouble = None if service.host.has_served else service.trouble()
-    return Startup(
-        started=service.host.has_served,
-        why=None if trouble is None else trouble.message,
-        gateway=gateway_facts(service),
-        engine=_engine_facts(service),
-    )
+@routes.post(
+    "/sleep",
+    scope="admin",
+    about="Unload a model: let its open requests finish, then stop its engines.\n"
+    "The next request for the model loads it again.",
+    gives=Sleeping,
+    statuses=(400, *READING, 501),
+    parameters=(_MODEL, _LEVEL),
+)
+def sleep(service: Service, context: RequestContext) -> Response:
+    host = _named_host(service)
+    host.sleep()
+    return json_response(Sleeping(is_sleeping=host.is_unloaded))
 
 
-def gateway_facts(service: Service) -> GatewayFacts:
-    age_s = round(time.monotonic() - service.started_at, 3)
-    return GatewayFacts(pid=os.getpid(), draining=service.is_draining(), age_s=age_s)
+@routes.post(
+    "/wake_up",
+    scope="admin",
+    about="Load a model, and wait until it is ready.",
+    gives=Sleeping,
+    statuses=(400, *READING, 501),
+    parameters=(_MODEL,),
+)
+def wake_up(service: Service, context: RequestContext) -> Response:
+    use = service.use(context, request.args.get("model"))
+    return json_response(Sleeping(is_sleeping=use.host.is_unloaded))
 
 
-def _engine_facts(service: Service) -> EngineFacts:
-    engine = service.host.engine
-    return EngineFacts(
-        epoch=engine.epoch,
-        silence_s=_rounded(engine.silence_s),
-        **engine_activity(engine.stats, engine.limits),
-    )
+@routes.get(
+    "/is_sleeping",
+    scope="admin",
+    about="Return whether a model is unloaded.",
+    gives=Sleeping,
+    statuses=(400, *READING),
+    parameters=(_MODEL,),
+)
+def is_sleeping(service: Service, context: RequestContext) -> Response:
+    return json_response(Sleeping(is_sleeping=_named_host(service).is_unloaded))
 
 
-def _engine_state(engine: ZmqEngineClient) -> EngineState:
-    trouble, stats = engine.trouble(), engine.stats
-    return EngineState(
-        address=engine.address,
-        ready=trouble is None,
-        why=None if trouble is None else trouble.message,
-        epoch=engine.epoch,
-        silence_s=_rounded(engine.silence_s),
-        running=stats.running if stats else None,
-        waiting=stats.waiting if stats else None,
-        waiting_tokens=stats.waiting_tokens if stats else None,
-        free_blocks=stats.free_blocks if stats else None,
-        total_blocks=stats.total_blocks if stats else None,
-    )
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
-
-
-class EngineActivity(TypedDict, total=False):
-    """The fields of `EngineFacts` that come from a heartbeat."""
-
-    pid: int
-    steps: int
-    doing: str
-    worker_pid: int
-    worker_step_s: float
-
-
-def engine_activity(stats: EngineStats | None, limits: Limits | None) -> EngineActivity:
-    """Return the engine's activity as of its last heartbeat; {} before the first heartbeat."""
-    if stats is None or limits is None:
-        return {}
-    worker = stats.worker
-    return {
-        "pid": worker.engine_pid,
-        "steps": stats.num_steps,
-        "doing": describe_worker(worker, limits.token_budget),
-        "worker_pid": worker.pid,
-        "worker_step_s": round(worker.step_s, 3),
-    }
-
-
-def describe_worker(worker: WorkerStatus, token_budget: int) -> str:
-    """Describe the worker's activity: "computing step 8 for 1.2 s (1.5 s expected): chunk 3 of 12".
-
-    The number of chunks is a lower bound: it assumes that each has `token_budget` tokens, which is
-    the maximum.
-    """
-    if worker.trouble:
-        return worker.trouble
-    if not worker.step:
-        return "idle"
-    expected = f" ({worker.expected_s:.1f} s expected)" if worker.expected_s else ""
-    text = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
-    if not worker.prompt_tokens:
-        return text
-    chunk = worker.computed_tokens // token_budget + 1
-    return f"{text}: chunk {chunk} of {max(chunk, -(-worker.prompt_tokens // token_budget))}"
+def _named_host(service: Service) -> ModelHost:
+    """Return the host that the parameter `model` names."""
+    name = request.args.get("model")
+    host = service.host(name)
+    if name is not None and host.names and name not in host.names:
+        raise service.unknown_model(name)
+    return host

@@ -112,7 +112,8 @@ class GenerationRunner:
         headers = context.headers if is_whole else None
         timeouts = RequestTimeouts.from_request(
             options.timeout_s, options.queue_timeout_s, service.config, headers
-        )
+        ).minus(use.waited_s)
+        use.check()
         names = [name for name in (options.label, context.request_id) if name]
         self.group = service.new_group(
             use.host,
@@ -330,6 +331,18 @@ class RequestTimeouts:
                 config.queue_timeout_s if queue_timeout_s is None else queue_timeout_s
             ),
         )
+
+    def minus(self, waited_s: float) -> RequestTimeouts:
+        """Return what is left of the limits after a request has waited for its model."""
+        return RequestTimeouts(
+            _rest(self.timeout_s, waited_s), _rest(self.queue_timeout_s, waited_s)
+        )
+
+
+def _rest(limit_s: float, waited_s: float) -> float:
+    """Return what is left of a limit, but at least a moment, because 0 means that there is no
+    limit."""
+    return max(0.001, limit_s - waited_s) if limit_s else 0.0
 
 
 def client_timeout_s(headers: CallerHeaders) -> float:

@@ -92,6 +92,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     #: Name of the caller's API key; "" if the caller has none.
     key: str
+    #: Main name of the model that the request uses; "" if it uses none.
+    model: str = ""
     #: Whether this is a health check or a scrape. These arrive every few seconds.
     is_probe: bool = False
     #: How the request ended. A request without inference is "finished", too, if its status is below
@@ -115,6 +117,7 @@ def record_of(
     route: str,
     status: int,
     key: str,
+    model: str,
     is_probe: bool,
 ) -> RequestRecord:
     """Return the record of a request that ends now."""
@@ -126,6 +129,7 @@ def record_of(
         route=route,
         status=status,
         key=key,
+        model=model,
         is_probe=is_probe,
         end=_end(status, inference),
         started_ns=timeline.started_ns,

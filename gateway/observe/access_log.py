@@ -19,24 +19,28 @@ _DIGITS = 6
 """Digits after the decimal point of times in seconds."""
 
 
-def log_request(record: RequestRecord) -> None:
-    log.info("%s", _AccessLine(record), extra={FIELDS: log_fields(record)})
+def log_request(record: RequestRecord, *, names_model: bool = False) -> None:
+    """Log a request. `names_model`: the text format has the model, because there are several."""
+    log.info("%s", _AccessLine(record, names_model), extra={FIELDS: log_fields(record)})
 
 
 class _AccessLine:
     """A log message that is formatted only when it is printed. The JSON log never prints it."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, names_model: bool) -> None:
         self._record = record
+        self._names_model = names_model
 
     def __str__(self) -> str:
-        return text_line(self._record)
+        return text_line(self._record, names_model=self._names_model)
 
 
-def text_line(record: RequestRecord) -> str:
+def text_line(record: RequestRecord, *, names_model: bool) -> str:
     parts = [record.method, record.path, str(record.status), f"id={record.request_id}"]
     if record.key:
         parts.append(f"key={record.key}")
+    if names_model and record.model:
+        parts.append(f"model={record.model}")
     if (answer := record.answer) is not None:
         parts.append(f"prompt_tokens={answer.prompt_tokens}")
         parts.append(f"generated_tokens={answer.generated_tokens}")
@@ -61,6 +65,8 @@ def log_fields(record: RequestRecord) -> dict[str, Any]:
     }
     if record.key:
         fields["key"] = record.key
+    if record.model:
+        fields["model"] = record.model
     return fields | (_answer_fields(record.answer) if record.answer is not None else {})
 
 

@@ -43,11 +43,20 @@ class MetricSpec:
         return kind(self.name, self.help, self.labels, registry=registry, **options)
 
 
-class GatewaySeries:
-    """The metrics of a gateway process. `Metrics` adds to them."""
+MODEL_LABEL = "model_name"
+"""Label of a metric's model, as in vLLM's metrics. Only servers with several models have it."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+
+class GatewaySeries:
+    """The metrics of a gateway process. `Metrics` adds to them.
+
+    models  main names of the models if there are several; empty if there is only one. Then the
+            sums over answers have no label MODEL_LABEL
+    """
+
+    def __init__(self, registry: CollectorRegistry, models: Sequence[str] = ()) -> None:
         self.registry = registry
+        self._models = models
         #: The declarations of all metrics, in the order of their registration.
         self.specs: list[MetricSpec] = []
         self._add_counts()
@@ -66,70 +75,70 @@ class GatewaySeries:
             "HTTP requests by how they ended, without health checks and scrapes",
             "end",
         )
-        self.prompt_tokens = self._counter(
+        self.prompt_tokens = self._answer_counter(
             "tidegate_prompt_tokens", "Prompt tokens of accepted requests"
         )
-        self.cached_tokens = self._counter(
+        self.cached_tokens = self._answer_counter(
             "tidegate_cached_tokens", "Prompt tokens found in a cache"
         )
-        self.generated_tokens = self._counter(
+        self.generated_tokens = self._answer_counter(
             "tidegate_generated_tokens",
             "Generated tokens, up to the end of the answer or the disconnect of its client",
         )
-        self.finishes = self._counter(
+        self.finishes = self._answer_counter(
             "tidegate_answers", "Inference requests by finish reason", "finish"
         )
-        self.choices = self._counter(
+        self.choices = self._answer_counter(
             "tidegate_choices", "Choices of accepted requests, by finish reason", "finish"
         )
 
     def _add_times(self) -> None:
-        self.first_token_s = self._histogram(
+        self.first_token_s = self._answer_histogram(
             "tidegate_time_to_first_token_seconds",
             "Time from the start of a request to its first token",
             WAIT_BUCKETS,
         )
-        self.token_s = self._histogram(
+        self.token_s = self._answer_histogram(
             "tidegate_time_per_output_token_seconds",
             "Mean time between two tokens of a choice",
             TOKEN_BUCKETS,
         )
-        self.request_s = self._histogram(
+        self.request_s = self._answer_histogram(
             "tidegate_request_seconds",
             "Time from the start of an accepted inference request to its end",
             REQUEST_BUCKETS,
             "route",
         )
-        self.stage_s = self._histogram(
+        self.stage_s = self._answer_histogram(
             "tidegate_stage_seconds",
             "Time that accepted requests spent in each stage",
             WAIT_BUCKETS,
             "stage",
         )
-        self.inference_s = self._histogram(
+        self.inference_s = self._answer_histogram(
             "tidegate_inference_seconds",
             "Time that accepted requests spent in prefill and decode, recomputation included",
             REQUEST_BUCKETS,
         )
 
     def _add_per_request(self) -> None:
-        self.request_prompt_tokens = self._histogram(
+        self.request_prompt_tokens = self._answer_histogram(
             "tidegate_request_prompt_tokens", "Prompt tokens per accepted request", COUNT_BUCKETS
         )
-        self.request_generated_tokens = self._histogram(
+        self.request_generated_tokens = self._answer_histogram(
             "tidegate_request_generated_tokens",
             "Generated tokens per accepted request",
             COUNT_BUCKETS,
         )
-        self.request_max_tokens = self._histogram(
+        self.request_max_tokens = self._answer_histogram(
             "tidegate_request_max_tokens",
             "max_tokens of each choice of an accepted request, if the request set it",
             COUNT_BUCKETS,
         )
-        self.request_choices = self._histogram(
+        self.request_choices = self._answer_histogram(
             "tidegate_request_choices", "Choices per accepted request", CHOICE_BUCKETS
         )
-        self.draft_acceptance = self._histogram(
+        self.draft_acceptance = self._answer_histogram(
             "tidegate_draft_acceptance",
             "Share of a request's draft tokens that were accepted",
             SHARE_BUCKETS,
@@ -164,6 +173,26 @@ class GatewaySeries:
             "tidegate_gateway_wire_errors",
             "Malformed messages from an engine, dropped by the gateway",
         )
+
+    def _answer_counter(self, name: str, help: str, *labels: str) -> Counter:
+        return self._with_models(self._counter(name, help, *self._model_label, *labels), labels)
+
+    def _answer_histogram(
+        self, name: str, help: str, buckets: Sequence[float], *labels: str
+    ) -> Histogram:
+        made = self._histogram(name, help, buckets, *self._model_label, *labels)
+        return self._with_models(made, labels)
+
+    @property
+    def _model_label(self) -> Sequence[str]:
+        return [MODEL_LABEL] if self._models else []
+
+    def _with_models(self, metric: M, labels: Sequence[str]) -> M:
+        """Return `metric` with a sample for each model, if its only label is that of the model. So
+        it is exported before the first request, like a metric without labels."""
+        for model in self._models if not labels else ():
+            metric.labels(model)
+        return metric
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return self._add(Counter, MetricSpec(name, help, labels))

@@ -10,7 +10,9 @@ A scrape returns the sums over all processes on the port. If there are several p
 keeps the values in files in that directory, and the scraped process reads the files of all.
 
 The statistics of the engines come from their last heartbeats. Every gateway process exports the
-same values. If there are several engines, the values of each have the labels `role` and `address`.
+same values. If a model has several engines, the values of each have the labels `role` and
+`address`. If there are several models, the values of each have the label `model_name`, and so have
+the sums over answers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from gateway.engine.client import ConnectedEngine
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
-from gateway.observe.metric_specs import GatewaySeries, MetricSpec
+from gateway.observe.metric_specs import MODEL_LABEL, GatewaySeries, M, MetricSpec
 from gateway.observe.vllm_names import aliased
 from protocol.messages import Times
 from protocol.stats import EngineStats
@@ -48,18 +50,16 @@ engine does not measure it."""
 class Metrics(GatewaySeries):
     """The gateway's metrics: counts requests and writes the body of `/metrics`.
 
-    connections  returns the connections to the engines, whose last statistics are exported
-    model_name   returns the main name of the served model; "" before a model was reported
+    engines   returns the engines of each model, whose last statistics are exported
+    models    main names of the models if there are several; otherwise empty
     """
 
     def __init__(
-        self,
-        connections: Callable[[], Sequence[ConnectedEngine]],
-        model_name: Callable[[], str] = lambda: "",
+        self, engines: Callable[[], Sequence[ModelEngines]], models: Sequence[str] = ()
     ) -> None:
-        super().__init__(CollectorRegistry())
-        self._model_name = model_name
-        self._engines = EngineCollector(connections)
+        super().__init__(CollectorRegistry(), models)
+        self._list_engines = engines
+        self._engines = EngineCollector(engines, names_models=bool(models))
 
     # ---- counting
 
@@ -70,42 +70,45 @@ class Metrics(GatewaySeries):
             self.ends.labels(record.end).inc()
         if record.answer is None:
             return
-        self.finishes.labels(record.answer.finish).inc()
+        model = [record.model] if self._models else []
+        _child(self.finishes, *model, record.answer.finish).inc()
         if record.answer.is_accepted:
-            self.request_s.labels(record.route).observe(record.took_s)
-            self._count_answer(record.answer)
+            _child(self.request_s, *model, record.route).observe(record.took_s)
+            self._count_answer(record.answer, model)
 
-    def _count_answer(self, answer: AnswerRecord) -> None:
-        self.prompt_tokens.inc(answer.prompt_tokens)
-        self.cached_tokens.inc(answer.cached_tokens)
-        self.generated_tokens.inc(answer.generated_tokens)
-        self.request_prompt_tokens.observe(answer.prompt_tokens)
-        self.request_generated_tokens.observe(answer.generated_tokens)
-        self.request_choices.observe(len(answer.choices))
+    def _count_answer(self, answer: AnswerRecord, model: Sequence[str]) -> None:
+        """Add an accepted answer. `model` has the value of the label MODEL_LABEL, if any."""
+        _child(self.prompt_tokens, *model).inc(answer.prompt_tokens)
+        _child(self.cached_tokens, *model).inc(answer.cached_tokens)
+        _child(self.generated_tokens, *model).inc(answer.generated_tokens)
+        _child(self.request_prompt_tokens, *model).observe(answer.prompt_tokens)
+        _child(self.request_generated_tokens, *model).observe(answer.generated_tokens)
+        _child(self.request_choices, *model).observe(len(answer.choices))
         if answer.first_token_s is not None:
-            self.first_token_s.observe(answer.first_token_s)
+            _child(self.first_token_s, *model).observe(answer.first_token_s)
         if answer.draft_tokens:
-            self.draft_acceptance.observe(answer.accepted_tokens / answer.draft_tokens)
-        self._count_choices(answer.choices)
-        self._count_times(answer)
+            share = answer.accepted_tokens / answer.draft_tokens
+            _child(self.draft_acceptance, *model).observe(share)
+        self._count_choices(answer.choices, model)
+        self._count_times(answer, model)
 
-    def _count_choices(self, choices: Iterable[ChoiceRecord]) -> None:
+    def _count_choices(self, choices: Iterable[ChoiceRecord], model: Sequence[str]) -> None:
         for choice in choices:
-            self.choices.labels(choice.finish).inc()
+            _child(self.choices, *model, choice.finish).inc()
             if choice.max_tokens is not None:
-                self.request_max_tokens.observe(choice.max_tokens)
+                _child(self.request_max_tokens, *model).observe(choice.max_tokens)
             if choice.times is not None and choice.generated_tokens > 1:
                 gaps = choice.generated_tokens - 1
-                self.token_s.observe(choice.times.decode_s / gaps)
+                _child(self.token_s, *model).observe(choice.times.decode_s / gaps)
 
-    def _count_times(self, answer: AnswerRecord) -> None:
-        self.stage_s.labels("tokenize").observe(answer.tokenize_s)
+    def _count_times(self, answer: AnswerRecord, model: Sequence[str]) -> None:
+        _child(self.stage_s, *model, "tokenize").observe(answer.tokenize_s)
         if all(choice.times is None for choice in answer.choices):
             return  # the request ended before the engine reported any times
         times: Times = answer.times
         for stage, field in STAGES.items():
-            self.stage_s.labels(stage).observe(getattr(times, field))
-        self.inference_s.observe(times.prefill_s + times.decode_s)
+            _child(self.stage_s, *model, stage).observe(getattr(times, field))
+        _child(self.inference_s, *model).observe(times.prefill_s + times.decode_s)
 
     # ---- exporting
 
@@ -118,8 +121,14 @@ class Metrics(GatewaySeries):
             source = self.registry
         ours = [*source.collect(), *self._engines.collect()]
         exported = CollectorRegistry()
-        exported.register(_Collected([*ours, *aliased(ours, self._model_name())]))
+        model = next((each.model for each in self._list_engines()), "")
+        exported.register(_Collected([*ours, *aliased(ours, model)]))
         return generate_latest(exported)
+
+
+def _child(metric: M, *values: str) -> M:
+    """Return the part of `metric` with these label values; `metric` itself if it has no labels."""
+    return metric.labels(*values) if values else metric
 
 
 class _Collected(Collector):
@@ -139,30 +148,51 @@ class _Collected(Collector):
 # ---- the engines
 
 
+@dataclass(frozen=True, slots=True)
+class ModelEngines:
+    """The engines of one model."""
+
+    #: Main name of the model; "" before it was reported.
+    model: str
+    #: Empty on a server without an engine.
+    connections: Sequence[ConnectedEngine]
+
+
 class EngineCollector(Collector):
     """Exports the last statistics of all engines.
 
-    connections  returns the connections to the engines; empty on a server without an engine
+    engines       returns the engines of each model
+    names_models  whether the metrics have the label MODEL_LABEL
     """
 
-    def __init__(self, connections: Callable[[], Sequence[ConnectedEngine]]) -> None:
-        self._connections = connections
+    def __init__(
+        self, engines: Callable[[], Sequence[ModelEngines]], *, names_models: bool = False
+    ) -> None:
+        self._list_engines = engines
+        self._names_models = names_models
 
     def collect(self) -> Iterator[Metric]:
-        connections = self._connections()
-        if not connections:
+        found = [
+            (each.model, connection)
+            for each in self._list_engines()
+            for connection in each.connections
+        ]
+        if not found:
             yield GaugeMetricFamily("tidegate_engine_up", _UP, value=0.0)
             return
-        names = ["role", "address"] if connections[0].role else []
-        engines = [
-            ([each.role, each.client.address] if names else [], each.client) for each in connections
-        ]
+        has_roles = any(connection.role for _, connection in found)
+        names = [MODEL_LABEL] * self._names_models + ["role", "address"] * has_roles
+        engines = []
+        for model, connection in found:
+            client = connection.client
+            place = [connection.role, client.address] * has_roles
+            engines.append(([model] * self._names_models + place, client))
         up = GaugeMetricFamily("tidegate_engine_up", _UP, labels=names)
         for values, client in engines:
             up.add_metric(values, float(client.is_ready))
         yield up
-        found = [(values, client.stats) for values, client in engines]
-        yield from engine_metrics([(values, stats) for values, stats in found if stats], names)
+        stats = [(values, client.stats) for values, client in engines]
+        yield from engine_metrics([(values, each) for values, each in stats if each], names)
 
 
 def engine_metrics(

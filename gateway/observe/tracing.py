@@ -13,7 +13,7 @@ the end of the previous one. The time lost to preemptions is added to the last s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gateway.generation.record import AnswerRecord, RequestRecord
@@ -46,10 +46,9 @@ class Tracing:
     """Exports the spans of finished requests.
 
     processor   OpenTelemetry's receiver of ended spans
-    model_name  returns the main name of the served model
     """
 
-    def __init__(self, processor: SpanProcessor, model_name: Callable[[], str]) -> None:
+    def __init__(self, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -59,7 +58,6 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("tidegate.gateway", version())
         self._propagator = TraceContextTextMapPropagator()
-        self._model_name = model_name
 
     def export(self, carrier: Mapping[str, str], record: RequestRecord) -> None:
         """Export the spans of a request, if OPERATIONS has its route. `carrier` contains the
@@ -68,13 +66,12 @@ class Tracing:
 
         if record.route not in OPERATIONS:
             return
-        model = self._model_name()
         span = self._tracer.start_span(
-            f"{OPERATIONS[record.route]} {model}".rstrip(),
+            f"{OPERATIONS[record.route]} {record.model}".rstrip(),
             context=self._propagator.extract(carrier),
             kind=SpanKind.SERVER,
             start_time=record.started_ns,
-            attributes=attributes_of(record, model),
+            attributes=attributes_of(record),
         )
         if record.end == "error":
             span.set_status(Status(StatusCode.ERROR))
@@ -94,7 +91,7 @@ class Tracing:
         last.join(CLOSE_S)
 
 
-def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
+def tracing_to(endpoint: str) -> Tracing | None:
     """Return the exporter of spans to the URL `endpoint`; None if it is "", so tracing is off.
 
     A thread of the SDK, which is a greenlet under gevent, sends the spans in batches. Raises
@@ -114,13 +111,13 @@ def tracing_to(endpoint: str, model_name: Callable[[], str]) -> Tracing | None:
         raise ValueError(
             f"{OPTION} {endpoint}: expected a URL such as http://127.0.0.1:4318/v1/traces"
         )
-    return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
 
 # ---- the contents of spans
 
 
-def attributes_of(record: RequestRecord, model: str) -> Attributes:
+def attributes_of(record: RequestRecord) -> Attributes:
     attributes: Attributes = {
         "gen_ai.operation.name": OPERATIONS[record.route],
         "gen_ai.provider.name": PROVIDER,
@@ -131,8 +128,11 @@ def attributes_of(record: RequestRecord, model: str) -> Attributes:
         "tidegate.end": record.end,
         "gen_ai.latency.e2e": record.took_s,
     }
-    if model:
-        attributes |= {"gen_ai.request.model": model, "gen_ai.response.model": model}
+    if record.model:
+        attributes |= {
+            "gen_ai.request.model": record.model,
+            "gen_ai.response.model": record.model,
+        }
     if record.end in ("error", "refused"):
         attributes["error.type"] = str(record.status) if record.status >= 400 else record.end
     if record.answer is not None:

@@ -5,8 +5,8 @@ nothing per request and always agrees with its source. There is no option to omi
 because they only add some bytes to a scrape.
 
 Each alias has the labels `model_name` (the model's main name) and `engine` (the index of the
-engine). Sums over a gateway's requests have the engine "0". If vLLM's metric lacks one of our
-labels, the alias is the sum over the values of that label.
+engine among those of its model). Sums over a gateway's requests have the engine "0". If vLLM's
+metric lacks one of our labels, the alias is the sum over the values of that label.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ ALIASES = (
 def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
     """Yield all aliases of our metrics.
 
-    model_name  value of the label `model_name`. Before a model was reported it is "", and there are
-                no aliases
+    model_name  value of the label `model_name` of samples that do not have this label themselves.
+                Before a model was reported it is "", and there are no aliases
     """
     if not model_name:
         return
@@ -105,7 +105,7 @@ def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
 def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
     """Return `metric` under the name `name`, summed over the labels that `alias` does not keep.
 
-    extra  labels that every sample gets
+    extra  labels that every sample gets, if it does not have them itself
     """
     engine = _engine_numbering()
     sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
@@ -114,7 +114,8 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
             continue
         if sample.name.endswith("_created"):
             continue
-        labels = extra | {"engine": engine(sample.labels)} | _labels(alias, sample)
+        own = {name: sample.labels[name] for name in extra.keys() & sample.labels.keys()}
+        labels = extra | own | {"engine": engine(sample.labels)} | _labels(alias, sample)
         suffix = sample.name.removeprefix(metric.name)
         sums[name + suffix, tuple(labels.items())] += sample.value
     found = Metric(name, metric.documentation, metric.type)
@@ -133,12 +134,13 @@ def _labels(alias: Alias, sample: Sample) -> Labels:
 def _engine_numbering() -> Callable[[Labels], str]:
     """Return a function that maps the labels of a sample to the index of its engine.
 
-    Engines are numbered in the order in which their samples appear. If a sample has no label
-    `address`, there is only one engine.
+    The engines of a model are numbered in the order in which their samples appear. If a sample has
+    no label `address`, its model has only one engine.
     """
-    indexes: dict[str, int] = {}
+    models: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def number(labels: Labels) -> str:
+        indexes = models[labels.get("model_name", "")]
         return str(indexes.setdefault(labels.get("address", ""), len(indexes)))
 
     return number

@@ -1,9 +1,9 @@
-"""The gateway's config: its engines, authentication, limits of the API, timeouts and storage."""
+"""The gateway's config: its models and their engines, authentication, limits, timeouts, storage."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,26 +16,114 @@ NO_STORE = "none"
 ENVIRONMENT_VARIABLE = "TIDEGATE_GATEWAY"
 """The environment variable in which a gateway process receives its config, as JSON."""
 
+Load = Literal["start", "first-use"]
+"""When a model is loaded: when the server starts, or when a request first needs it."""
+
+# Fields that both a server with one model and each of several models have.
+EngineAddress = Annotated[str, about("address of the engine (ZeroMQ)", wiring=True)]
+CardFilePath = Annotated[
+    str, about("file with the model card; serves without an engine", wiring=True)
+]
+PrefillAddresses = Annotated[
+    list[str], about("addresses of prefill engines (ZeroMQ); needs `decode`", wiring=True)
+]
+DecodeAddresses = Annotated[
+    list[str], about("addresses of decode engines (ZeroMQ), in place of `engine`", wiring=True)
+]
+ReplicaAddresses = Annotated[
+    list[str], about("addresses of replicas (ZeroMQ), in place of `engine`", wiring=True)
+]
+ReplicaFile = Annotated[
+    str, about("file with more addresses of replicas, read again when it changes", wiring=True)
+]
+TriedTokenizer = Annotated[
+    str, about("SHA-256 of a tokenizer.json that passed its trial run, to skip it", wiring=True)
+]
+ExpectedCard = Annotated[
+    str, about("card file of the model that the engine loads, to prepare it early", wiring=True)
+]
+ServedNames = Annotated[
+    list[str], about("model name in the API; repeat for aliases. Default: the model's own")
+]
+ChatTemplate = Annotated[str, about("file with a chat template to use in place of the model's own")]
+DefaultTemplateKwargs = Annotated[
+    str, about("JSON object of chat template variables for requests that do not set them")
+]
+DefaultSampling = Annotated[
+    str,
+    about(
+        "JSON object of sampling parameters for requests that do not set them, such as "
+        '{"temperature": 0.2, "top_p": 0.9}; overrides the model\'s recommendations'
+    ),
+]
+ToolFormat = Annotated[
+    str, about("syntax of the model's tool calls: a name from docs/formats.md, or auto")
+]
+ReasoningFormat = Annotated[
+    str, about("syntax of the model's reasoning: a name from docs/formats.md, auto, or none")
+]
+
+
+class ModelConfig(Config, frozen=True, kw_only=True):
+    """One of the models of a gateway: its names, its engines, and how its requests are prepared."""
+
+    served_name: ServedNames = []
+    load: Annotated[Load, about("when the model is loaded", wiring=True)] = "start"
+    engine: EngineAddress = ""
+    card: CardFilePath = ""
+    prefill: PrefillAddresses = []
+    decode: DecodeAddresses = []
+    engines: ReplicaAddresses = []
+    engines_file: ReplicaFile = ""
+    tried_tokenizer: TriedTokenizer = ""
+    expected_card: ExpectedCard = ""
+    chat_template: ChatTemplate = ""
+    default_chat_template_kwargs: DefaultTemplateKwargs = ""
+    default_sampling: DefaultSampling = ""
+    tool_format: ToolFormat = "auto"
+    reasoning_format: ReasoningFormat = "auto"
+
+    @property
+    def supervised_name(self) -> str:
+        """The name by which the supervisor loads and unloads the model."""
+        return self.served_name[0] if self.served_name else "model"
+
+    @property
+    def names_formats(self) -> bool:
+        """Whether the format of tool calls or of reasoning is given, not found for each model."""
+        return (self.tool_format, self.reasoning_format) != ("auto", "auto")
+
+    def __post_init__(self) -> None:
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError(
+                "prefill and decode must be set together: prefill engines compute prompts, and"
+                " decode engines continue from them"
+            )
+        if self.decode and (self.engines or self.engines_file):
+            raise ValueError("engines cannot be combined with prefill and decode")
+        try:
+            sampling_defaults(self.default_sampling)
+        except ValueError as error:
+            raise ValueError(f"default_sampling: {error}") from None
+        self._make_absolute("chat_template", "engines_file")
+
 
 class GatewayConfig(Config, frozen=True, kw_only=True):
     """The process that serves HTTP and converts between text and tokens."""
 
-    engine: Annotated[str, about("address of the engine (ZeroMQ)", wiring=True)] = ""
-    card: Annotated[
-        str, about("file with the model card; serves without an engine", wiring=True)
+    models: Annotated[
+        list[ModelConfig],
+        about("the models of a server with several, in place of this config's own", wiring=True),
+    ] = []
+    control: Annotated[
+        str, about("path of the supervisor's socket, to load and unload models", wiring=True)
     ] = ""
-    prefill: Annotated[
-        list[str], about("addresses of prefill engines (ZeroMQ); needs `decode`", wiring=True)
-    ] = []
-    decode: Annotated[
-        list[str], about("addresses of decode engines (ZeroMQ), in place of `engine`", wiring=True)
-    ] = []
-    engines: Annotated[
-        list[str], about("addresses of replicas (ZeroMQ), in place of `engine`", wiring=True)
-    ] = []
-    engines_file: Annotated[
-        str, about("file with more addresses of replicas, read again when it changes", wiring=True)
-    ] = ""
+    engine: EngineAddress = ""
+    card: CardFilePath = ""
+    prefill: PrefillAddresses = []
+    decode: DecodeAddresses = []
+    engines: ReplicaAddresses = []
+    engines_file: ReplicaFile = ""
     failover_s: Annotated[
         float,
         about(
@@ -82,12 +170,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     metrics_directory: Annotated[
         str, about("directory in which the gateways of a port combine their metrics", wiring=True)
     ] = ""
-    tried_tokenizer: Annotated[
-        str, about("SHA-256 of a tokenizer.json that passed its trial run, to skip it", wiring=True)
-    ] = ""
-    expected_card: Annotated[
-        str, about("card file of the model that the engine loads, to prepare it early", wiring=True)
-    ] = ""
+    tried_tokenizer: TriedTokenizer = ""
+    expected_card: ExpectedCard = ""
     supervisor_digest: Annotated[
         str,
         about("digest of the API key that the supervisor uses to check this gateway", wiring=True),
@@ -107,9 +191,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         list[str],
         about("origin of web pages that may call this server, or * for any; repeat for several"),
     ] = []
-    served_name: Annotated[
-        list[str], about("model name in the API; repeat for aliases. Default: the model's own")
-    ] = []
+    served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
     max_prompts: Annotated[
@@ -143,6 +225,14 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
             le=86400,
         ),
     ] = 0.0
+    load_timeout_s: Annotated[
+        float,
+        about(
+            "refuse a request with 503 if its model is not loaded after this many seconds",
+            ge=1,
+            le=86400,
+        ),
+    ] = 600.0
     drain_s: Annotated[
         float, about("seconds that open streams may continue after SIGTERM", ge=0, le=86400)
     ] = 30.0
@@ -158,28 +248,14 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
             "http://127.0.0.1:4318/v1/traces; needs the extra otel"
         ),
     ] = ""
-    chat_template: Annotated[
-        str, about("file with a chat template to use in place of the model's own")
-    ] = ""
+    chat_template: ChatTemplate = ""
     trust_request_chat_template: Annotated[
         bool, about("allow requests to bring their own chat template")
     ] = False
-    default_chat_template_kwargs: Annotated[
-        str, about("JSON object of chat template variables for requests that do not set them")
-    ] = ""
-    default_sampling: Annotated[
-        str,
-        about(
-            "JSON object of sampling parameters for requests that do not set them, such as "
-            '{"temperature": 0.2, "top_p": 0.9}; overrides the model\'s recommendations'
-        ),
-    ] = ""
-    tool_format: Annotated[
-        str, about("syntax of the model's tool calls: a name from docs/formats.md, or auto")
-    ] = "auto"
-    reasoning_format: Annotated[
-        str, about("syntax of the model's reasoning: a name from docs/formats.md, auto, or none")
-    ] = "auto"
+    default_chat_template_kwargs: DefaultTemplateKwargs = ""
+    default_sampling: DefaultSampling = ""
+    tool_format: ToolFormat = "auto"
+    reasoning_format: ReasoningFormat = "auto"
 
     response_store: Annotated[
         str,
@@ -222,23 +298,14 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         return bool(self.api_keys or self.api_key or self.api_key_digests)
 
     @property
-    def names_formats(self) -> bool:
-        """Whether the format of tool calls or of reasoning is given, not found for each model."""
-        return (self.tool_format, self.reasoning_format) != ("auto", "auto")
+    def hosted(self) -> list[ModelConfig]:
+        """The models to serve: `models`, or the one model that this config describes itself."""
+        names = set(ModelConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
+        return self.models or [ModelConfig(**{name: getattr(self, name) for name in names})]
 
     def __post_init__(self) -> None:
-        if bool(self.prefill) != bool(self.decode):
-            raise ValueError(
-                "prefill and decode must be set together: prefill engines compute prompts, and"
-                " decode engines continue from them"
-            )
-        if self.decode and (self.engines or self.engines_file):
-            raise ValueError("engines cannot be combined with prefill and decode")
-        try:
-            sampling_defaults(self.default_sampling)
-        except ValueError as error:
-            raise ValueError(f"default_sampling: {error}") from None
         self._make_absolute("chat_template", "api_keys", "engines_file")
+        _check_names(self.hosted)
         if self.response_store != NO_STORE:
             self._make_absolute("response_store")
         if not (is_loopback(self.host) or self.has_keys or self.insecure_no_auth):
@@ -246,3 +313,14 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
                 f"host {self.host} is reachable from other machines, but no API key is set: set "
                 "api_keys or $TIDEGATE_API_KEY, or allow it with insecure_no_auth"
             )
+
+
+def _check_names(models: list[ModelConfig]) -> None:
+    """Raise ValueError if one of several models has no name, or if two have the same one."""
+    owners: dict[str, int] = {}
+    for place, model in enumerate(models):
+        if len(models) > 1 and not model.served_name:
+            raise ValueError(f"models[{place}] has no served_name, which several models need")
+        for name in model.served_name:
+            if owners.setdefault(name, place) != place:
+                raise ValueError(f"two models have the served_name {name!r}")

@@ -19,7 +19,7 @@ from gateway.formats.lexicon import Lexicon, MarkerToken, Piece
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, parser_state
 from gateway.served_model import ModelOptions, ServedModel
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import ModelConfig
 from protocol.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES
 from tests.support.examples import examples
@@ -73,7 +73,7 @@ def model_with(
         response_template=response_template,
     )
     templates = UnlimitedTemplates()
-    chosen = ModelOptions.from_config(GatewayConfig(**options), templates)
+    chosen = ModelOptions.from_config(ModelConfig(**options), templates)
     return ServedModel.from_card(card, LIMITS, chosen, templates)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.served_model import ModelOptions, ServedModel
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import ModelConfig
 from protocol.messages import Limits
 from protocol.model_card import ModelCard
 from tests.support.templates import UnlimitedTemplates
@@ -17,5 +17,5 @@ LIMITS = Limits(
 
 def served(card: ModelCard, **config: Any) -> ServedModel:
     templates = UnlimitedTemplates()
-    options = ModelOptions.from_config(GatewayConfig(**config), templates)
+    options = ModelOptions.from_config(ModelConfig(**config), templates)
     return ServedModel.from_card(card, LIMITS, options, templates)

@@ -19,6 +19,7 @@ GATEWAY = f"{Path(__file__).parents[2]}/gateway/"
 LAST = "text/tokenizer.py"
 ASIDES = {
     "service.py": "which model is served, and whether the engine may be asked now",
+    "model_host.py": "the same, for one model",
     "engine/client.py": "the same",
     "engine/refusal_cache.py": "the same",
     "auth/caller.py": "the limits of the caller",

@@ -155,6 +155,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
             wiring |= {"token_budget", "max_drafts"}
         if config is GatewayConfig:
             wiring |= {"prefill", "decode", "engines", "engines_file", "kv_on_failure"}
+            wiring |= {"models", "control"}
         assert {flag.field for flag in flags_of(config)} == fields - wiring
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.health import LATE_S, Health
-from gateway.api.admin import describe_worker, engine_activity
+from gateway.api.health import describe_worker, engine_activity
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerStatus
 

@@ -6,14 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.served_model import ModelOptions, ModelText, ServedModel
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import ModelConfig
 from protocol.model_card import ModelCard, SamplingDefaults
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import LIMITS
 from tests.support.templates import UnlimitedTemplates
 
 TEMPLATES = UnlimitedTemplates()
-OPTIONS = ModelOptions.from_config(GatewayConfig(), TEMPLATES)
+OPTIONS = ModelOptions.from_config(ModelConfig(), TEMPLATES)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def record_for(answer: ChoiceGroup, status: int = 200) -> RequestRecord:
         route="/x",
         status=status,
         key="",
+        model="",
         is_probe=False,
     )
 
@@ -105,7 +106,7 @@ def test_an_abandoned_request_decoded_until_its_client_left(
     [(200, "finished"), (404, "refused"), (503, "refused"), (500, "error"), (499, "disconnected")],
 )
 def test_a_request_without_inference_ends_as_its_status_implies(status: int, end: str) -> None:
-    fields = {"request_id": "1", "method": "GET", "path": "/", "route": "/", "key": ""}
+    fields = {"request_id": "1", "method": "GET", "path": "/", "route": "/", "key": "", "model": ""}
     record = record_of(Timeline(), None, status=status, is_probe=False, **fields)
     assert (record.end, record.answer) == (end, None)
 

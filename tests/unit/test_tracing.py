@@ -63,6 +63,7 @@ def a_record(**changes: Any) -> RequestRecord:
         "route": CHAT,
         "status": 200,
         "key": "",
+        "model": "small",
         "end": "finished",
         "started_ns": BEGAN_NS,
         "took_s": 16.5,
@@ -76,7 +77,7 @@ def spans_of(
 ) -> tuple[ReadableSpan | None, dict[str, ReadableSpan]]:
     """Return the span of a request, and the spans of its stages by name."""
     exporter = InMemorySpanExporter()
-    tracing = Tracing(SimpleSpanProcessor(exporter), lambda: "small")
+    tracing = Tracing(SimpleSpanProcessor(exporter))
     tracing.export(carrier or {}, record)
     tracing.close()
     *stages, whole = exporter.get_finished_spans() or [None]
@@ -159,7 +160,7 @@ def test_other_routes_leave_no_span() -> None:
 
 
 def test_without_an_endpoint_there_are_no_traces() -> None:
-    assert tracing_to("", lambda: "") is None
+    assert tracing_to("") is None
 
 
 def test_a_server_without_the_trace_exporter_does_not_start(

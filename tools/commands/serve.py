@@ -337,7 +337,7 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
     model, trials = plan.engine.worker.model, PassedTrials(home() / "trials")
     file = plan.directory / run_lock.CARD_FILE
     with ModelCheck(gateway) as check:
-        if gateway.names_formats or not trials.is_expected(model):
+        if gateway.hosted[0].names_formats or not trials.is_expected(model):
             check.start()
         if plan.serve.render_only:
             write_card(plan.engine.worker, file)
@@ -350,7 +350,7 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
             gateway = expecting(gateway, card, file)
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
-        if gateway.names_formats or not trials.has_passed(model, card.tokenizer):
+        if gateway.hosted[0].names_formats or not trials.has_passed(model, card.tokenizer):
             check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)

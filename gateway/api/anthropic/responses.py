@@ -16,8 +16,8 @@ from gateway.api.openai.responses import Effective
 from gateway.formats.events import Finished, OutputWarning, ToolCall
 from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import HTTPFault
+from gateway.model_host import ListedModel
 from gateway.observe.timings import Timings, timings_of_group
-from gateway.served_model import ServedModel
 from protocol.errors import InvalidRequest
 
 encode = msgspec.json.encode
@@ -435,32 +435,34 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
-def model_info(served: ServedModel, name: str) -> ModelInfo:
+def model_info(facts: ListedModel, name: str) -> ModelInfo:
     """Return the description of a model under `name`, which is one of its served names."""
-    since = datetime.fromtimestamp(served.created_at, UTC)
+    since = datetime.fromtimestamp(facts.created_at, UTC)
     return ModelInfo(
         id=name,
-        display_name=served.card.name,
+        display_name=facts.root,
         created_at=since.isoformat().replace("+00:00", "Z"),
-        max_input_tokens=served.limits.max_len,
-        max_tokens=served.limits.max_len,
+        max_input_tokens=facts.max_len,
+        max_tokens=facts.max_len,
         lifecycle="active",
     )
 
 
-def model_page(served: ServedModel, query: Mapping[str, str]) -> ModelPage:
+def model_page(listed: Mapping[str, ListedModel], query: Mapping[str, str]) -> ModelPage:
     """Return a page of at most `limit` models, listed after `after_id` and before `before_id`. All
-    three are parameters of `query`. Raise InvalidRequest, naming the parameter, if one is
-    invalid."""
+    three are parameters of `query`. Raise InvalidRequest, naming the parameter, if one is invalid.
+
+    listed  the models by all their names
+    """
     limit = _limit(query.get("limit", ""))
-    names, is_backward = list(served.names), False
+    names, is_backward = list(listed), False
     if after := query.get("after_id"):
         names = names[_place(names, after, "after_id") + 1 :]
     if before := query.get("before_id"):
         names, is_backward = names[: _place(names, before, "before_id")], True
     shown = names[-limit:] if is_backward else names[:limit]
     return ModelPage(
-        data=[model_info(served, name) for name in shown],
+        data=[model_info(listed[name], name) for name in shown],
         has_more=len(shown) < len(names),
         first_id=shown[0] if shown else None,
         last_id=shown[-1] if shown else None,

@@ -39,7 +39,7 @@ routes = Routes("Anthropic", responses.MessagesErrorAnswer)
 def messages(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.MessagesBody)
     with translation.translate_errors():
-        use = service.use(translation.chat.model)
+        use = service.use(context, translation.chat.model, translation.chat)
         use.host.raise_cached_refusal(context)
         preparation, prompt, warnings = _prepare(service, context, translation, use.model)
         prompt_request = preparation.prompt_request(prompt)
@@ -70,7 +70,7 @@ def messages(service: Service, context: RequestContext) -> Response:
 def count_tokens(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.CountBody)
     with translation.translate_errors():
-        model = service.use(translation.chat.model).model
+        model = service.use(context, translation.chat.model).model
         _, prompt, _ = _prepare(service, context, translation, model)
     extensions = context.extensions(prompt.effective if body.return_effective_kwargs else None)
     return json_response(responses.InputTokenCount(input_tokens=len(prompt.ids), **extensions))

@@ -79,7 +79,8 @@ def _answer_chats(
     conversations: Mapping[str, Sequence[Any]],
 ) -> Response:
     """Answer the conversations of a body. `conversations` maps their paths to their messages."""
-    use, in_batch = service.use(body.model), isinstance(body, requests.BatchBody)
+    use = service.use(context, body.model, body)
+    in_batch = isinstance(body, requests.BatchBody)
     use.host.raise_cached_refusal(context)
     model = use.model
     trusts = service.config.trust_request_chat_template
@@ -113,7 +114,7 @@ def completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
     checks.check_completion(body)
-    use = service.use(body.model)
+    use = service.use(context, body.model, body)
     use.host.raise_cached_refusal(context)
     model = use.model
     with context.timeline.tokenizing():

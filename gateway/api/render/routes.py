@@ -54,7 +54,7 @@ routes = Routes("Rendering", ErrorAnswer)
 def render_chat(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, requests.ChatBody)
     checks.check_chat(body)
-    preparation = _preparation(service, body)
+    preparation = _preparation(service, context, body)
     _note_ignored(context, [*unknown, *preparation.ignored], body)
     return _chat(
         service, context, carried, preparation, preparation.prompt(body.messages), "chatcmpl"
@@ -71,7 +71,7 @@ def render_completions(service: Service, context: RequestContext) -> Response:
     bounds = service.id_bounds(service.config.max_prompts)
     body, carried, unknown = _read(service, requests.CompletionBody, bounds)
     checks.check_completion(body)
-    model, config = service.use(body.model).model, service.config
+    model, config = service.use(context, body.model).model, service.config
     completion = prepare.Completion(body, model, max_prompts=config.max_prompts)
     _note_ignored(context, [*unknown, *completion.ignored], body)
     check_counts(
@@ -93,7 +93,7 @@ def render_responses(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, ResponsesBody)
     check(body)
     items, before = history_of(service, context).read_items(body)
-    model = service.use(body.model).model
+    model = service.use(context, body.model).model
     trusts = service.config.trust_request_chat_template
     ready = rendered(body, [*before, *items], model, trusts_template=trusts)
     names = [*fields_without_effect(body, unknown), *ready.ignored]
@@ -113,9 +113,9 @@ def render_messages(service: Service, context: RequestContext) -> Response:
     body, carried, unknown = _read(service, MessagesBody)
     translation = translate(body)
     with translation.translate_errors():
-        model = service.use(translation.chat.model).model
+        model = service.use(context, translation.chat.model).model
         chat, _ = clamp_to_model(translation.chat, model.limits.max_len, model.output_format)
-        preparation = _preparation(service, chat)
+        preparation = _preparation(service, context, chat)
         _note_ignored(
             context, [*unknown, *map(translation.request_path, preparation.ignored)], chat
         )
@@ -124,9 +124,11 @@ def render_messages(service: Service, context: RequestContext) -> Response:
         )
 
 
-def _preparation(service: Service, body: requests.ChatBody) -> prepare.Preparation:
+def _preparation(
+    service: Service, context: RequestContext, body: requests.ChatBody
+) -> prepare.Preparation:
     trusts = service.config.trust_request_chat_template
-    return prepare.Preparation(body, service.use(body.model).model, trusts_template=trusts)
+    return prepare.Preparation(body, service.use(context, body.model).model, trusts_template=trusts)
 
 
 def _chat(
@@ -176,7 +178,8 @@ def _id(context: RequestContext, kind: str) -> str:
 def derender_chat(service: Service, context: RequestContext) -> Response:
     body = service.bodies.parse(request, DerenderChat, RECORDED_BOUNDS)
     rendered_request = body.chat_request
-    model = service.use(body.model or (rendered_request.model if rendered_request else None)).model
+    name = body.model or (rendered_request.model if rendered_request else None)
+    model = service.use(context, name).model
     derendering = ChatDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else json_response(derendering.whole())
 
@@ -191,7 +194,8 @@ def derender_chat(service: Service, context: RequestContext) -> Response:
 def derender_completions(service: Service, context: RequestContext) -> Response:
     body = service.bodies.parse(request, DerenderCompletion, RECORDED_BOUNDS)
     rendered_request = body.completion_request
-    model = service.use(body.model or (rendered_request.model if rendered_request else None)).model
+    name = body.model or (rendered_request.model if rendered_request else None)
+    model = service.use(context, name).model
     derendering = CompletionDerendering(body, model, service.config)
     return _chunk(*derendering.chunk()) if body.stream else json_response(derendering.whole())
 

@@ -72,7 +72,7 @@ def create(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
     stores = _is_stored(service, body)
     items, before = history_of(service, context).read_items(body)
-    use = service.use(body.model)
+    use = service.use(context, body.model, body)
     use.host.raise_cached_refusal(context)
     model = use.model
     ready = _rendered(service, context, body, [*before, *items], model)
@@ -104,7 +104,8 @@ def create(service: Service, context: RequestContext) -> Response:
 def input_tokens(service: Service, context: RequestContext) -> Response:
     body = _read(service, context)
     items, before = history_of(service, context).read_items(body)
-    ready = _rendered(service, context, body, [*before, *items], service.use(body.model).model)
+    model = service.use(context, body.model).model
+    ready = _rendered(service, context, body, [*before, *items], model)
     count = len(ready.prompt.ids)
     return json_response(ResponseInputTokens(object_="response.input_tokens", input_tokens=count))
 

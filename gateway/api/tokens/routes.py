@@ -55,19 +55,23 @@ def tokenize(service: Service, context: RequestContext) -> Response:
         else:
             body = convert(fields, requests.TokenizeBody)
     if isinstance(body, requests.TokenizeChatBody):
-        return _tokenize_chat(service, body)
-    return _tokenize_text(service, body)
+        return _tokenize_chat(service, context, body)
+    return _tokenize_text(service, context, body)
 
 
-def _tokenize_text(service: Service, body: requests.TokenizeBody) -> Response:
-    model = service.use(body.model).model
+def _tokenize_text(
+    service: Service, context: RequestContext, body: requests.TokenizeBody
+) -> Response:
+    model = service.use(context, body.model).model
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
     return json_response(_tokenized(model, ids, body.return_token_strs, UNSET))
 
 
-def _tokenize_chat(service: Service, body: requests.TokenizeChatBody) -> Response:
-    model, prompt = _rendered(service, body)
+def _tokenize_chat(
+    service: Service, context: RequestContext, body: requests.TokenizeChatBody
+) -> Response:
+    model, prompt = _rendered(service, context, body)
     effective = prompt.effective if body.return_effective_kwargs else UNSET
     return json_response(_tokenized(model, prompt.ids, body.return_token_strs, effective))
 
@@ -90,7 +94,7 @@ def generate(service: Service, context: RequestContext) -> Response:
         body = convert(fields, GenerateBody)
         unknown = prepare.list_unknown_fields(fields)
     prepare.check(body, service.config.max_n)
-    use = service.use(body.model)
+    use = service.use(context, body.model, body)
     use.host.raise_cached_refusal(context)
     model = use.model
     kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
@@ -127,18 +131,23 @@ def _generate_stream(
 def abort_requests(service: Service, context: RequestContext) -> Response:
     """Abort requests by their ids: the caller's own or, for an admin, any.
 
-    The engine has the requests of all APIs and all gateway processes. So this also aborts requests
-    that other processes have sent.
+    An engine has the requests of all APIs and all gateway processes. So this also aborts requests
+    that other processes have sent. The ids do not show the model, so all engines are asked.
     """
     body = service.bodies.parse(request, AbortBody)
-    host = service.use().host
     caller = context.caller
     named = {caller.abort_label(name): name for name in body.request_ids}
-    report = host.engine.abort_by_label(list(named))
-    aborted, unknown = (
-        [named[label] for label in labels] for labels in (report.aborted, report.unknown)
+    hosts, trouble = service.ready_hosts, service.trouble()
+    if trouble is not None and not hosts:
+        raise trouble
+    reports = [host.engine.abort_by_label(list(named)) for host in hosts]
+    found = {label for report in reports for label in report.aborted}
+    return json_response(
+        AbortedRequests(
+            aborted=[name for label, name in named.items() if label in found],
+            unknown=[name for label, name in named.items() if label not in found],
+        )
     )
-    return json_response(AbortedRequests(aborted=aborted, unknown=unknown))
 
 
 @routes.post(
@@ -149,17 +158,19 @@ def abort_requests(service: Service, context: RequestContext) -> Response:
 )
 def input_tokens(service: Service, context: RequestContext) -> Response:
     body = service.bodies.parse(request, ChatBody)
-    _, prompt = _rendered(service, body)
+    _, prompt = _rendered(service, context, body)
     count = responses.InputTokens(
         object="chat.completion.input_tokens", input_tokens=len(prompt.ids)
     )
     return json_response(count)
 
 
-def _rendered(service: Service, body: ChatBody) -> tuple[ServedModel, Prompt]:
+def _rendered(
+    service: Service, context: RequestContext, body: ChatBody
+) -> tuple[ServedModel, Prompt]:
     """Return the model and the rendered prompt of a chat request."""
     check_chat(body)
-    model = service.use(body.model).model
+    model = service.use(context, body.model).model
     trusts = service.config.trust_request_chat_template
     return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
 
@@ -187,7 +198,7 @@ def _tokenized(
 )
 def detokenize(service: Service, context: RequestContext) -> Response:
     body = service.bodies.parse(request, requests.DetokenizeBody, service.id_bounds())
-    model = service.use(body.model).model
+    model = service.use(context, body.model).model
     check_token_ids(body.tokens, model.card.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response(responses.Detokenized(text))
