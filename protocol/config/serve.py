@@ -92,6 +92,30 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             "engines can be added and removed"
         ),
     ] = ""
+    load: Annotated[
+        Literal["start", "first-use"],
+        about(
+            "when models are loaded; start: when the server starts, as many as --max-loaded "
+            "allows; first-use: each at its first request, which waits"
+        ),
+    ] = "start"
+    max_loaded: Annotated[
+        int,
+        about(
+            "with several models: load at most this many at the same time; 0: as many as fit in "
+            "memory. A model that is needed replaces the one that was unused for longest",
+            ge=0,
+            le=64,
+        ),
+    ] = 0
+    idle_unload_s: Annotated[
+        float,
+        about(
+            "unload a model that was not used for this many seconds; 0: never",
+            ge=0,
+            le=604800,
+        ),
+    ] = 0.0
     cluster_key: KeyFile = ""
     kv_address: Annotated[
         str,
@@ -106,12 +130,23 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         """Whether the replicas are engines that others have started."""
         return bool(self.engines or self.engines_file)
 
-    def __post_init__(self) -> None:
-        if bool(self.prefill) != bool(self.decode):
-            raise ValueError("prefill and decode must be set together")
-        addresses = [part.strip() for given in self.engines for part in given.split(",")]
-        msgspec.structs.force_setattr(self, "engines", [each for each in addresses if each])
-        self._make_absolute("engines_file")
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether models are loaded and unloaded while the server runs, even if there is one."""
+        return self.load != "start" or self.idle_unload_s > 0
+
+    def check_on_demand(self) -> None:
+        """Raise ValueError if an option cannot be combined with several models, or with a model
+        that is loaded on demand."""
+        used = [*self._ways, *["cluster_key"] * bool(self.cluster_key)]
+        if used:
+            raise ValueError(
+                f"{used[0]} cannot be combined with several models, load or idle_unload_s"
+            )
+
+    @property
+    def _ways(self) -> list[str]:
+        """The options that are set and decide which engines there are."""
         ways = {
             "render_only": self.render_only,
             "split": self.split,
@@ -119,7 +154,15 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             "replicas": self.replicas > 1,
             "engines": self.has_engines_elsewhere,
         }
-        if len(used := [name for name, is_used in ways.items() if is_used]) > 1:
+        return [name for name, is_used in ways.items() if is_used]
+
+    def __post_init__(self) -> None:
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError("prefill and decode must be set together")
+        addresses = [part.strip() for given in self.engines for part in given.split(",")]
+        msgspec.structs.force_setattr(self, "engines", [each for each in addresses if each])
+        self._make_absolute("engines_file")
+        if len(used := self._ways) > 1:
             raise ValueError(f"{used[0]} and {used[1]} cannot be combined")
         if self.split and (self.cluster_key or self.kv_address):
             raise ValueError(

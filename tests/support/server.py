@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -21,21 +22,28 @@ class Server(Program):
     Free slots are poisoned, so that state that leaks between requests shows in any test, unless
     `options` turn that off.
 
+    models     the arguments MODEL of a server with several models, in place of `model`
     url        HTTP address
     address    ZeroMQ address of the engine
     ready_s    duration of the start, as the server prints it
     """
 
-    def __init__(self, *options: str, model: str | None = None, cwd: Path = ROOT) -> None:
+    def __init__(
+        self,
+        *options: str,
+        model: str | None = None,
+        models: Sequence[str] = (),
+        cwd: Path = ROOT,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        name = model or str(smollm2_gguf())
+        names = models or [model or str(smollm2_gguf())]
         arguments = [
             "-P",
             "-m",
             "tools",
             "serve",
-            name,
+            *names,
             "--port",
             str(self.port),
             *POISON,

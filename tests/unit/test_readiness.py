@@ -61,11 +61,12 @@ def test_a_gateway_is_ready_again_with_the_same_engines() -> None:
     assert readiness.ready(one("a")) == ["gateway", "engine"]
 
 
-def test_a_probe_that_reports_no_epochs_is_believed() -> None:
-    readiness = ChildReadiness({"engine": "tcp://127.0.0.1:5600"})
-    readiness.ready(one())
+def test_a_server_whose_only_model_is_not_loaded_is_ready_without_its_engine() -> None:
+    readiness = ChildReadiness(ONE)
+    assert readiness.ready(one()) == ["gateway"]
     readiness.on_start("engine")
-    assert readiness.ready(one()) == ["engine"]
+    assert readiness.ready(one()) == ["gateway"]
+    assert readiness.ready(one("a")) == ["gateway", "engine"]
 
 
 @contextmanager
@@ -117,6 +118,18 @@ LOST = {"address": "ipc://2", "ready": False, "epoch": "b"}
             503,
             {"engine": {"epoch": None}, "prefill": [STATE], "decode": [LOST]},
             ServerReadiness(is_ready=False, epochs=frozenset("a"), engines={"ipc://1": "a"}),
+        ),
+        (
+            200,
+            {"models": [{"id": "a", "engines": [STATE]}, {"id": "b", "engines": [LOST]}]},
+            ServerReadiness(
+                is_ready=True, model="tiny", epochs=frozenset("a"), engines={"ipc://1": "a"}
+            ),
+        ),
+        (
+            200,
+            {"models": [{"id": "a", "engines": []}]},
+            ServerReadiness(is_ready=True, model="tiny", engines={}),
         ),
         (502, "a proxy answers", ServerReadiness(is_ready=False)),
     ],

@@ -283,7 +283,8 @@ def test_a_server_that_stops_does_not_signal_a_retiring_child_again() -> None:
 def test_the_server_outlives_an_optional_model_and_reports_its_failure() -> None:
     supervisor = models()
     actions = supervisor.on_exit(ProcessExit("a", 3, "out of memory"), 5.0)
-    assert actions == [LogAction("a exited with code 3: out of memory", is_failure=True)]
+    message = "a exited with code 3: out of memory; the server continues"
+    assert actions == [LogAction(message, is_failure=True)]
     assert serves(supervisor)
     assert supervisor.failure("a") == "a exited with code 3: out of memory"
 

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,8 @@ def _serve(
 
     run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
     return supervise(
-        [engine_command("engine", engine, lock)],
+        # No gateway reports its epoch: the probe connects to the engine itself.
+        [replace(engine_command("engine", engine, lock), address="")],
         _EngineProbe(engine),
         terminal,
         start_timeout_s=solo.start_timeout_s,

@@ -38,15 +38,19 @@ examples:
 """
 
 
-def add_model(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """Add the argument MODEL. `default` is its value if the user does not give it."""
+def add_model(
+    parser: argparse.ArgumentParser, *, default: str | None = None, several: bool = False
+) -> None:
+    """Add the argument MODEL. `default` is its value if the user does not give it. With `several`
+    it may be given more than once, and its value is a list."""
+    more = "; several models, or NAME=MODEL, to choose by name in each request" * several
     parser.add_argument(
         "model",
-        nargs="?",
+        nargs="*" if several else "?",
         default=default,
         metavar="MODEL",
         help="a name from `tidegate models`, a Hugging Face directory, a .gguf file, or OWNER/REPO "
-        f"or OWNER/REPO:QUANTISATION on the Hugging Face Hub (default {DEFAULT})",
+        f"or OWNER/REPO:QUANTISATION on the Hugging Face Hub (default {DEFAULT}){more}",
     )
 
 

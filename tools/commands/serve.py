@@ -15,7 +15,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.log_lines import LogStyle
-from protocol.model_card import read_card
+from protocol.model_card import CardFile, read_card
+from protocol.model_card import write_card as write_card_file
 from protocol.sockets import engine_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
@@ -51,6 +52,15 @@ from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
+from tools.processes.several_models import (
+    PlannedModels,
+    check_shared,
+    engines_of_models,
+    hosting,
+    named_models,
+    plan_models,
+    with_served_name,
+)
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import (
     Engines,
@@ -77,6 +87,8 @@ examples:
   tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
   tidegate serve --served-name small --gateways 2
   tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
+  tidegate serve Qwen/Qwen3-0.6B big=./model.gguf --load first-use --max-loaded 1
+                                                  two models, one in memory at a time
   tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --replicas 2                     two engines of the model; streams survive one
   tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
@@ -124,9 +136,16 @@ class Plan:
     #: The supervisor's own API key for readiness checks; "" if the server has no keys.
     key: str = ""
     num_gpus: int = 0
+    #: The engines of models that are loaded and unloaded while the server runs, by the models'
+    #: names; empty if there is one model that is always loaded.
+    models: Mapping[str, EngineConfig] = field(default_factory=dict)
+    #: The same models after their files were checked.
+    planned: PlannedModels | None = None
 
     @property
     def engines(self) -> Engines:
+        if self.models:
+            return {f"engine {name}": engine for name, engine in self.models.items()}
         return engines_of(self.serve, self.engine, self.directory, self.num_gpus)
 
     @property
@@ -135,7 +154,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, several=True)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
@@ -155,17 +174,23 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         directory = run_directory(gateway.port)
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
-        model = options["model"] or DEFAULT
+        given = named_models(options["model"] or [DEFAULT])
+        model = given[0].model
         worker = build(WorkerConfig, options, model=model, address=worker_address, log_format=style)
         engine = build(EngineConfig, options, worker=worker, address=address, log_format=style)
         serve = build(ServeConfig, options)
+        models: Mapping[str, EngineConfig] = {}
+        if len(given) > 1 or serve.loads_on_demand:
+            serve.check_on_demand()
+            check_shared(gateway, engine, given)
+            models = engines_of_models(with_served_name(given, gateway), engine, directory)
         gpus = num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         engines = engines_of(serve, engine, directory, gpus)
         gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    name = served_name(worker.model)
-    has_name = bool(name and (engines or options["model"] or serve.render_only))
+    name = given[0].name if given[0].is_explicit else served_name(worker.model)
+    has_name = bool(name and (engines or options["model"] or serve.render_only)) and not models
     names = gateway.served_name or ([name] if name and has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
     if serve.kv_address:
@@ -176,7 +201,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         response_store=store,
         metrics_directory=str(directory / run_lock.METRICS),
     )
-    return Plan(engine, gateway, serve, directory, key, gpus)
+    return Plan(engine, gateway, serve, directory, key, gpus, models)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -206,7 +231,11 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 
 def engine_commands(plan: Plan, lock: int) -> list[Command]:
     group = REPLICAS if plan.serve.replicas > 1 else ""
-    return [engine_command(name, each, lock, group=group) for name, each in plan.engines.items()]
+    groups = list(plan.models) or [group] * len(plan.engines)
+    return [
+        engine_command(name, each, lock, group=group)
+        for group, (name, each) in zip(groups, plan.engines.items(), strict=True)
+    ]
 
 
 def gateway_command(plan: Plan, lock: int) -> Command:
@@ -260,8 +289,9 @@ def run(options: argparse.Namespace) -> int:
             write_cluster_key(str(key_file))
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
+        check = _check_models if found.models else _check_model
         with GatedStart() as start, start.interruptible():
-            checked = _check_model(found, start, lock, terminal)
+            checked = check(found, start, lock, terminal)
         return _serve(checked, start.children, lock, started, terminal)
 
 
@@ -318,6 +348,15 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     if not plan.engines and not render_only:
         return plan
     print_line = terminal.progress
+    if plan.models:
+        paths = {
+            name: resolve(each.worker.model, home(), print_line)
+            for name, each in plan.models.items()
+        }
+        return replace(
+            plan,
+            models={name: with_model(each, paths[name]) for name, each in plan.models.items()},
+        )
     path = resolve(plan.engine.worker.model, home(), print_line, text_only=render_only)
     draft = "" if render_only else plan.engine.worker.draft_model
     engine = with_model(plan.engine, path, resolve(draft, home(), print_line) if draft else None)
@@ -357,14 +396,40 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
     return checked
 
 
+def _check_models(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -> Plan:
+    """Do the same for the models in `plan.models`. Their engines are started after the check,
+    because it decides the size of their K/V caches."""
+    planned = plan_models(plan.models, plan.serve)
+    cards = {}
+    for number, (name, card) in enumerate(planned.cards.items(), start=1):
+        cards[name] = plan.directory / f"model-{number}{run_lock.CARD_SUFFIX}"
+        write_card_file(cards[name], CardFile(card=card, max_len=planned.plans[name].max_len))
+    gateway = hosting(plan.gateway, planned, cards, plan.directory)
+    checked = replace(plan, gateway=gateway, models=planned.engines, planned=planned)
+    at_start = [each for each in commands(checked, lock=lock) if each.group in planned.loaded]
+    start.start([*at_start, gateway_command(checked, lock)])
+    trials = PassedTrials(home() / "trials")
+    for name, card in planned.cards.items():
+        model = planned.engines[name].worker.model
+        if plan.gateway.hosted[0].names_formats or not trials.has_passed(model, card.tokenizer):
+            with ModelCheck(plan.gateway) as check:
+                check.run(card)
+            trials.add(model, card.tokenizer)
+    log_limits(planned.plans.values(), terminal)
+    return checked
+
+
 def _serve(
     plan: Plan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
+    loads = bool(plan.planned.loaded if plan.planned else plan.engines)
 
     def log_start(children: Sequence[Child]) -> None:
         processes = ", ".join(f"{child.name} started (pid {child.pid})" for child in children)
-        terminal.log(processes + f"; model {plan.engine.worker.model}" * has_model)
+        paths = [each.worker.model for each in plan.models.values()] or [plan.engine.worker.model]
+        noun = "models" if len(paths) > 1 else "model"
+        terminal.log(processes + f"; {noun} {', '.join(paths)}" * has_model)
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])
@@ -379,10 +444,11 @@ def _serve(
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,
         replica_restarts=plan.serve.restart_limit,
+        fleet=plan.planned.fleet(plan.serve, time.monotonic()) if plan.planned else None,
         control_directory=plan.directory,
         on_started=log_start,
         on_listening=lambda: terminal.log(
-            f"listening at {plan.url}" + ("; the model is loading" if plan.engines else "")
+            f"listening at {plan.url}" + ("; the model is loading" if loads else "")
         ),
         on_ready=show_banner,
     )
@@ -398,7 +464,7 @@ Press Ctrl-C to stop.
     header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return f"""
-Tidegate serves {model} at {plan.url}  (ready in {seconds:.1f} s)
+Tidegate serves {", ".join(plan.models) or model} at {plan.url}  (ready in {seconds:.1f} s)
 
   curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
     -d '{body}'
@@ -412,6 +478,8 @@ Press Ctrl-C to stop.
 
 def _addresses(plan: Plan) -> str:
     """Return the banner's lines with the addresses of the engines."""
+    if plan.models:
+        return "\n".join(f"  ZeroMQ: {e.address}  {name}" for name, e in plan.models.items())
     if plan.gateway.engines_file:
         return f"  engines: those in {plan.gateway.engines_file}"
     if plan.gateway.engines:

@@ -19,7 +19,7 @@ from protocol.errors import EngineError
 from protocol.messages import Limits
 from protocol.sockets import engine_address
 from protocol.stats import EngineStats
-from tools.http.web import WebServer, engine_states
+from tools.http.web import ENGINE_ROLES, WebServer, engine_states
 from tools.processes.discovery import RunningServer, add_server, local_server
 
 DESCRIPTION = """\
@@ -83,7 +83,8 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
     is_ready = http == HTTPStatus.OK
     status = ServerStatus(pid=server.pid, url=server.url, ready=is_ready, http=http)
     if several := engine_states(body):
-        is_ready = is_ready and all(state["ready"] for _, state in several)
+        ready = [state["ready"] for role, state in several if role in ENGINE_ROLES]
+        is_ready = is_ready and all(ready)  # models may be unloaded
         return replace(status, ready=is_ready, engines=several)
     try:
         with Client(engine_address(server.port), name="status", wait_s=WAIT_S) as engine:

@@ -14,6 +14,8 @@ from urllib.parse import SplitResult, urlsplit
 from tools.failure import Failure
 
 KEY_VARIABLE = "TIDEGATE_API_KEY"
+ENGINE_ROLES = {"replica": "replicas", "prefill": "prefill", "decode": "decode"}
+"""Role of one of several engines of a model -> its field in /readyz."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,17 @@ class WebServer:
         is_ready = status == http.client.OK
         if is_ready:
             self._model = self._model or self.first_model()
-        states = [state for _, state in engine_states(body)]
-        engines = {each["address"]: each["epoch"] for each in states if each["ready"]}
         one = _json_object(body).get("engine", {}).get("epoch")
-        epochs = engines.values() if states else [one] * bool(is_ready and one)
+        states = engine_states(body)
+        if states is None:
+            epochs = frozenset([one] * bool(is_ready and one))
+            return ServerReadiness(is_ready=is_ready, model=self._model, epochs=epochs)
+        engines = {state["address"]: state["epoch"] for _, state in states if state["ready"]}
         return ServerReadiness(
             is_ready=is_ready,
             model=self._model,
-            epochs=frozenset(epochs),
-            engines=engines if states else None,
+            epochs=frozenset(engines.values()),
+            engines=engines,
         )
 
     def first_model(self) -> str | None:
@@ -123,12 +127,16 @@ def no_server(server: WebServer) -> Failure:
     return Failure(f"no server answers at {server.url}; start one with: tidegate serve")
 
 
-def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the role and state of each engine in the body of /readyz: "replica", "prefill" or
-    "decode". The list is empty if the server has only one engine."""
+def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return the role and state of each connected engine in the body of /readyz. The role is
+    "replica", "prefill", "decode", or the name of one of several models. Return None if the server
+    has only one engine."""
     facts = _json_object(body)
-    fields = {"replicas": "replica", "prefill": "prefill", "decode": "decode"}
-    return [(role, state) for field, role in fields.items() for state in facts.get(field, [])]
+    by_role = {role: facts[field] for role, field in ENGINE_ROLES.items() if field in facts}
+    by_role |= {model["id"]: model["engines"] for model in facts.get("models", [])}
+    if not by_role and "models" not in facts:
+        return None
+    return [(role, state) for role, states in by_role.items() for state in states]
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

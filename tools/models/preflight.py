@@ -39,7 +39,12 @@ def preflight(workers: Sequence[WorkerConfig]) -> Preflight:
 def preflight_each(models: Sequence[str]) -> list[Preflight]:
     """Return, for each model path, the plan of a server with default options, or the reason why it
     cannot serve the model. Raises Failure if the check itself fails."""
-    workers = [WorkerConfig(model=model) for model in models]
+    return preflight_alternatives([WorkerConfig(model=model) for model in models])
+
+
+def preflight_alternatives(workers: Sequence[WorkerConfig]) -> list[Preflight]:
+    """Return, for each worker, its plan or why it cannot serve its model, as if it were alone on
+    this machine. Raises Failure if the check itself fails."""
     return msgspec.json.decode(_preflight_output(workers, "--each"), type=list[Preflight])
 
 
@@ -144,8 +149,12 @@ class ModelCheck:
 
 def without_trial(config: GatewayConfig, card: ModelCard) -> GatewayConfig:
     """Return the config of a gateway that skips the trial of the tokenizer of `card`."""
-    tried = hashlib.sha256(card.tokenizer).hexdigest()
-    return msgspec.structs.replace(config, tried_tokenizer=tried)
+    return msgspec.structs.replace(config, tried_tokenizer=tokenizer_digest(card))
+
+
+def tokenizer_digest(card: ModelCard) -> str:
+    """Return the digest by which a gateway recognises a tokenizer that has passed its trial."""
+    return hashlib.sha256(card.tokenizer).hexdigest()
 
 
 def expecting(config: GatewayConfig, card: ModelCard, file: Path) -> GatewayConfig:

@@ -47,7 +47,7 @@ class Command:
     arguments: Sequence[str]
     #: The group of an engine: engines of one group replace each other. "": a group of its own.
     group: str = ""
-    #: Address of an engine, as the gateways report it; "" for other processes.
+    #: Address of an engine, as the gateways report it; "" for other processes, or without gateways.
     address: str = ""
     #: Variables added to the supervisor's environment.
     environment: Mapping[str, str] = field(default_factory=dict)

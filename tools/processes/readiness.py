@@ -47,10 +47,8 @@ class ChildReadiness:
         return [child for child in self._addresses if self._is_ready(child, answer)]
 
     def _is_ready(self, child: str, answer: ServerReadiness) -> bool:
-        if not self._addresses[child] or answer.engines is None:
-            # An answer without epochs comes from a probe of the engine itself.
-            is_new = not (answer.epochs & self._old[child])
-            return answer.is_ready and is_new
+        if not self._addresses[child]:
+            return answer.is_ready
         return bool(self._epochs(child, answer) - self._old[child])
 
     def _epochs(self, child: str, answer: ServerReadiness) -> frozenset[str]:

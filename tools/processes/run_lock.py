@@ -27,7 +27,8 @@ from tools.failure import Failure
 LOCK = "pid"
 RUN_KEY = "cluster.key"
 """File with the cluster key of a server with --split, which has a new key in each run."""
-CARD_FILE = "model.card"
+CARD_SUFFIX = ".card"
+CARD_FILE = "model" + CARD_SUFFIX
 METRICS = "metrics"
 """Directory in which the gateway processes of a server combine their metrics."""
 ATTEMPTS, ATTEMPT_EVERY_S = 25, 0.02
@@ -116,7 +117,7 @@ def clear(directory: Path) -> list[str]:
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.is_socket() or path.name in (RUN_KEY, CARD_FILE):
+        elif path.is_socket() or path.name == RUN_KEY or path.suffix == CARD_SUFFIX:
             path.unlink(missing_ok=True)
         else:
             continue

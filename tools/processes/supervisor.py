@@ -366,7 +366,7 @@ class Supervisor:
         """Handle the exit of a child without which the server continues: restart it, or leave it
         down."""
         serving = " and ".join(each.name for each in self._others(child))
-        rest = f"; {serving} continues" if serving else ""
+        rest = f"; {serving or 'the server'} continues"
         if exit.code == ExitCode.OK:
             child.change(ChildEvent.EXITED)
             return [LogAction(f"{exit.child} {_how_drained(exit)}; it stays down{rest}")]

@@ -1,0 +1,190 @@
+"""The models that `tidegate serve` loads and unloads: their names, engines and memory.
+
+Each model has one engine. All use the same device, so their memory is planned together: a model
+that is loaded at the start is planned with what the earlier ones leave, and a model that is loaded
+on first use as if it were alone. On a CPU its K/V cache then gets exactly the planned size,
+whatever is free when it is loaded. On a GPU the worker measures what is free within its share. The
+fleet keeps the sum of the loaded models within the memory that was free at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import GatewayConfig
+from protocol.config.serve import ServeConfig
+from protocol.control import control_address
+from protocol.exit_codes import ExitCode
+from protocol.facts import GIB, ModelPlan, Preflight
+from protocol.model_card import ModelCard
+from tools.failure import Failure
+from tools.models.preflight import preflight, preflight_alternatives, tokenizer_digest
+from tools.models.pulling import served_name
+from tools.processes.fleet import Fleet, FleetLimits
+
+_with = msgspec.structs.replace
+
+
+class NamedModel(NamedTuple):
+    """A model of the command line, and the name under which it is served."""
+
+    name: str
+    model: str
+    #: Whether the user has chosen the name.
+    is_explicit: bool = False
+
+
+def named_models(words: Sequence[str]) -> list[NamedModel]:
+    """Return the models that the arguments MODEL or NAME=MODEL name. Raises ValueError if two have
+    the same name."""
+    found = [_named(word) for word in words]
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two models are named {name}; give them names: NAME=MODEL")
+    return found
+
+
+def _named(word: str) -> NamedModel:
+    name, equals, model = word.partition("=")
+    if equals and name and "/" not in name and not Path(word).exists():
+        return NamedModel(name, model, is_explicit=True)
+    path = Path(word)
+    name = path.stem if path.suffix == ".gguf" else path.name
+    return NamedModel(served_name(word) or name, word)
+
+
+def with_served_name(models: Sequence[NamedModel], gateway: GatewayConfig) -> list[NamedModel]:
+    """Return the models; a single one has the first name of --served-name, if there is one."""
+    if len(models) == 1 and gateway.served_name:
+        return [models[0]._replace(name=gateway.served_name[0])]
+    return list(models)
+
+
+def check_shared(
+    gateway: GatewayConfig, engine: EngineConfig, models: Sequence[NamedModel]
+) -> None:
+    """Raise ValueError if an option is set that models which are loaded on demand cannot share."""
+    if gateway.served_name and len(models) > 1:
+        raise ValueError("served_name cannot be combined with several models; use NAME=MODEL")
+    if engine.worker.draft_model:
+        raise ValueError("draft_model cannot be combined with models that are loaded on demand")
+
+
+def engines_of_models(
+    models: Sequence[NamedModel], engine: EngineConfig, directory: Path
+) -> dict[str, EngineConfig]:
+    """Return the engine of each model, by the model's name. The first one has the default address
+    of a server's engine, to which programs connect that use the ZeroMQ client library.
+
+    engine      one engine as the options describe it
+    directory   the run directory of the server
+    """
+    found = {}
+    for number, (name, model, _) in enumerate(models, start=1):
+        address = engine.address if number == 1 else f"ipc://{directory / f'engine-{number}.sock'}"
+        worker = _with(
+            engine.worker,
+            model=model,
+            address=f"ipc://{directory / f'worker-{number}.sock'}",
+            share_device=True,
+        )
+        journal = str(Path(engine.journal) / name) if engine.journal else ""
+        found[name] = _with(engine, address=address, worker=worker, journal=journal)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModels:
+    """The models after their files were checked."""
+
+    #: Name -> engine with the planned size of its K/V cache.
+    engines: Mapping[str, EngineConfig]
+    plans: Mapping[str, ModelPlan]
+    cards: Mapping[str, ModelCard]
+    #: The models that are loaded at the start.
+    loaded: Sequence[str]
+
+    def fleet(self, serve: ServeConfig, now: float) -> Fleet:
+        """Return the fleet of these models. The models in `loaded` are loading."""
+        limits = FleetLimits(
+            memory_bytes=max(plan.free_bytes for plan in self.plans.values()),
+            max_loaded=serve.max_loaded,
+            idle_unload_s=serve.idle_unload_s,
+        )
+        planned = {name: planned_bytes(plan) for name, plan in self.plans.items()}
+        return Fleet(planned, limits, now, loaded=self.loaded)
+
+
+def planned_bytes(plan: ModelPlan) -> int:
+    """Return the memory that a model needs in all."""
+    return plan.weights_bytes + plan.kv_bytes + plan.work_bytes + plan.tier_bytes
+
+
+def plan_models(engines: Mapping[str, EngineConfig], serve: ServeConfig) -> PlannedModels:
+    """Check the files of all models, and plan their memory. Raises Failure, in one line with a
+    remedy, if a model cannot be served, or if those that are loaded at the start do not fit
+    together."""
+    names = list(engines)
+    loaded = [] if serve.load == "first-use" else names[: serve.max_loaded or None]
+    workers = [engine.worker for engine in engines.values()]
+    found = dict(zip(names, preflight_alternatives(workers), strict=True))
+    for name, each in found.items():
+        _raise_error(name, each)
+    together = preflight([engines[name].worker for name in loaded]) if loaded else Preflight()
+    if together.error:
+        raise Failure(
+            f"the models do not fit together: {together.error}; {together.remedy}, or "
+            "--load first-use",
+            exit_code=ExitCode.BAD_MODEL,
+        )
+    plans = {name: each.plans[0] for name, each in found.items()}
+    plans |= dict(zip(loaded, together.plans, strict=True))
+    cards = {name: card for name, each in found.items() if (card := each.card) is not None}
+    planned = {name: _with_kv(engine, plans[name]) for name, engine in engines.items()}
+    return PlannedModels(planned, plans, cards, loaded)
+
+
+def _raise_error(name: str, found: Preflight) -> None:
+    if found.error:
+        message = f"model {name}: {found.error}; {found.remedy}"
+        raise Failure(message, exit_code=ExitCode.BAD_MODEL)
+
+
+def _with_kv(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
+    """Return the config `engine` with the planned size of the K/V cache, if its device is the
+    CPU."""
+    if engine.worker.kv_blocks or plan.device != "cpu":
+        return engine
+    gib = (plan.kv_bytes + 1) / GIB  # not less than the blocks need, after the conversion
+    return _with(engine, worker=_with(engine.worker, kv_memory_gib=gib))
+
+
+def hosting(
+    gateway: GatewayConfig, models: PlannedModels, cards: Mapping[str, Path], directory: Path
+) -> GatewayConfig:
+    """Return the config of a gateway that serves all models. They share the options of `gateway`
+    about templates, formats and sampling.
+
+    cards       name -> file with the card of the model
+    directory   the run directory, with the control socket
+    """
+    (shared,) = gateway.hosted
+    hosted = [
+        _with(
+            shared,
+            served_name=shared.served_name or [name],
+            engine=engine.address,
+            load="start" if name in models.loaded else "first-use",
+            expected_card=str(cards[name]),
+            tried_tokenizer=tokenizer_digest(models.cards[name]),
+        )
+        for name, engine in models.engines.items()
+    ]
+    return _with(gateway, models=hosted, control=control_address(directory))
