@@ -107,6 +107,9 @@ class ModelState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     name: str
     state: LoadState
+    #: Version of the states at the last change of this one. It also shows a change if the state is
+    #: the same again, because those in between were not received.
+    version: int = 0
     #: Why the model cannot be loaded, or why its last start failed; "" if nothing is wrong.
     error: str = ""
     #: Memory that its engines need for weights, K/V cache and steps together; 0: unknown.

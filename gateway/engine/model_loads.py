@@ -169,7 +169,7 @@ class ModelLoads:
         if is_new and state.state in ("unloaded", "failed"):
             # A load may have been requested, and given up, between the last version and this one.
             load.is_requested = False
-        if before is not None and before.state == state.state:
+        if before is not None and (before.state, before.version) == (state.state, state.version):
             return
         load.is_requested = False
         load.was_unloaded |= state.state in (*UNLOADED, "failed")

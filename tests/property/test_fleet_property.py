@@ -39,6 +39,7 @@ class SimulatedGateway:
     def __init__(self, scene: FleetScene, number: int) -> None:
         self.scene, self.number = scene, number
         self.states: dict[str, str] = {}
+        self.versions: dict[str, int] = {}
         self.version = 0
         self.open: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
@@ -58,8 +59,6 @@ class SimulatedGateway:
                     continue
                 self.open[model] += 1
                 self.scene.later(self.scene.random.expovariate(1.0), partial(self.end, model))
-        elif self.states.get(model) == "failed" and model in self.asked:
-            self.refuse(model)
         elif self.kept[model] and model not in self.asked:
             self.asked.add(model)
             self.scene.request(model, self)
@@ -76,11 +75,15 @@ class SimulatedGateway:
         if states.version <= self.version:
             return
         self.version = states.version
-        changed = {each.name for each in states.models if self.states.get(each.name) != each.state}
+        versions = {each.name: each.version for each in states.models}
+        changed = {name for name in versions if versions[name] != self.versions.get(name)}
+        self.versions = versions
         self.states = {each.name: each.state for each in states.models}
         for model in changed:
-            if self.states[model] != "failed":
-                self.asked.discard(model)
+            was_asked = model in self.asked
+            self.asked.discard(model)
+            if was_asked and self.states[model] == "failed":
+                self.refuse(model)
             self.serve(model)
         self.report()
 

@@ -49,7 +49,7 @@ REPLIES: tuple[ControlMessage, ...] = (
     ModelStates(
         version=7,
         models=[
-            ModelState(name="small", state="ready", planned_bytes=5 << 30),
+            ModelState(name="small", state="ready", version=6, planned_bytes=5 << 30),
             ModelState(name="large", state="failed", error="out of memory", planned_bytes=9 << 30),
             ModelState(name="third", state="waiting", waits_for=["small"]),
         ],

@@ -224,6 +224,7 @@ class Fleet:
                 ModelState(
                     name=model.name,
                     state=REPORTED_STATE[model.phase],
+                    version=model.version,
                     error=model.error,
                     planned_bytes=model.planned_bytes,
                     waits_for=loaded if model.phase is ModelPhase.WAITING else [],
