@@ -92,6 +92,13 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             "engines can be added and removed"
         ),
     ] = ""
+    models: Annotated[
+        str,
+        about(
+            "file with several models in place of MODEL: TOML tables [[model]] with path, name, "
+            "alias, and options of this command (docs/several-models.md)"
+        ),
+    ] = ""
     load: Annotated[
         Literal["start", "first-use"],
         about(
@@ -133,7 +140,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
     @property
     def loads_on_demand(self) -> bool:
         """Whether models are loaded and unloaded while the server runs, even if there is one."""
-        return self.load != "start" or self.idle_unload_s > 0
+        return self.load != "start" or self.idle_unload_s > 0 or bool(self.models)
 
     def check_on_demand(self) -> None:
         """Raise ValueError if an option cannot be combined with several models, or with a model

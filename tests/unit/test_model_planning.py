@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.config.serve import ServeConfig
 from protocol.facts import GIB
 from protocol.sockets import engine_address
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -39,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def planned(made: Plan) -> PlannedModels:
-    return plan_models(made.models, made.serve)
+    return plan_models(made.models, made.gateway.models, made.serve)
 
 
 def test_a_model_has_the_name_that_the_user_gives_or_its_own() -> None:
@@ -119,9 +118,10 @@ def test_models_are_loaded_at_the_start_as_far_as_the_options_allow(tiny: list[s
     made = serve(*tiny)
     assert planned(made).loaded == ["a", "b"]
     one = replace(made.serve, max_loaded=1)
-    assert plan_models(made.models, one).loaded == ["a"]
-    later = ServeConfig(load="first-use", max_loaded=1, idle_unload_s=9.0)
-    found = plan_models(made.models, later)
+    assert plan_models(made.models, made.gateway.models, one).loaded == ["a"]
+    made = serve(*tiny, "--load", "first-use", "--max-loaded", "1", "--idle-unload-s", "9")
+    later = made.serve
+    found = planned(made)
     assert found.loaded == []
     fleet = found.fleet(later, 0.0)
     assert (fleet.limits.max_loaded, fleet.limits.idle_unload_s) == (1, 9.0)

@@ -24,7 +24,7 @@ import msgspec
 from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from protocol.config.engine import EngineConfig
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
@@ -52,8 +52,11 @@ from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
+from tools.processes.models_file import read_models_file
 from tools.processes.several_models import (
+    NamedModel,
     PlannedModels,
+    check_names,
     check_shared,
     engines_of_models,
     hosting,
@@ -89,6 +92,7 @@ examples:
   tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
   tidegate serve Qwen/Qwen3-0.6B big=./model.gguf --load first-use --max-loaded 1
                                                   two models, one in memory at a time
+  tidegate serve --models models.toml             several models, each with options of its own
   tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --replicas 2                     two engines of the model; streams survive one
   tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
@@ -119,6 +123,8 @@ CHECKED = (
     *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
 )
 """Fields of GatewayConfig whose values only the gateway's code can check."""
+CHECKED_OF_MODELS = [name for name in CHECKED if name in ModelConfig.__struct_fields__]
+"""The same for ModelConfig."""
 CHECK_TIMEOUT_S = 60
 REPLICAS = "the engines"
 """The group of the engines of --replicas."""
@@ -174,22 +180,32 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         directory = run_directory(gateway.port)
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
-        given = named_models(options["model"] or [DEFAULT])
-        model = given[0].model
-        worker = build(WorkerConfig, options, model=model, address=worker_address, log_format=style)
-        engine = build(EngineConfig, options, worker=worker, address=address, log_format=style)
         serve = build(ServeConfig, options)
+        given = _given_models(options, serve)
+
+        def build_engine(changes: Mapping[str, Any]) -> EngineConfig:
+            own = {**options, **changes}
+            worker = build(
+                WorkerConfig, own, model=given[0].model, address=worker_address, log_format=style
+            )
+            return build(EngineConfig, own, worker=worker, address=address, log_format=style)
+
+        engine = build_engine({})
         models: Mapping[str, EngineConfig] = {}
         if len(given) > 1 or serve.loads_on_demand:
             serve.check_on_demand()
             check_shared(gateway, engine, given)
-            models = engines_of_models(with_served_name(given, gateway), engine, directory)
+            given = with_served_name(given, gateway)
+            models = engines_of_models(given, build_engine, directory)
+            gateway = msgspec.structs.replace(
+                gateway, models=[_model_config(each, options, serve) for each in given]
+            )
         gpus = num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         engines = engines_of(serve, engine, directory, gpus)
         gateway = wired(gateway, serve, engine, engines)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
-    name = given[0].name if given[0].is_explicit else served_name(worker.model)
+    name = given[0].name if given[0].is_explicit else served_name(given[0].model)
     has_name = bool(name and (engines or options["model"] or serve.render_only)) and not models
     names = gateway.served_name or ([name] if name and has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
@@ -202,6 +218,25 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         metrics_directory=str(directory / run_lock.METRICS),
     )
     return Plan(engine, gateway, serve, directory, key, gpus, models)
+
+
+def _given_models(options: Mapping[str, Any], serve: ServeConfig) -> list[NamedModel]:
+    """Return the models of the command line or of --models. Raises ValueError."""
+    if serve.models and options["model"]:
+        raise ValueError("models cannot be combined with MODEL")
+    given = (
+        read_models_file(Path(serve.models))
+        if serve.models
+        else named_models(options["model"] or [DEFAULT])
+    )
+    check_names(given)
+    return given
+
+
+def _model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConfig) -> ModelConfig:
+    """Return one of several models as the gateway needs it, without its engine."""
+    own = {**options, **model.options, "served_name": [model.name, *model.aliases]}
+    return build(ModelConfig, own, load=own.get("load") or serve.load)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -328,8 +363,12 @@ def _check_gateway(config: GatewayConfig) -> None:
     Importing the gateway takes time, so the check is skipped if all these options have their
     defaults. Raises Failure if an option is wrong.
     """
-    default = GatewayConfig()
-    if all(getattr(config, name) == getattr(default, name) for name in CHECKED):
+    default, default_model = GatewayConfig(), ModelConfig()
+    if all(getattr(config, name) == getattr(default, name) for name in CHECKED) and all(
+        getattr(model, name) == getattr(default_model, name)
+        for model in config.models
+        for name in CHECKED_OF_MODELS
+    ):
         return
     done = run_module(
         "checking the gateway's options",
@@ -399,7 +438,7 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
 def _check_models(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -> Plan:
     """Do the same for the models in `plan.models`. Their engines are started after the check,
     because it decides the size of their K/V caches."""
-    planned = plan_models(plan.models, plan.serve)
+    planned = plan_models(plan.models, plan.gateway.models, plan.serve)
     cards = {}
     for number, (name, card) in enumerate(planned.cards.items(), start=1):
         cards[name] = plan.directory / f"model-{number}{run_lock.CARD_SUFFIX}"
@@ -409,10 +448,11 @@ def _check_models(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) 
     at_start = [each for each in commands(checked, lock=lock) if each.group in planned.loaded]
     start.start([*at_start, gateway_command(checked, lock)])
     trials = PassedTrials(home() / "trials")
-    for name, card in planned.cards.items():
-        model = planned.engines[name].worker.model
-        if plan.gateway.hosted[0].names_formats or not trials.has_passed(model, card.tokenizer):
-            with ModelCheck(plan.gateway) as check:
+    for hosted in plan.gateway.models:
+        card = planned.cards[hosted.supervised_name]
+        model = planned.engines[hosted.supervised_name].worker.model
+        if hosted.names_formats or not trials.has_passed(model, card.tokenizer):
+            with ModelCheck(msgspec.structs.replace(plan.gateway, models=[hosted])) as check:
                 check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(planned.plans.values(), terminal)

@@ -9,15 +9,15 @@ fleet keeps the sum of the loaded models within the memory that was free at the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from protocol.config.engine import EngineConfig
-from protocol.config.gateway import GatewayConfig
+from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.control import control_address
 from protocol.exit_codes import ExitCode
@@ -38,32 +38,44 @@ class NamedModel(NamedTuple):
     model: str
     #: Whether the user has chosen the name.
     is_explicit: bool = False
+    #: More names under which it is served.
+    aliases: Sequence[str] = ()
+    #: Options of this model, which replace those of the command line.
+    options: Mapping[str, Any] = {}
 
 
 def named_models(words: Sequence[str]) -> list[NamedModel]:
-    """Return the models that the arguments MODEL or NAME=MODEL name. Raises ValueError if two have
-    the same name."""
-    found = [_named(word) for word in words]
-    names = [each.name for each in found]
+    """Return the models that the arguments MODEL or NAME=MODEL name."""
+    return [_named(word) for word in words]
+
+
+def check_names(models: Sequence[NamedModel]) -> None:
+    """Raise ValueError if two models have the same name."""
+    names = [name for each in models for name in (each.name, *each.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two models are named {name}; give them names: NAME=MODEL")
-    return found
 
 
 def _named(word: str) -> NamedModel:
     name, equals, model = word.partition("=")
     if equals and name and "/" not in name and not Path(word).exists():
         return NamedModel(name, model, is_explicit=True)
-    path = Path(word)
-    name = path.stem if path.suffix == ".gguf" else path.name
-    return NamedModel(served_name(word) or name, word)
+    return NamedModel(own_name(word), word)
+
+
+def own_name(model: str) -> str:
+    """Return the name of MODEL if the user chooses none: that in the catalogue or on the Hub, or
+    else that of its file or directory."""
+    path = Path(model)
+    return served_name(model) or (path.stem if path.suffix == ".gguf" else path.name)
 
 
 def with_served_name(models: Sequence[NamedModel], gateway: GatewayConfig) -> list[NamedModel]:
-    """Return the models; a single one has the first name of --served-name, if there is one."""
+    """Return the models; a single one has the names of --served-name, if there are any."""
     if len(models) == 1 and gateway.served_name:
-        return [models[0]._replace(name=gateway.served_name[0])]
+        name, *aliases = gateway.served_name
+        return [models[0]._replace(name=name, aliases=aliases)]
     return list(models)
 
 
@@ -78,16 +90,20 @@ def check_shared(
 
 
 def engines_of_models(
-    models: Sequence[NamedModel], engine: EngineConfig, directory: Path
+    models: Sequence[NamedModel],
+    build_engine: Callable[[Mapping[str, Any]], EngineConfig],
+    directory: Path,
 ) -> dict[str, EngineConfig]:
     """Return the engine of each model, by the model's name. The first one has the default address
     of a server's engine, to which programs connect that use the ZeroMQ client library.
 
-    engine      one engine as the options describe it
-    directory   the run directory of the server
+    build_engine   returns one engine as the command line describes it, with other options for one
+                   model
+    directory      the run directory of the server
     """
     found = {}
-    for number, (name, model, _) in enumerate(models, start=1):
+    for number, (name, model, _, _, options) in enumerate(models, start=1):
+        engine = build_engine(options)
         address = engine.address if number == 1 else f"ipc://{directory / f'engine-{number}.sock'}"
         worker = _with(
             engine.worker,
@@ -127,12 +143,15 @@ def planned_bytes(plan: ModelPlan) -> int:
     return plan.weights_bytes + plan.kv_bytes + plan.work_bytes + plan.tier_bytes
 
 
-def plan_models(engines: Mapping[str, EngineConfig], serve: ServeConfig) -> PlannedModels:
-    """Check the files of all models, and plan their memory. Raises Failure, in one line with a
-    remedy, if a model cannot be served, or if those that are loaded at the start do not fit
-    together."""
+def plan_models(
+    engines: Mapping[str, EngineConfig], hosted: Sequence[ModelConfig], serve: ServeConfig
+) -> PlannedModels:
+    """Check the files of all models, and plan their memory. `hosted` are the models of the gateway.
+    Raises Failure, in one line with a remedy, if a model cannot be served, or if those that are
+    loaded at the start do not fit together."""
     names = list(engines)
-    loaded = [] if serve.load == "first-use" else names[: serve.max_loaded or None]
+    at_start = [each.supervised_name for each in hosted if each.load == "start"]
+    loaded = at_start[: serve.max_loaded or None]
     workers = [engine.worker for engine in engines.values()]
     found = dict(zip(names, preflight_alternatives(workers), strict=True))
     for name, each in found.items():
@@ -169,22 +188,20 @@ def _with_kv(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
 def hosting(
     gateway: GatewayConfig, models: PlannedModels, cards: Mapping[str, Path], directory: Path
 ) -> GatewayConfig:
-    """Return the config of a gateway that serves all models. They share the options of `gateway`
-    about templates, formats and sampling.
+    """Return the config of a gateway that serves all models in `gateway.models`.
 
     cards       name -> file with the card of the model
     directory   the run directory, with the control socket
     """
-    (shared,) = gateway.hosted
     hosted = [
         _with(
-            shared,
-            served_name=shared.served_name or [name],
-            engine=engine.address,
+            each,
+            engine=models.engines[name].address,
             load="start" if name in models.loaded else "first-use",
             expected_card=str(cards[name]),
             tried_tokenizer=tokenizer_digest(models.cards[name]),
         )
-        for name, engine in models.engines.items()
+        for each in gateway.models
+        for name in [each.supervised_name]
     ]
     return _with(gateway, models=hosted, control=control_address(directory))

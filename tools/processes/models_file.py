@@ -1,0 +1,97 @@
+"""The file of `tidegate serve --models FILE`: several models, each with options of its own.
+
+    [[model]]
+    path = "Qwen/Qwen3-0.6B"        # as MODEL on the command line
+    name = "small"                  # default: the model's own name
+    alias = ["gpt-4o-mini"]         # more names in the API
+    load = "first-use"
+    max_len = 8192
+
+The other keys are options of the command line, spelt with underscores. They replace those of the
+command line for this model.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import ModelConfig
+from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
+from tools.flags import flags_of
+from tools.processes.several_models import NamedModel, own_name
+
+_SHARED = {"draft_model", "served_name"}
+"""Options that a model of several cannot have."""
+
+
+class ModelTable(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of a table [[model]] that are not options of the command line."""
+
+    path: str
+    name: str = ""
+    alias: list[str] = []
+
+
+def read_models_file(file: Path) -> list[NamedModel]:
+    """Return the models in `file`. Raises ValueError, naming the table and the key, if the file
+    cannot be read or used. Paths in it are relative to its directory."""
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"models {file}: {error}") from None
+    tables = content.pop("model", None)
+    if content or not isinstance(tables, list) or not tables:
+        raise ValueError(f"models {file}: expected only tables [[model]], and at least one")
+    found = []
+    for number, table in enumerate(tables, start=1):
+        try:
+            found.append(_read_table(table, file.parent))
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ValueError(f"models {file}: model {number}: {error}") from None
+    return found
+
+
+def _read_table(table: Mapping[str, Any], folder: Path) -> NamedModel:
+    own = msgspec.convert(table, ModelTable)
+    options = {
+        key: _option(key, value)
+        for key, value in table.items()
+        if key not in ModelTable.__struct_fields__
+    }
+    if template := options.get("chat_template"):
+        options["chat_template"] = str(folder / template)
+    local = folder / Path(own.path).expanduser()
+    path = str(local) if local.exists() else own.path
+    name = own.name or own_name(path)
+    return NamedModel(name, path, is_explicit=True, aliases=own.alias, options=options)
+
+
+def _option(key: str, value: Any) -> Any:
+    """Return the checked value of an option."""
+    kinds = _kinds()
+    if key not in kinds:
+        raise ValueError(f"unknown key {key!r}")
+    try:
+        return msgspec.convert(value, kinds[key])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+@cache
+def _kinds() -> Mapping[str, Any]:
+    """Return the type of each option that a model may have."""
+    kinds: dict[str, Any] = {}
+    for config in (WorkerConfig, EngineConfig, ModelConfig, ServeConfig):
+        names = {flag.field for flag in flags_of(config)} - _SHARED
+        if config is ServeConfig:
+            names = {"load"}
+        kinds |= {f.name: f.type for f in msgspec.structs.fields(config) if f.name in names}
+    return kinds
