@@ -242,11 +242,11 @@ class OnDemand:
         ]
         control = str(self.supervisor.path)
         self.gateway = GatewayProcess(models=models, control=control, **config)
-        self._pool = ThreadPoolExecutor()
+        self.pool = ThreadPoolExecutor()
 
     def ask(self, name: str = "b", **fields: Any) -> Future[requests.Response]:
         body = {"model": name, "prompt": "hi"} | fields
-        return self._pool.submit(self.gateway.post, "/v1/completions", body)
+        return self.pool.submit(self.gateway.post, "/v1/completions", body)
 
     def load(self) -> contextlib.AbstractContextManager[ScriptedEngine]:
         self.supervisor.set("b", "loading")
@@ -263,7 +263,7 @@ def on_demand(**config: Any) -> Iterator[OnDemand]:
         folder = Path(name)
         with new_engine(folder, "a") as a:
             scene = OnDemand(folder, a, **config)
-            with scene.supervisor, scene.gateway, scene._pool:
+            with scene.supervisor, scene.gateway, scene.pool:
                 scene.gateway.await_ready()
                 yield scene
 
@@ -388,7 +388,7 @@ def test_a_model_can_be_put_to_sleep_and_woken_up(scene: OnDemand) -> None:
         assert scene.supervisor.stopped == ["b"]
         assert scene.get("/is_sleeping?model=b") == {"is_sleeping": True}
         assert scene.get("/readyz")["ready"]
-    woken = scene._pool.submit(scene.gateway.post, "/wake_up?model=b", None)
+    woken = scene.pool.submit(scene.gateway.post, "/wake_up?model=b", None)
     scene.supervisor.await_start("b")
     with scene.load():
         assert woken.result().json() == {"is_sleeping": False}

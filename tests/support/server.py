@@ -22,6 +22,7 @@ class Server(Program):
     Free slots are poisoned, so that state that leaks between requests shows in any test, unless
     `options` turn that off.
 
+    model      the argument MODEL; None: the default model; "": none
     models     the arguments MODEL of a server with several models, in place of `model`
     url        HTTP address
     address    ZeroMQ address of the engine
@@ -37,7 +38,8 @@ class Server(Program):
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        names = models or [model or str(smollm2_gguf())]
+        names = models or [str(smollm2_gguf()) if model is None else model]
+        names = [name for name in names if name]
         arguments = [
             "-P",
             "-m",

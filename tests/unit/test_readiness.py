@@ -121,14 +121,19 @@ LOST = {"address": "ipc://2", "ready": False, "epoch": "b"}
         ),
         (
             200,
-            {"models": [{"id": "a", "engines": [STATE]}, {"id": "b", "engines": [LOST]}]},
+            {
+                "models": [
+                    {"id": "a", "state": "ready", "engines": [STATE]},
+                    {"id": "b", "state": "loading", "engines": [LOST]},
+                ]
+            },
             ServerReadiness(
                 is_ready=True, model="tiny", epochs=frozenset("a"), engines={"ipc://1": "a"}
             ),
         ),
         (
             200,
-            {"models": [{"id": "a", "engines": []}]},
+            {"models": [{"id": "a", "state": "unloaded", "engines": []}]},
             ServerReadiness(is_ready=True, model="tiny", engines={}),
         ),
         (502, "a proxy answers", ServerReadiness(is_ready=False)),

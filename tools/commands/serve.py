@@ -331,8 +331,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
-    """Write the server's URL and the first of `names` into the lock, for other tools to find."""
-    model = next(filter(None, names), "")
+    """Write the server's URL and the models' names into the lock, for other tools to find.
+
+    names   names of the model, if there is only one
+    """
+    model = ", ".join(plan.models) or next(filter(None, names), "")
     run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
 
 

@@ -37,6 +37,10 @@ examples:
 WAIT_S = 3.0
 
 
+WITHOUT_ENGINE = ("unloaded", "waiting", "failed")
+"""States of a model of several in which its engine does not run."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
@@ -111,6 +115,8 @@ def _format(status: ServerStatus) -> str:
 
 
 def _one_of_several(role: str, state: dict[str, Any]) -> str:
+    if state.get("state") in WITHOUT_ENGINE:
+        return f"{role:<8} {state['state']}"
     if not state["ready"]:
         return f"{role:<8} {state['address']}: not ready: {state['why']}"
     if state["total_blocks"] is None:

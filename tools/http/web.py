@@ -129,11 +129,12 @@ def no_server(server: WebServer) -> Failure:
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]] | None:
     """Return the role and state of each connected engine in the body of /readyz. The role is
-    "replica", "prefill", "decode", or the name of one of several models. Return None if the server
-    has only one engine."""
+    "replica", "prefill", "decode", or the name of one of several models, whose state is then the
+    member `state`. Return None if the server has only one engine."""
     facts = _json_object(body)
     by_role = {role: facts[field] for role, field in ENGINE_ROLES.items() if field in facts}
-    by_role |= {model["id"]: model["engines"] for model in facts.get("models", [])}
+    for model in facts.get("models", []):
+        by_role[model["id"]] = [{**each, "state": model["state"]} for each in model["engines"]]
     if not by_role and "models" not in facts:
         return None
     return [(role, state) for role, states in by_role.items() for state in states]

@@ -28,7 +28,7 @@ from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_d
 from protocol.sockets import engine_address, run_directory
 from tools.failure import Failure
 from tools.flags import flags_of
-from tools.http.web import local_url, port_of
+from tools.http.web import ENGINE_ROLES, WebServer, engine_states, local_url, port_of
 from tools.processes import run_lock
 
 START_ONE = "start one: tidegate serve"
@@ -269,8 +269,14 @@ def _host_and_port(url: str) -> tuple[str, int | None]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options --port, --url, --engine and --cluster-key, which select an engine."""
+    """Add the options --port, --url, --model, --engine and --cluster-key, which select an
+    engine."""
     add_server(parser)
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="use the engine of this model, if the server has several (default: the first)",
+    )
     parser.add_argument(
         "--engine",
         metavar="ADDRESS",
@@ -282,17 +288,31 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace, name: str) -> Client:
-    """Return a client of the engine that the options select. It does not use HTTP, so it works when
-    HTTP is down.
+    """Return a client of the engine that the options select. Without --model it does not use HTTP,
+    so it works when HTTP is down.
 
     name   name of the client, which the engine logs
 
     Raises Failure if the options do not select an engine, or if the engine is not ready.
     """
-    address = options.engine or engine_address(local_server(options).port)
+    address = options.engine or _engine_of_server(local_server(options), options.model)
     try:
         return Client(address, name=name, wait_s=CONNECT_TIMEOUT_S, cluster_key=options.cluster_key)
     except EngineNotReady as error:
         raise Failure(f"the engine is not ready: {error}") from None
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
+
+
+def _engine_of_server(server: RunningServer, model: str | None) -> str:
+    """Return the address of the engine of `model`, or with None of the server's first engine.
+    Raises Failure if the server has no such model."""
+    if model is None:
+        return engine_address(server.port)
+    answer = WebServer(server.url).get("/readyz")
+    states = engine_states(answer[1]) if answer is not None else None
+    addresses = {role: state["address"] for role, state in states or [] if role not in ENGINE_ROLES}
+    if model not in addresses:
+        names = ", ".join(addresses) or "none that --model could choose"
+        raise Failure(f"--model {model}: the server's models are {names}", exit_code=2)
+    return str(addresses[model])

@@ -37,7 +37,8 @@ LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
 class LockFacts(msgspec.Struct, frozen=True):
-    """The facts that a server writes into its lock, in addition to its pid; "" if unknown."""
+    """The facts that a server writes into its lock, in addition to its pid; "" if unknown. Several
+    models are separated by commas."""
 
     url: str = ""
     model: str = ""
