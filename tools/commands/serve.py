@@ -52,15 +52,12 @@ from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
-from tools.processes.models_file import read_models_file
+from tools.processes.models_file import given_models, model_config
 from tools.processes.several_models import (
-    NamedModel,
     PlannedModels,
-    check_names,
     check_shared,
     engines_of_models,
     hosting,
-    named_models,
     plan_models,
     with_served_name,
 )
@@ -181,7 +178,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         address = engine_address(gateway.port)
         worker_address = f"ipc://{directory / 'worker.sock'}"
         serve = build(ServeConfig, options)
-        given = _given_models(options, serve)
+        given = given_models(options, serve)
 
         def build_engine(changes: Mapping[str, Any]) -> EngineConfig:
             own = {**options, **changes}
@@ -198,7 +195,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
             given = with_served_name(given, gateway)
             models = engines_of_models(given, build_engine, directory)
             gateway = msgspec.structs.replace(
-                gateway, models=[_model_config(each, options, serve) for each in given]
+                gateway, models=[model_config(each, options, serve) for each in given]
             )
         gpus = num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         engines = engines_of(serve, engine, directory, gpus)
@@ -218,25 +215,6 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         metrics_directory=str(directory / run_lock.METRICS),
     )
     return Plan(engine, gateway, serve, directory, key, gpus, models)
-
-
-def _given_models(options: Mapping[str, Any], serve: ServeConfig) -> list[NamedModel]:
-    """Return the models of the command line or of --models. Raises ValueError."""
-    if serve.models and options["model"]:
-        raise ValueError("models cannot be combined with MODEL")
-    given = (
-        read_models_file(Path(serve.models))
-        if serve.models
-        else named_models(options["model"] or [DEFAULT])
-    )
-    check_names(given)
-    return given
-
-
-def _model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConfig) -> ModelConfig:
-    """Return one of several models as the gateway needs it, without its engine."""
-    own = {**options, **model.options, "served_name": [model.name, *model.aliases]}
-    return build(ModelConfig, own, load=own.get("load") or serve.load)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:

@@ -1,4 +1,5 @@
-"""The file of `tidegate serve --models FILE`: several models, each with options of its own.
+"""The models that `tidegate serve` is given: on the command line, or in the file of --models, in
+which each has options of its own.
 
     [[model]]
     path = "Qwen/Qwen3-0.6B"        # as MODEL on the command line
@@ -25,8 +26,9 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from tools.flags import flags_of
-from tools.processes.several_models import NamedModel, own_name
+from tools.flags import build, flags_of
+from tools.models.catalogue import DEFAULT
+from tools.processes.several_models import NamedModel, check_names, named_models, own_name
 
 _SHARED = {"draft_model", "served_name"}
 """Options that a model of several cannot have."""
@@ -40,22 +42,43 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True):
     alias: list[str] = []
 
 
+def given_models(options: Mapping[str, Any], serve: ServeConfig) -> list[NamedModel]:
+    """Return the models of the command line or of --models. Raises ValueError if both are given, if
+    the file cannot be used, or if two models have the same name."""
+    if serve.models and options["model"]:
+        raise ValueError("--models cannot be combined with MODEL")
+    given = (
+        read_models_file(Path(serve.models))
+        if serve.models
+        else named_models(options["model"] or [DEFAULT])
+    )
+    check_names(given)
+    return given
+
+
+def model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConfig) -> ModelConfig:
+    """Return one of several models as the gateway needs it, without its engine. `options` are those
+    of the command line. Raises ValueError if an option is invalid."""
+    own = {**options, **model.options, "served_name": [model.name, *model.aliases]}
+    return build(ModelConfig, own, load=own.get("load") or serve.load)
+
+
 def read_models_file(file: Path) -> list[NamedModel]:
     """Return the models in `file`. Raises ValueError, naming the table and the key, if the file
     cannot be read or used. Paths in it are relative to its directory."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"models {file}: {error}") from None
+        raise ValueError(f"--models {file}: {error}") from None
     tables = content.pop("model", None)
     if content or not isinstance(tables, list) or not tables:
-        raise ValueError(f"models {file}: expected only tables [[model]], and at least one")
+        raise ValueError(f"--models {file}: expected only tables [[model]], and at least one")
     found = []
     for number, table in enumerate(tables, start=1):
         try:
             found.append(_read_table(table, file.parent))
         except (msgspec.ValidationError, ValueError) as error:
-            raise ValueError(f"models {file}: model {number}: {error}") from None
+            raise ValueError(f"--models {file}: model {number}: {error}") from None
     return found
 
 
