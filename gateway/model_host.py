@@ -167,6 +167,8 @@ class ModelHost:
             return "ready"
         if (state := self._unloaded_state()) is not None:
             return state
+        if self._is_unservable:
+            return "failed"
         last = self._link.loads.state(self._key) if self._link is not None else None
         return "failed" if last is not None and last.state == "failed" else "loading"
 
@@ -251,6 +253,8 @@ class ModelHost:
             is_gone.set()
             self.on_change()
 
+        if not self._num_waiting:
+            gevent.spawn(self.prepare_expected)  # while the engine loads
         hang_up = HangUp(environ, on_hang_up)
         self._num_waiting += 1
         link.loads.keep(self._key)
@@ -287,7 +291,9 @@ class ModelHost:
         """Have the supervisor unload the model, and wait until that is done. Raises EngineNotReady
         if it refuses, or if requests have the model loaded again meanwhile."""
         if self._link is None:
-            raise NoEngine("this gateway has no supervisor that could unload the model")
+            raise NoEngine(
+                "this server cannot unload its only model; `tidegate serve --models FILE` can"
+            )
         loads, version = self._link.loads, self._link.stop_model(self._key)
         while loads.version < version or loads.unloaded_state(self._key) == "stopping":
             gevent.sleep(SLEEP_POLL_S)

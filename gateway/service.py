@@ -163,7 +163,8 @@ class Service:
                 self.link.start()
             self._watch = gevent.spawn(self._keep_watch)
             for host in self.hosts:
-                gevent.spawn(host.prepare_expected)
+                if host.config.load == "start":  # others are prepared while they load
+                    gevent.spawn(host.prepare_expected)
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,
