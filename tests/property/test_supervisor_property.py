@@ -16,7 +16,8 @@ from protocol.exit_codes import ExitCode
 from tests.support.examples import examples
 from tools.processes.actions import Action, EndServer, ProcessExit, SendSignal, StartProcess
 from tools.processes.restart_policy import RestartPolicy
-from tools.processes.supervisor import Supervisor, SupervisorPhase
+from tools.processes.supervisor import Supervisor
+from tools.processes.supervisor_phases import SupervisorPhase
 
 GROUPS = {"a1": "a", "a2": "a", "b1": "b", "c1": "c", "c2": "c"}
 CHILDREN = ["gateway", *GROUPS]

@@ -21,7 +21,8 @@ from tools.processes.actions import Action, ProcessExit, SendReply, SendSignal, 
 from tools.processes.control_service import ControlService
 from tools.processes.fleet import Fleet, FleetLimits
 from tools.processes.restart_policy import RestartPolicy
-from tools.processes.supervisor import Supervisor, SupervisorPhase
+from tools.processes.supervisor import Supervisor
+from tools.processes.supervisor_phases import SupervisorPhase
 
 GROUPS = {"a 1": "a", "a 2": "a", "b": "b"}
 GATEWAY, COMMAND = 1, 2

@@ -22,15 +22,13 @@ from tools.processes.children import last_error_line
 from tools.processes.restart_policy import MAX_DELAY_S, WINDOW_S, RestartPolicy
 from tools.processes.supervisor import (
     GRACE_S,
-    NEXT_PHASE,
     SAME_SIGNAL_S,
     STOP_S,
     STOPPED_S,
     UNUSED_STOP_S,
     Supervisor,
-    SupervisorEvent,
-    SupervisorPhase,
 )
+from tools.processes.supervisor_phases import NEXT_PHASE, SupervisorEvent, SupervisorPhase
 
 DRAIN_S = 30.0
 

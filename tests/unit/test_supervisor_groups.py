@@ -19,7 +19,8 @@ from tools.processes.actions import (
 )
 from tools.processes.child_states import NEXT_STATE, ChildEvent, ChildState
 from tools.processes.restart_policy import MAX_DELAY_S, RestartPolicy
-from tools.processes.supervisor import STOP_S, STOPPED_S, Supervisor, SupervisorPhase
+from tools.processes.supervisor import STOP_S, STOPPED_S, Supervisor
+from tools.processes.supervisor_phases import SupervisorPhase
 
 GATEWAY, FIRST, SECOND = "gateway", "engine 1", "engine 2"
 REPLICAS = {FIRST: "engine", SECOND: "engine"}

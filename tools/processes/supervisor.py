@@ -3,7 +3,7 @@
 Its input is events: a child exited, the server is ready, a stop signal arrived, time passed. Its
 output is actions: log a line, start a process, send a signal, end with an exit code. The module
 `tools.processes.watch` performs the actions. The current time is an argument. These rules hold in
-addition to the table of phases:
+addition to the table of phases (supervisor_phases.py):
 
 - If a child exits without a request to stop, it has failed. If it may be restarted
   (`tools.processes.restart_policy`), it is started again, and the others continue. Otherwise the
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import Enum, auto
 
 from protocol.exit_codes import DRAINED, KILLED, ExitCode
 from tools.processes.actions import (
@@ -48,6 +47,12 @@ from tools.processes.actions import (
 )
 from tools.processes.child_states import ChildEvent, ChildRecord, ChildState
 from tools.processes.restart_policy import RestartPolicy
+from tools.processes.supervisor_phases import (
+    NEXT_PHASE,
+    UNSTOPPED,
+    SupervisorEvent,
+    SupervisorPhase,
+)
 
 STOP_S = 5.0
 """Seconds after a failure in which the other processes must send their clients an error and
@@ -64,61 +69,6 @@ GRACE_S = 5.0
 """Seconds that a child has to exit in a drain, after the time limit of its open requests."""
 STOPPED_S = 3.0
 """A process that is stopped (SIGSTOP) for this many seconds is considered lost."""
-
-
-class SupervisorPhase(Enum):
-    STARTING = auto()  # children run; not ready yet; limited by start_timeout_s
-    SERVING = auto()  # was ready; ends with a failure or a signal
-    RESTARTING = auto()  # a child is being restarted, as in STARTING; the others serve
-    FOLLOWING = auto()  # a child was drained from outside; the other children are draining
-    DRAINING = auto()  # the children drain one after the other
-    STOPPING = auto()  # all children were signalled to stop after a failure
-    KILLING = auto()  # all children were killed
-    ENDED = auto()  # no child is left
-
-
-UNSTOPPED = {SupervisorPhase.STARTING, SupervisorPhase.SERVING, SupervisorPhase.RESTARTING}
-"""Phases before any child has received a stop signal."""
-
-
-class SupervisorEvent(Enum):
-    READY = auto()  # the server is ready
-    LOST = auto()  # a child exited and will be restarted
-    FAILED = auto()  # a child exited and will not be restarted
-    DRAINED = auto()  # a child exited after a drain from outside
-    STOP_SIGNAL = auto()  # a stop signal arrived
-    DEADLINE = auto()  # the phase's deadline has passed
-    ALL_EXITED = auto()  # no child is left, and no restart is pending
-
-
-NEXT_PHASE = {
-    (SupervisorPhase.STARTING, SupervisorEvent.READY): SupervisorPhase.SERVING,
-    (SupervisorPhase.STARTING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
-    (SupervisorPhase.STARTING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.STARTING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
-    (SupervisorPhase.STARTING, SupervisorEvent.DEADLINE): SupervisorPhase.STOPPING,
-    (SupervisorPhase.SERVING, SupervisorEvent.LOST): SupervisorPhase.RESTARTING,
-    (SupervisorPhase.SERVING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
-    (SupervisorPhase.SERVING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.SERVING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.READY): SupervisorPhase.SERVING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.LOST): SupervisorPhase.RESTARTING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.FAILED): SupervisorPhase.STOPPING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.DRAINED): SupervisorPhase.FOLLOWING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
-    (SupervisorPhase.RESTARTING, SupervisorEvent.DEADLINE): SupervisorPhase.STOPPING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.DRAINING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
-    (SupervisorPhase.FOLLOWING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
-    (SupervisorPhase.DRAINING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.KILLING,
-    (SupervisorPhase.DRAINING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
-    (SupervisorPhase.DRAINING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
-    (SupervisorPhase.STOPPING, SupervisorEvent.STOP_SIGNAL): SupervisorPhase.KILLING,
-    (SupervisorPhase.STOPPING, SupervisorEvent.DEADLINE): SupervisorPhase.KILLING,
-    (SupervisorPhase.STOPPING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
-    (SupervisorPhase.KILLING, SupervisorEvent.ALL_EXITED): SupervisorPhase.ENDED,
-}
-"""(phase, event) -> next phase. An event without a row is ignored, such as a third Ctrl-C."""
 
 
 class Supervisor:

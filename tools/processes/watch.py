@@ -30,7 +30,8 @@ from tools.processes.control_service import ControlService
 from tools.processes.fleet import Fleet, ModelPhase
 from tools.processes.readiness import ChildReadiness, ReadinessPoller, ReadinessProbe
 from tools.processes.restart_policy import RestartPolicy
-from tools.processes.supervisor import Supervisor, SupervisorPhase
+from tools.processes.supervisor import Supervisor
+from tools.processes.supervisor_phases import SupervisorPhase
 from tools.terminal import Terminal
 
 CHECK_EVERY_S = 1.0
