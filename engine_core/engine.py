@@ -570,6 +570,7 @@ class Engine:
             fetching=len(fetches),
             leases=len(leases),
             leased_blocks=leases.num_blocks,
+            kv_dtype=self._config.worker.kv_dtype,
             num_steps=self._step,
             num_accepted=self.admission.num_accepted,
             num_refused=self.admission.num_refused,

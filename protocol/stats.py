@@ -53,6 +53,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     fetching: int = 0  #: K/V fetches in progress
     leases: int = 0  #: leases of K/V that is kept for other engines
     leased_blocks: int = 0
+    kv_dtype: str = "auto"  #: number type of the KV cache, as configured (--kv-dtype)
     tier_blocks: dict[str, int] = {}  #: number of stored blocks, by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
     # ---- counters

@@ -30,7 +30,7 @@ from gateway.engine.client import ConnectedEngine
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.metric_specs import MODEL_LABEL, GatewaySeries, M, MetricSpec
 from gateway.observe.vllm_names import aliased
-from protocol.messages import Times
+from protocol.messages import Limits, Times
 from protocol.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -191,8 +191,10 @@ class EngineCollector(Collector):
         for values, client in engines:
             up.add_metric(values, float(client.is_ready))
         yield up
-        stats = [(values, client.stats) for values, client in engines]
-        yield from engine_metrics([(values, each) for values, each in stats if each], names)
+        told = [(values, client.stats, client.limits) for values, client in engines]
+        yield from engine_metrics([(values, stats) for values, stats, _ in told if stats], names)
+        known = [(v, stats, limits) for v, stats, limits in told if stats and limits]
+        yield from cache_info(known, names)
 
 
 def engine_metrics(
@@ -220,6 +222,33 @@ def engine_metrics(
     yield usage
 
 
+def cache_info(
+    engines: Sequence[tuple[list[str], EngineStats, Limits]], names: list[str]
+) -> Iterator[Metric]:
+    """Yield the metric that describes the KV cache of each engine in its labels.
+
+    engines  (label values, statistics, limits) of each engine that has sent both
+    names    names of the labels that all metrics have
+    """
+    if not engines:
+        return
+    info = GaugeMetricFamily(CACHE_INFO, _CACHE, labels=[*names, *CACHE_LABELS])
+    for values, stats, limits in engines:
+        window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
+        facts = (
+            limits.block_tokens,
+            limits.num_blocks,
+            stats.kv_dtype,
+            str(limits.prefix_cache).lower(),
+            "" if window is None else window,
+        )
+        info.add_metric([*values, *map(str, facts)], 1.0)
+    yield info
+
+
+CACHE_INFO = "tidegate_engine_cache_info"
+CACHE_LABELS = ("block_tokens", "num_blocks", "kv_dtype", "prefix_cache", "window")
+_CACHE = "Always 1; the labels describe the KV cache of the engine"
 _UP = "1 while the engine accepts requests"
 _USAGE = "Share of the KV blocks held by requests or leases"
 

@@ -1,12 +1,13 @@
-"""vLLM's metric names, as aliases of our metrics, for dashboards, routers and autoscalers.
+"""vLLM's metric names for our metrics, for dashboards, routers and autoscalers.
 
-An alias is computed from the samples of one of our metrics when `/metrics` is read. So it costs
-nothing per request and always agrees with its source. There is no option to omit the aliases,
-because they only add some bytes to a scrape.
+A metric under vLLM's name is computed from the samples of our metrics when `/metrics` is read. So
+it costs nothing per request and always agrees with its source. There is no option to omit these
+metrics, because they only add some bytes to a scrape.
 
-Each alias has the labels `model_name` (the model's main name) and `engine` (the index of the
-engine among those of its model). Sums over a gateway's requests have the engine "0". If vLLM's
-metric lacks one of our labels, the alias is the sum over the values of that label.
+Endpoint pickers read one value of each metric from each server: the first sample, whatever its
+labels are. So a metric under vLLM's name has one sample for all engines of a model, and no label
+`engine`. If vLLM's metric lacks one of our labels, it is the sum over the values of that label. A
+metric that cannot be added up, such as a ratio, is computed from sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
+from gateway.observe.metric_specs import MODEL_LABEL
+
 PREFIX = "vllm:"
+ENGINE_PREFIX = "tidegate_engine_"
+"""First part of the names of all metrics of engines."""
 Labels = dict[str, str]
 
 
@@ -49,7 +54,6 @@ def _stage(name: str, stage: str) -> Alias:
 ALIASES = (
     Alias(["num_requests_running"], "tidegate_engine_running"),
     Alias(["num_requests_waiting"], "tidegate_engine_waiting"),
-    Alias(["kv_cache_usage_perc", "gpu_cache_usage_perc"], "tidegate_engine_kv_usage_ratio"),
     Alias(["num_preemptions"], "tidegate_engine_preemptions"),
     Alias(["prefix_cache_queries", "gpu_prefix_cache_queries"], "tidegate_engine_prompt_tokens"),
     Alias(["prefix_cache_hits", "gpu_prefix_cache_hits"], "tidegate_engine_cached_tokens"),
@@ -88,10 +92,10 @@ ALIASES = (
 
 
 def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
-    """Yield all aliases of our metrics.
+    """Yield all metrics under vLLM's names.
 
     model_name  value of the label `model_name` of samples that do not have this label themselves.
-                Before a model was reported it is "", and there are no aliases
+                Before a model was reported it is "", and there are no such metrics
     """
     if not model_name:
         return
@@ -99,7 +103,11 @@ def aliased(ours: Iterable[Metric], model_name: str) -> Iterator[Metric]:
     for alias in ALIASES:
         if (metric := by_name.get(alias.source)) is not None:
             for name in alias.names:
-                yield renamed(metric, PREFIX + name, alias, {"model_name": model_name})
+                yield renamed(metric, PREFIX + name, alias, {MODEL_LABEL: model_name})
+    models = _samples_by_model(by_name, model_name)
+    for computed in COMPUTED:
+        for name in computed.names:
+            yield from computed.gauge(name, models)
 
 
 def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
@@ -107,7 +115,6 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
 
     extra  labels that every sample gets, if it does not have them itself
     """
-    engine = _engine_numbering()
     sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for sample in metric.samples:
         if any(sample.labels.get(label) != value for label, value in alias.only.items()):
@@ -115,7 +122,7 @@ def renamed(metric: Metric, name: str, alias: Alias, extra: Labels) -> Metric:
         if sample.name.endswith("_created"):
             continue
         own = {name: sample.labels[name] for name in extra.keys() & sample.labels.keys()}
-        labels = extra | own | {"engine": engine(sample.labels)} | _labels(alias, sample)
+        labels = extra | own | _labels(alias, sample)
         suffix = sample.name.removeprefix(metric.name)
         sums[name + suffix, tuple(labels.items())] += sample.value
     found = Metric(name, metric.documentation, metric.type)
@@ -131,16 +138,84 @@ def _labels(alias: Alias, sample: Sample) -> Labels:
     return labels
 
 
-def _engine_numbering() -> Callable[[Labels], str]:
-    """Return a function that maps the labels of a sample to the index of its engine.
+# ---- metrics that are not sums of one of ours
+EngineSamples = Mapping[str, Sequence[Sample]]
+"""Name of a metric of engines -> its samples, of the engines of one model."""
 
-    The engines of a model are numbered in the order in which their samples appear. If a sample has
-    no label `address`, its model has only one engine.
-    """
-    models: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
-    def number(labels: Labels) -> str:
-        indexes = models[labels.get("model_name", "")]
-        return str(indexes.setdefault(labels.get("address", ""), len(indexes)))
+def _samples_by_model(ours: Mapping[str, Metric], model_name: str) -> Mapping[str, EngineSamples]:
+    """Return the samples of each model's engines. `model_name` is the model of samples without this
+    label."""
+    found: defaultdict[str, dict[str, list[Sample]]] = defaultdict(dict)
+    for name, metric in ours.items():
+        if name.startswith(ENGINE_PREFIX):
+            for sample in metric.samples:
+                model = found[sample.labels.get(MODEL_LABEL, model_name)]
+                model.setdefault(name, []).append(sample)
+    return found
 
-    return number
+
+class Computed(msgspec.Struct, frozen=True):
+    """A gauge under vLLM's names with one sample for each model."""
+
+    #: vLLM's names without the prefix `vllm:`.
+    names: Sequence[str]
+    help: str
+    #: Returns labels and value of a model's sample. None: no engine of the model has reported yet.
+    compute: Callable[[EngineSamples], tuple[Labels, float] | None]
+
+    def gauge(self, name: str, models: Mapping[str, EngineSamples]) -> Iterator[Metric]:
+        """Yield the gauge under one of its names, unless it has no samples."""
+        found = [(model, self.compute(samples)) for model, samples in models.items()]
+        samples = [
+            Sample(PREFIX + name, {MODEL_LABEL: model, **sample[0]}, sample[1])
+            for model, sample in found
+            if sample is not None
+        ]
+        if samples:
+            metric = Metric(PREFIX + name, self.help, "gauge")
+            metric.samples = samples
+            yield metric
+
+
+def _kv_cache_usage(engines: EngineSamples) -> tuple[Labels, float] | None:
+    """Return the share of all engines' KV blocks that requests or leases hold."""
+    total = sum(each.value for each in engines.get("tidegate_engine_total_blocks", ()))
+    free = sum(each.value for each in engines.get("tidegate_engine_free_blocks", ()))
+    return ({}, (total - free) / total) if total else None
+
+
+def _cache_config(engines: EngineSamples) -> tuple[Labels, float] | None:
+    """Return the facts about the KV cache. `num_gpu_blocks` is the sum over all engines, and the
+    others are those of the first engine: the engines of one model are configured alike."""
+    infos = [sample.labels for sample in engines.get("tidegate_engine_cache_info", ())]
+    if not infos:
+        return None
+    labels = {
+        "block_size": infos[0]["block_tokens"],
+        "num_gpu_blocks": str(sum(int(each["num_blocks"]) for each in infos)),
+        "cache_dtype": infos[0]["kv_dtype"],
+        "enable_prefix_caching": infos[0]["prefix_cache"].title(),
+        "sliding_window": infos[0]["window"] or "None",
+    }
+    return labels, 1.0
+
+
+def _lora_requests(engines: EngineSamples) -> tuple[Labels, float] | None:
+    """Return that no adapter can be used. Endpoint pickers read the newest sample, whose value is a
+    time, and log an error at each scrape if the metric is missing. A sample with the time 0 gives
+    no error, and is never the newest."""
+    if "tidegate_engine_running" not in engines:
+        return None
+    return {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}, 0.0
+
+
+COMPUTED = (
+    Computed(
+        ["kv_cache_usage_perc", "gpu_cache_usage_perc"],
+        "Share of the KV blocks held by requests or leases, from 0 to 1",
+        _kv_cache_usage,
+    ),
+    Computed(["cache_config_info"], "Always 1; the labels describe the KV cache", _cache_config),
+    Computed(["lora_requests_info"], "LoRA adapters in use; there are none", _lora_requests),
+)

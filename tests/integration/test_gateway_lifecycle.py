@@ -181,7 +181,7 @@ def test_several_gateways_share_a_port_and_count_together(address: str) -> None:
             assert "tidegate_generated_tokens_total 280.0" in text
             assert "tidegate_time_to_first_token_seconds_count 20.0" in text
             assert "tidegate_open_answers 0.0" in text
-            alias = 'vllm:generation_tokens_total{engine="0",model_name="scripted"} 280.0'
+            alias = 'vllm:generation_tokens_total{model_name="scripted"} 280.0'
             assert alias in text
             assert "tidegate_engine_free_blocks 7.0" in text
             assert 'tidegate_engine_finished_total{reason="stop"} 3.0' in text

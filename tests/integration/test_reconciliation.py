@@ -331,7 +331,7 @@ def test_resources_of_abandoned_requests_are_free_again(reply: ToldUsage) -> Non
 
 
 def test_the_vllm_metric_names_have_the_same_values(reply: ToldUsage) -> None:
-    model = {"model_name": "scripted", "engine": "0"}
+    model = {"model_name": "scripted"}
     generated = reply.metric("tidegate_generated_tokens_total")
     assert reply.metric("vllm:generation_tokens_total", **model) == generated
     count = reply.metric("vllm:e2e_request_latency_seconds_count", **model)

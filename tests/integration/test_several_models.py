@@ -184,7 +184,7 @@ def test_metrics_have_the_model_as_a_label(pair: Pair) -> None:
     ):
         assert line in text
     for name in ("a", "b"):
-        assert f'vllm:generation_tokens_total{{engine="0",model_name="{name}"}}' in text
+        assert f'vllm:generation_tokens_total{{model_name="{name}"}}' in text
 
 
 def test_the_access_log_names_the_model(pair: Pair) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client.core import Metric
 
 from gateway.context import RequestContext
-from gateway.observe.metrics import ENGINE_METRICS, Metrics, engine_metrics
-from protocol.messages import Accepted, Output, Usage
+from gateway.observe.metrics import ENGINE_METRICS, Metrics, cache_info, engine_metrics
+from gateway.observe.vllm_names import aliased
+from protocol.messages import Accepted, Limits, Output, Usage
 from protocol.stats import EngineStats
 from tests.support.answers import new_choice_group
 
 
 def test_every_engine_statistic_has_a_metric() -> None:
     stats = msgspec.structs.asdict(EngineStats())
+    del stats["kv_dtype"]  # a label of tidegate_engine_cache_info
     del stats["worker"]  # no metric: the current work of the worker, which /readyz shows
     assert {series.field: bool(series.labels) for series in ENGINE_METRICS} == {
         name: isinstance(value, dict) for name, value in stats.items()
@@ -56,6 +59,53 @@ def test_each_tier_has_its_series_and_each_engine_its_labels() -> None:
     }
     tiers = {key: value for key, value in found.items() if key[0].startswith("tier_")}
     assert tiers == {(name, "decode", "here", tier): n for (name, tier), n in expected.items()}
+
+
+def test_pickers_read_one_sample_for_all_engines() -> None:
+    limits = Limits(
+        max_len=64, max_slots=2, block_tokens=16, num_blocks=101, token_budget=32, prefix_cache=True
+    )
+    prefill = EngineStats(running=1, waiting=2, free_blocks=100, total_blocks=100)
+    decode = EngineStats(
+        running=3, waiting=4, free_blocks=50, total_blocks=300, num_prompt_tokens=7
+    )
+    names, engines = ["role", "address"], [(["prefill", "a"], prefill), (["decode", "b"], decode)]
+    windowed = replace(limits, num_blocks=301, kv_window=4096)
+    known = [(["prefill", "a"], prefill, limits), (["decode", "b"], decode, windowed)]
+    ours = [*engine_metrics(engines, names), *cache_info(known, names)]
+    told = [sample for metric in aliased(ours, "small") for sample in metric.samples]
+    values = {sample.name.removeprefix("vllm:"): sample.value for sample in told}
+    assert len(values) == len(told)
+    assert values["num_requests_running"] == 4
+    assert values["num_requests_waiting"] == 6
+    assert values["kv_cache_usage_perc"] == values["gpu_cache_usage_perc"] == 250 / 400
+    assert values["prefix_cache_queries_total"] == 7
+    labels = {sample.name: sample.labels for sample in told}
+    assert labels["vllm:num_requests_running"] == {"model_name": "small"}
+    assert labels["vllm:cache_config_info"] == {
+        "model_name": "small",
+        "block_size": "16",
+        "num_gpu_blocks": "402",
+        "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+        "sliding_window": "None",
+    }
+    windows = [sample.labels["window"] for sample in next(cache_info(known, names)).samples]
+    assert windows == ["", "4096"]
+
+
+def test_each_model_has_its_own_sample_under_vllms_names() -> None:
+    names = ["model_name", "address"]
+    engines = [
+        (["a", "x"], EngineStats(waiting=1, free_blocks=50, total_blocks=100)),
+        (["b", "y"], EngineStats(waiting=2, free_blocks=0, total_blocks=100)),
+        (["b", "z"], EngineStats(waiting=4, free_blocks=100, total_blocks=100)),
+    ]
+    told = [s for m in aliased(engine_metrics(engines, names), "a") for s in m.samples]
+    found = {(s.name, s.labels["model_name"]): s.value for s in told}
+    assert len(found) == len(told)
+    assert [found["vllm:num_requests_waiting", model] for model in "ab"] == [1, 6]
+    assert [found["vllm:kv_cache_usage_perc", model] for model in "ab"] == [0.5, 0.5]
 
 
 def test_requests_with_drafts_are_observed_with_their_acceptance_rate() -> None:

@@ -10,14 +10,36 @@ from typing import Any
 import msgspec
 from prometheus_client.core import Metric
 
-from gateway.observe.metrics import Metrics, engine_metrics
-from gateway.observe.vllm_names import ALIASES, PREFIX, aliased
+from gateway.observe.metrics import Metrics, cache_info, engine_metrics
+from gateway.observe.vllm_names import ALIASES, COMPUTED, PREFIX, aliased
+from protocol.messages import Limits
 from protocol.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (`tidegate_[^|]+)\|([^|]*)\|", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
 SERIES = re.compile(r"(?:tidegate_|vllm:)[a-z0-9_]+[a-z0-9]")
+
+
+LIMITS = Limits(
+    max_len=64, max_slots=2, block_tokens=16, num_blocks=9, token_budget=32, prefix_cache=True
+)
+ONLY_SOME = {"request_success": {"finished_reason"}} | {
+    "cache_config_info": {
+        "block_size",
+        "num_gpu_blocks",
+        "cache_dtype",
+        "enable_prefix_caching",
+        "sliding_window",
+    },
+    "lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
+}
+"""Name under vLLM's names -> labels that only this metric has."""
+
+
+def of_one_engine(stats: EngineStats) -> list[Metric]:
+    """Return the metrics of a server's only engine, as of its heartbeat `stats`."""
+    return [*engine_metrics([([], stats)], []), *cache_info([([], stats, LIMITS)], [])]
 
 
 def told_names(metrics: Iterable[Metric]) -> set[str]:
@@ -29,7 +51,7 @@ def told_names(metrics: Iterable[Metric]) -> set[str]:
 def every_name() -> set[str]:
     """Return the name of every metric that a server can export."""
     ours = Metrics(list)
-    engine = list(engine_metrics([([], EngineStats(total_blocks=1))], []))
+    engine = of_one_engine(EngineStats(total_blocks=1))
     sources = told_names([*ours.registry.collect(), *engine]) | {"tidegate_engine_up"}
     counters = {name.removesuffix("_total") for name in sources if name.endswith("_total")}
     aliases = {
@@ -37,7 +59,7 @@ def every_name() -> set[str]:
         for alias in ALIASES
         for name in alias.names
     }
-    return sources | aliases
+    return sources | aliases | {PREFIX + name for each in COMPUTED for name in each.names}
 
 
 def test_every_series_is_in_the_documentation_and_no_other() -> None:
@@ -55,7 +77,7 @@ def labels_of_series() -> dict[str, set[str]]:
         for field in msgspec.structs.fields(EngineStats)
         if isinstance(getattr(EngineStats(), field.name), dict)
     }
-    for metric in engine_metrics([([], EngineStats(**mappings))], []):
+    for metric in of_one_engine(EngineStats(**mappings)):
         (sample,) = [s for s in metric.samples if not s.name.endswith("_created")]
         labels[metric.name] = set(sample.labels)
     return labels
@@ -74,25 +96,25 @@ def test_every_series_has_the_labels_that_the_documentation_names() -> None:
 def test_every_alias_has_the_labels_that_the_documentation_names() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     section = text.partition("### Under vLLM's names")[2].partition("\n#")[0]
-    shared = CODE.findall(section.partition("The series have the labels")[2].partition(". ")[0])
-    assert shared == ["model_name", "engine"]
+    shared = CODE.findall(section.partition("The series have the label ")[2].partition(" (")[0])
+    assert shared == ["model_name"]
     ours = Metrics(list)
     ours.choices.labels("stop").inc()
     ours.request_s.labels("/v1/completions").observe(1)
     for stage in ("queue", "prefill", "decode"):
         ours.stage_s.labels(stage).observe(1)
-    engine = engine_metrics([([], EngineStats(total_blocks=1))], [])
+    engine = of_one_engine(EngineStats(total_blocks=1))
     for metric in aliased([*ours.registry.collect(), *engine], "small"):
         labels = set().union(*(sample.labels for sample in metric.samples)) - {"le"}
         assert metric.samples, metric.name
-        own = {"finished_reason"} if metric.name == f"{PREFIX}request_success" else set()
+        own = ONLY_SOME.get(metric.name.removeprefix(PREFIX), set())
         assert labels == {*shared, *own}, metric.name
         assert own <= set(CODE.findall(section))
 
 
 def test_every_alias_has_a_source() -> None:
     ours = Metrics(list)
-    engine = engine_metrics([([], EngineStats())], [])
+    engine = of_one_engine(EngineStats())
     known = {metric.name for metric in [*ours.registry.collect(), *engine]}
     assert {alias.source for alias in ALIASES} <= known
 
