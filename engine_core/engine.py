@@ -11,6 +11,7 @@ Its main methods and their results:
     commit(StepResult)               -> Outputs per client
     tick(now)                        -> Outputs of requests that missed a deadline, per client
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
+    drain_kv_events()                -> changes of the prefix cache, for subscribers
     on_kv_report(KVReport)           -> Outputs per client
 
 The engine has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
@@ -34,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
+from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
@@ -71,6 +73,7 @@ from engine_core.stage_timer import EngineClock
 from protocol.config.engine import EngineConfig
 from protocol.errors import StepFailed
 from protocol.kv import KVReport
+from protocol.kv_events import KVEvent
 from protocol.messages import (
     Accepted,
     FinishReason,
@@ -131,7 +134,9 @@ class Engine:
         self._model = model
         self._speculation = Speculation(config, draft_cost, step_costs)
         hashes = ContentHashes(model.digest, limits.block_tokens)
-        pool = BlockPool(limits.num_blocks, PrefixCache())
+        names, size = config.kv_events_namespace, limits.block_tokens
+        self._cache_events = CacheEvents(names, size) if config.kv_events else None
+        pool = BlockPool(limits.num_blocks, PrefixCache(self._cache_events))
         peers = Peers(config, cluster, hashes, limits.block_tokens)
         self.throughput = Throughput()
         tier_index = TierIndex(
@@ -471,6 +476,11 @@ class Engine:
         """
         commands, self.kv_transfers.commands = self.kv_transfers.commands, []
         return commands
+
+    def drain_kv_events(self) -> list[KVEvent]:
+        """Return the changes of the prefix cache since the last call, in order. The first event is
+        AllBlocksCleared. There are no events unless `EngineConfig.kv_events` is set."""
+        return self._cache_events.drain() if self._cache_events is not None else []
 
     def keep_kv(self, handles: Iterable[str]) -> None:
         """Renew the leases of these handles, unless the engine is draining."""

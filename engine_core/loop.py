@@ -18,6 +18,7 @@ import zmq
 from msgspec.structs import replace
 
 from engine_core.engine import Engine
+from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
 from engine_core.health import Health
 from engine_core.journal.file import Writer
@@ -77,6 +78,7 @@ class EngineLoop:
     - wakeup: a file descriptor from which the numbers of received signals can be read
     - key: the cluster's key; None if the engine is not part of a cluster
     - journal: records all input of the engine; None for no journal
+    - publisher: sends KV events to subscribers; None for no events
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class EngineLoop:
         wakeup: int,
         key: ClusterKey | None = None,
         journal: Writer | None = None,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self._config = config
+        self._publisher = publisher
         self._wakeup = wakeup
         self._epoch = os.urandom(8).hex()
         self._started_at = time.monotonic()
@@ -163,6 +167,8 @@ class EngineLoop:
         self._next_step(now)
         if self._engine is not None and self._engine.freed:
             self._send_freed(self._engine)
+        if self._publisher is not None and self._engine is not None:
+            self._publisher.send(self._engine.drain_kv_events(), time.time())
 
     def _poll_timeout_ms(self, now: float) -> int:
         """Return the longest sleep in poll, in milliseconds.

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from engine_core.event_publisher import EventPublisher
 from engine_core.journal.file import Writer
 from engine_core.loop import EngineLoop, StoppedBySignal
 from engine_core.worker_link import WorkerLost
@@ -66,7 +67,11 @@ def run(config: EngineConfig) -> int:
     sockets.make_ipc_directory(config.address)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        loop = EngineLoop(config, context, wakeup, key, journal)
+        publisher = EventPublisher.from_config(config, context)
+    except (ValueError, OSError) as error:
+        return fail(str(error), ExitCode.USAGE)
+    try:
+        loop = EngineLoop(config, context, wakeup, key, journal, publisher)
         loop.run()
     except WorkerLost as error:
         return fail(str(error), error.exit_code)
@@ -78,6 +83,8 @@ def run(config: EngineConfig) -> int:
         parent.send_cause(f"{type(error).__name__}: {error}")
         return ExitCode.FAILED
     finally:
+        if publisher is not None:
+            publisher.close()
         context.term()
         if journal is not None:
             journal.close()

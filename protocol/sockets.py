@@ -2,14 +2,16 @@
 their options.
 
 The engine binds two ROUTER sockets, one for its clients and one for its workers. A worker that
-exports K/V (kv.py) binds a ROUTER for its readers. All other sockets are DEALERs, which connect and
-may disconnect at any time.
+exports K/V (kv.py) binds a ROUTER for its readers. An engine that publishes KV events
+(kv_events.py) binds a PUB, and a ROUTER for replays. All other sockets are DEALERs, which connect
+and may disconnect at any time.
 
 An address is one of:
 
 - `ipc://PATH`. The directory of the socket must be one that only its owner can enter.
 - `tcp://HOST:PORT`, which always needs the cluster key (cluster_key.py) at both ends. The
-  connection is encrypted, and peers without the key get no answer.
+  connection is encrypted, and peers without the key get no answer. Only the sockets for KV events
+  have no encryption, because their subscribers are made for vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import os
 import re
 import socket as system_socket
@@ -40,6 +43,8 @@ SEND_QUEUE = 10_000
 """Most messages queued for a peer that does not read. If the queue is full, sends fail at once,
 and the peer is treated as gone.
 """
+MAX_REQUEST_BYTES = 4096
+"""Largest message that a socket for KV events accepts: a subscription or a request for a replay."""
 LINGER_MS = 500
 """Time during which a closed socket still sends its queued messages."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000
@@ -129,6 +134,75 @@ def bind_router(
     socket.bind(address)
     path.chmod(0o600)
     return socket
+
+
+def bind_publisher(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, *, plain_tcp: bool, send_queue: int
+) -> zmq.Socket[bytes]:
+    """Return a PUB that is bound to `address`.
+
+    plain_tcp    whether other hosts may connect, without encryption
+    send_queue   most messages queued for a subscriber that does not read. Further messages to this
+                 subscriber are dropped; sending never blocks
+
+    Raises ValueError as `check_plain_address` does.
+    """
+    return _bind_plain(context, zmq.PUB, address, plain_tcp=plain_tcp, send_queue=send_queue)
+
+
+def bind_replay(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, *, plain_tcp: bool, send_queue: int
+) -> zmq.Socket[bytes]:
+    """Return a ROUTER for replays that is bound to `address`; parameters as in `bind_publisher`.
+
+    Sending raises zmq.ZMQError if the peer is gone (EHOSTUNREACH) or its queue is full (EAGAIN).
+    """
+    return _bind_plain(context, zmq.ROUTER, address, plain_tcp=plain_tcp, send_queue=send_queue)
+
+
+def _bind_plain(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    address: str,
+    *,
+    plain_tcp: bool,
+    send_queue: int,
+) -> zmq.Socket[bytes]:
+    path = check_plain_address(address, plain_tcp=plain_tcp)
+    socket = _socket(context, kind)
+    socket.setsockopt(zmq.SNDHWM, send_queue)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDTIMEO, 0)
+    if path is None:
+        _set_up_tcp(socket, address)
+    else:
+        make_ipc_directory(address)
+        path.unlink(missing_ok=True)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ValueError(f"address {address}: {error.strerror}") from None
+    if path is not None:
+        path.chmod(0o600)
+    return socket
+
+
+def socket_pair(
+    context: zmq.Context[zmq.Socket[bytes]], name: str
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Return two sockets of this process, through which one thread sends messages to another: the
+    sending one, which never blocks (zmq.Again if the queue is full), and the receiving one.
+
+    name   unique name of the pair in the context
+    """
+    receiving, sending = _socket(context, zmq.PULL), _socket(context, zmq.PUSH)
+    receiving.bind(f"inproc://{name}")
+    sending.connect(f"inproc://{name}")
+    sending.setsockopt(zmq.SNDTIMEO, 0)
+    return sending, receiving
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +304,41 @@ def _dealer(
 def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
     """Return the path of an ipc address; None for TCP. Raises ValueError for another transport, a
     path that is too long, a malformed host or port, or TCP without a key."""
+    path = _check_form(address)
+    if path is None and key is None:
+        raise ValueError(f"address {address}: TCP needs a cluster key (tidegate key FILE)")
+    return path
+
+
+def check_plain_address(address: str, *, plain_tcp: bool) -> Path | None:
+    """Return the path of an ipc address; None for TCP. Raises ValueError as `check_address` does,
+    except that TCP needs no key. Instead, the host must be one of this machine's loopback
+    interface, or `plain_tcp` must be true."""
+    path = _check_form(address)
+    if path is None and not plain_tcp and not _is_loopback(address):
+        raise ValueError(
+            f"address {address}: other hosts could read the token ids of prompts. Use "
+            "tcp://127.0.0.1:PORT, or allow this with --kv-events-plain-tcp"
+        )
+    return path
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether a TCP address can be reached from this host only."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_form(address: str) -> Path | None:
+    """Return the path of an ipc address; None for TCP. Raises ValueError if it is malformed."""
     transport, _, path = address.partition("://")
     if transport == "tcp":
         found = _TCP.fullmatch(address)
         if found is None or not 0 < int(found["port"]) < 1 << 16:
             raise ValueError(f"address {address!r}: TCP addresses are tcp://HOST:PORT")
-        if key is None:
-            raise ValueError(f"address {address}: TCP needs a cluster key (tidegate key FILE)")
         return None
     if transport != "ipc" or not path:
         raise ValueError(f"address {address!r}: only ipc://PATH and tcp://HOST:PORT are supported")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
+from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.request import Request
 from protocol.kv_window import num_passed_blocks
@@ -30,9 +31,13 @@ def window_keys(content: bytes, window_blocks: int) -> list[bytes]:
 
 
 class PrefixCache:
-    """A one-to-one mapping between content hashes and blocks of the pool."""
+    """A one-to-one mapping between content hashes and blocks of the pool.
 
-    def __init__(self) -> None:
+    events   collects what enters and leaves the cache; None if nothing is reported
+    """
+
+    def __init__(self, events: CacheEvents | None = None) -> None:
+        self.events = events
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._draft_computed: set[int] = set()
@@ -43,14 +48,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._hash_of)
 
-    def publish(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
+    def publish(self, content: bytes, block: int, *, is_draft_computed: bool) -> bool:
         """Make `block` findable by its content hash, unless another block with this content is in
-        the cache. `is_draft_computed` is whether the draft model's K/V for the block exists too."""
-        if content not in self._block_of and block not in self._hash_of:
+        the cache. Return whether the content was not in the cache before.
+
+        `is_draft_computed` is whether the draft model's K/V for the block exists too.
+        """
+        is_new = content not in self._block_of and block not in self._hash_of
+        if is_new:
             self._block_of[content] = block
             self._hash_of[block] = content
         if is_draft_computed and block in self._hash_of:
             self._draft_computed.add(block)
+        return is_new
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of `hashes`."""
@@ -112,11 +122,8 @@ class PrefixCache:
         if content is not None:
             del self._block_of[content]
             self._draft_computed.discard(block)
-
-    def clear(self) -> None:
-        self._block_of.clear()
-        self._hash_of.clear()
-        self._draft_computed.clear()
+            if self.events is not None:
+                self.events.on_removed(content)
 
     def items(self) -> dict[int, bytes]:
         """Return a copy of the mapping from block to hash, for checks."""
@@ -176,12 +183,17 @@ class Prefixes:
         published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:
             self._extend(request, full)
+            events, new = self._cache.events, []
             for index in published:
-                self._cache.publish(
+                is_new = self._cache.publish(
                     request.hashes[index],
                     request.blocks[index],
                     is_draft_computed=request.uses_draft_model,
                 )
+                if is_new and events is not None:
+                    new.append(index)
+            if events is not None:
+                events.on_published(request, new)
             if self._window_blocks:
                 self._publish_window(request, published)
             request.num_published = full

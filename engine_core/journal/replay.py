@@ -185,6 +185,7 @@ class _ReplayedEngine:
                 self._compare(number, record, digest(engine.on_kv_report(report)))
         self._jobs |= {job.digest: job.grammar for job in self.engine.drain_compile_jobs()}
         self.engine.drain_kv_commands()
+        self.engine.drain_kv_events()
         self.engine.freed.clear()
 
     def _restore(self, record: SnapshotRecord) -> None:

@@ -85,6 +85,34 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             le=1 << 24,
         ),
     ] = 64
+    kv_events: Annotated[
+        str,
+        about(
+            "address where KV events are published over ZeroMQ as vLLM does, for routers that send "
+            "a prompt to the server that has cached it (docs/routers.md); ipc://PATH or "
+            "tcp://HOST:PORT. The events contain the token ids of prompts and answers. Default: "
+            "no KV events"
+        ),
+    ] = ""
+    kv_events_namespace: Annotated[
+        list[str],
+        about(
+            "publish the KV events of this namespace of the prefix cache; repeat it for further "
+            "namespaces. '' is that of a server without API keys, group:NAME/ that of the keys "
+            "with the namespace NAME, and key:NAME/ that of the key NAME without a namespace"
+        ),
+    ] = []
+    kv_events_replay: Annotated[
+        str, about("address where subscribers request KV events that they have missed")
+    ] = ""
+    kv_events_topic: Annotated[str, about("topic of the KV events")] = ""
+    kv_events_plain_tcp: Annotated[
+        bool,
+        about(
+            "allow KV events on TCP addresses that other hosts can reach. They are not encrypted, "
+            "and anyone who can connect reads the token ids"
+        ),
+    ] = False
     max_waiting: Annotated[
         int, about("most requests in the queue; more are refused with 429", ge=1, le=1 << 20)
     ] = 1024
@@ -138,6 +166,12 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             raise ValueError(
                 "kv_host_gib and kv_disk extend the prefix cache and need prefix_cache"
             )
+        if bool(self.kv_events) != bool(self.kv_events_namespace):
+            raise ValueError("kv_events and kv_events_namespace must be set together")
+        if self.kv_events and not self.prefix_cache:
+            raise ValueError("kv_events describe the prefix cache and need prefix_cache")
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("kv_events_replay needs kv_events")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")
         # The worker reserves memory for the largest step of its engine.

@@ -1,6 +1,7 @@
 """Measures the CPU time that the engine spends on a step of decoding rows: the plan and the commit.
 
     python -m tests.benchmarks.engine_steps [--rows 1,8,64,256] [--in-flight N] [--clients N]
+        [--kv-events]
 
 No worker takes part: the result of each step is made up, with one token per row. Prints the least
 CPU time of a few runs, because other programs can only make a run slower.
@@ -12,10 +13,13 @@ import argparse
 import time
 from collections import deque
 
+import msgspec
+
 from engine_core.engine import Engine
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.kv_events import KVEventBatch
 from protocol.messages import Generate, Limits
 from protocol.sampling import SamplingParams
 from protocol.steps import StepPlan, StepResult
@@ -26,7 +30,7 @@ WARM_UP, STEPS, TRIES = 24, 48, 12
 MAX_TOKENS = WARM_UP + STEPS * TRIES + 64
 
 
-def decoding_engine(rows: int, *, in_flight: int, clients: int) -> Engine:
+def decoding_engine(rows: int, *, in_flight: int, clients: int, kv_events: bool = False) -> Engine:
     """Return an engine with `rows` requests whose answers do not end during the measurement."""
     columns = 2 + (PROMPT_TOKENS + MAX_TOKENS) // BLOCK_TOKENS
     limits = Limits(
@@ -37,7 +41,12 @@ def decoding_engine(rows: int, *, in_flight: int, clients: int) -> Engine:
         token_budget=2048,
         prefix_cache=True,
     )
-    config = EngineConfig(worker=WorkerConfig(model=""), steps_in_flight=in_flight)
+    config = EngineConfig(
+        worker=WorkerConfig(model=""),
+        steps_in_flight=in_flight,
+        kv_events="ipc:///nowhere/events.sock" if kv_events else "",
+        kv_events_namespace=[""] if kv_events else [],
+    )
     engine = Engine(config, a_card(), limits)
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     for number in range(rows):
@@ -53,6 +62,7 @@ class StepTimer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._in_flight: deque[StepPlan] = deque()
+        self._encoder = msgspec.msgpack.Encoder()
 
     def run(self, steps: int) -> tuple[float, float]:
         """Run `steps` steps. Return the CPU time per plan and per commit, in microseconds."""
@@ -72,12 +82,17 @@ class StepTimer:
         result = StepResult(step=oldest.step, tokens=tokens, failed=Int32.of([]))
         sampled = time.process_time()
         self._engine.commit(result, 0.01)
+        if events := self._engine.drain_kv_events():
+            self._encoder.encode(KVEventBatch(ts=0.0, events=events))
         return planned - started, time.process_time() - sampled
 
 
-def measure(rows: int, *, in_flight: int, clients: int) -> tuple[float, float]:
-    """Return the CPU time of a plan and of a commit, in microseconds."""
-    engine = decoding_engine(rows, in_flight=in_flight, clients=clients)
+def measure(
+    rows: int, *, in_flight: int, clients: int, kv_events: bool = False
+) -> tuple[float, float]:
+    """Return the CPU time of a plan and of a commit, in microseconds. With `kv_events`, the commit
+    includes the collection and the encoding of KV events."""
+    engine = decoding_engine(rows, in_flight=in_flight, clients=clients, kv_events=kv_events)
     timer = StepTimer(engine)
     timer.run(WARM_UP)
     times = [timer.run(STEPS) for _ in range(TRIES)]
@@ -92,9 +107,15 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,64,256", help="numbers of rows, with commas")
     parser.add_argument("--in-flight", type=int, default=1, help="most steps in flight at once")
     parser.add_argument("--clients", type=int, default=1, help="number of clients with requests")
+    parser.add_argument("--kv-events", action="store_true", help="collect and encode KV events")
     options = parser.parse_args()
     for rows in map(int, options.rows.split(",")):
-        plan, commit = measure(rows, in_flight=options.in_flight, clients=options.clients)
+        plan, commit = measure(
+            rows,
+            in_flight=options.in_flight,
+            clients=options.clients,
+            kv_events=options.kv_events,
+        )
         both = plan + commit
         print(
             f"{rows:4} rows: plan {plan:5.0f} us, commit {commit:5.0f} us, "

@@ -245,7 +245,7 @@ class WindowStorm(RequestStorm):
     column. The cache then has room for the K/V of at least one whole text in the other layers.
     """
 
-    def __init__(self, seed: int, window_blocks: int = 0) -> None:
+    def __init__(self, seed: int, window_blocks: int = 0, **config: Any) -> None:
         draw = random.Random(seed)
         size, window = draw.choice([1, 4, 8]), draw.choice([3, 6, 13])
         live = max_live_blocks(1, size, window)
@@ -262,6 +262,7 @@ class WindowStorm(RequestStorm):
             num_blocks=1 + max(least, draw.choice([0, 40, 56]) // size * max(window_blocks, 1)),
             token_budget=draw.choice([3, 8]),
             max_len=60,
+            **config,
         )
         self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(3)]
 
@@ -289,9 +290,15 @@ class SmallCacheStorm(RequestStorm):
     The tiers lose blocks at random, report that late, and fail at random.
     """
 
-    def __init__(self, seed: int, tiers: list[str]) -> None:
+    def __init__(self, seed: int, tiers: list[str], **config: Any) -> None:
         super().__init__(
-            seed, tiers=tiers, block_tokens=4, num_blocks=25, kv_load_tokens=5, max_slots=4
+            seed,
+            tiers=tiers,
+            block_tokens=4,
+            num_blocks=25,
+            kv_load_tokens=5,
+            max_slots=4,
+            **config,
         )
         self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(12)]
 

@@ -47,9 +47,17 @@ def engines_of(
     engine      one engine as the options describe it
     directory   the run directory of the server
     num_gpus    number of GPUs, of which each replica gets one
+
+    Raises Failure if the options exclude each other.
     """
     if serve.render_only or serve.decode or serve.has_engines_elsewhere:
         return {}
+    if engine.kv_events and (serve.split or serve.replicas > 1):
+        raise Failure(
+            "--kv-events cannot be used with --split or --replicas: all engines would publish on "
+            "one address. Start them with `tidegate engine`, with an address each",
+            exit_code=2,
+        )
     if serve.replicas > 1:
         return _replicas(serve, engine, directory, num_gpus)
     if not serve.split:
