@@ -18,7 +18,8 @@ help:
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
 	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour);'
-	@echo '             then run the property tests with more random examples than make test, attacks, and'
+	@echo '             then run the property tests with more random examples than make test, servers behind'
+	@echo '             vllm-router and nginx, attacks, and'
 	@echo '             all ways to compute 200 prompts, whose bits must be the same (hours)'
 	@echo 'make check   check format, lint and types, and run the unit tests; every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
@@ -40,6 +41,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.kill_storm
 	@$(BIN)/python -m tests.torture.failover
 	@$(BIN)/python -m tests.torture.templates
+	@$(BIN)/python -m tests.torture.fronts
 	@$(BIN)/python -m tests.benchmarks.memory_slope
 	@$(BIN)/python -m tests.torture.attacks
 	@$(BIN)/python -m tests.torture.mutated_kernels

@@ -32,6 +32,7 @@ class Program:
     The program and its Python children exit if they unpickle a class or a function
     (audited/sitecustomize.py).
 
+    program     the program; default: this Python
     has_stdin   whether `send_line` may be called; otherwise stdin is empty
     out, err    the lines printed so far on stdout and on stderr
     """
@@ -43,9 +44,10 @@ class Program:
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         has_stdin: bool = False,
+        program: str = sys.executable,
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [program, *arguments],
             cwd=cwd,
             stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,

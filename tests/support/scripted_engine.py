@@ -400,13 +400,12 @@ class ScriptedEngine:
 
     def _step(self) -> None:
         by_client: dict[bytes, list[Output]] = {}
+        self.num_steps += bool(self._talks)  # first: all steps are counted once no talk is open
         for key, talk in list(self._talks.items()):
             output = _output(talk)
             by_client.setdefault(talk.client, []).append(output)
             if output.finish is not None:
                 del self._talks[key]
-        if by_client:
-            self.num_steps += 1
         for client, outputs in by_client.items():
             load = EngineLoad(len(self._talks), 0, 0)
             self._send(client, Outputs(step=self.num_steps, outputs=outputs, load=load))

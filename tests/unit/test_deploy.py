@@ -25,6 +25,7 @@ from gateway.app import operations
 from gateway.observe.metrics import Metrics
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
+from tests.support.fronts import nginx_config, nginx_program
 from tests.unit.test_metrics_docs import SERIES, every_name, labels_of_series
 from tools.__main__ import main
 from tools.processes.restart_policy import PERMANENT
@@ -32,6 +33,7 @@ from tools.processes.restart_policy import PERMANENT
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tidegate.service"
+GUNICORN = ROOT / "gateway" / "gunicorn_conf.py"
 PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 GRACE_S = 5.0
 """Seconds after `--drain-s` until a process that still runs is killed: see docs/operations.md."""
@@ -144,6 +146,32 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     ran = subprocess.run([verifier, "verify", "--man=no", copy], capture_output=True, text=True)
     about_it = [line for line in ran.stderr.splitlines() if UNIT.name in line]
     assert about_it == []
+
+
+# ---- nginx
+def directives(name: str) -> list[str]:
+    """Return the values of all directives with this name in deploy/nginx.conf."""
+    text = (DEPLOY / "nginx.conf").read_text()
+    return re.findall(rf"^ *{name} ([^;]+);$", text, re.MULTILINE)
+
+
+def test_nginx_allows_what_a_server_allows_and_closes_connections_first() -> None:
+    assert directives("client_max_body_size") == [f"{GatewayConfig().max_body_mib}m"]
+    (idle,) = directives("keepalive_timeout")
+    (kept,) = re.findall(r"^keepalive = (\d+)$", GUNICORN.read_text(), re.MULTILINE)
+    assert int(idle.removesuffix("s")) < int(kept)
+    (read,) = directives("proxy_read_timeout")
+    assert int(read.removesuffix("h")) * 3600 > GatewayConfig().keep_alive_s
+
+
+def test_nginx_accepts_the_configuration(tmp_path: Path) -> None:
+    text = nginx_config(tmp_path, (DEPLOY / "nginx.conf").read_text(), 80, [8000, 8001])
+    config = tmp_path / "nginx.conf"
+    config.write_text(text)
+    files = ["-p", str(tmp_path), "-c", str(config), "-e", str(tmp_path / "errors.log")]
+    command = [nginx_program(), "-t", *files]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.fixture(scope="module")
