@@ -60,6 +60,7 @@ TEST = [  # the Makefile also installs instructor, without its dependencies
     "hypothesis>=6.130,<7",
     "langchain>=1.4,<2",
     "langchain-openai>=1,<2",
+    "kubernetes-validate>=1.37,<2",
     "msgpack>=1.1,<2",
     "mypy>=1.16,<3",
     "openai>=3.54,<4",

@@ -7,7 +7,8 @@ The checks, in this order:
 1. the path is well-formed (`request_head.py`);
 2. the Host is allowed and, if the server has no keys, the Origin too;
 3. the path, as it was sent, spells letter by letter the rule of the route that Flask has matched;
-4. the caller's key is valid and has the scope that the route requires. A public route needs no key.
+4. the caller's key is valid and has the scope that the route requires. A public route needs no key,
+   and with `public_metrics` neither do the metrics.
 
 If no route matched, or if check 3 fails, a request without a valid key gets 401, not 404. So a
 client without a key cannot discover which routes exist.
@@ -155,6 +156,10 @@ class Gate:
         self._origins = OriginRule(frozenset(origin.lower() for origin in config.cors_origin))
         self._scopes = scopes
         self._keyring = keyring
+        #: Scopes of routes that need no key.
+        self._open: frozenset[RequiredScope] = frozenset(
+            ("public", "metrics") if config.public_metrics else ("public",)
+        )
 
     def admit(self, head: RequestHead) -> Caller:
         """Check a request, as this module describes, and return its caller. Raises MalformedTarget,
@@ -166,7 +171,7 @@ class Gate:
                 self._authenticate(head)
                 raise NoSuchRoute("this path does not exist")
             required = self._scopes.required(head.rule, head.method)
-        if required == "public":
+        if required in self._open:
             return ANONYMOUS
         caller = self._authenticate(head)
         if required is not None and required not in caller.scopes:

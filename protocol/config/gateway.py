@@ -179,6 +179,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     insecure_no_auth: Annotated[
         bool, about("allow a --host that other machines can reach, although there is no API key")
     ] = False
+    public_metrics: Annotated[
+        bool,
+        about(
+            "answer /metrics without an API key, for scrapers that cannot send one, such as "
+            "endpoint pickers"
+        ),
+    ] = False
     allowed_host: Annotated[
         list[str],
         about(

@@ -95,6 +95,16 @@ def test_a_public_route_needs_no_key_and_gives_no_rights():
     assert gate().admit(visit("/open", Authorization="Bearer wrong")).scopes == frozenset()
 
 
+def test_metrics_need_no_key_if_the_operator_says_so():
+    with pytest.raises(Unauthenticated):
+        gate().admit(visit("/metrics"))
+    opened = gate(public_metrics=True)
+    assert opened.admit(visit("/metrics")).scopes == frozenset()
+    assert opened.admit(visit("/metrics", Authorization="Bearer wrong")).scopes == frozenset()
+    with pytest.raises(Unauthenticated):
+        opened.admit(visit("/chat", method="POST"))
+
+
 def test_an_unknown_route_is_reported_to_a_client_with_a_key():
     assert gate().admit(visit(None, X_Api_Key="user")).name == "user"
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,12 @@ import yaml
 from dockerfile_parse import DockerfileParser
 
 from gateway.app import operations
+from gateway.auth.caller import Caller
+from gateway.auth.keys import OPTION_NAME
 from gateway.observe.metrics import Metrics
+from protocol import sockets
+from protocol.api_keys import KeyEntry
+from protocol.cluster_key import SAFE_MODE
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from tests.support.fronts import nginx_config, nginx_program
@@ -179,18 +184,6 @@ def dockerfile() -> DockerfileParser:
     return DockerfileParser(str(DEPLOY / "Dockerfile"))
 
 
-@pytest.fixture(scope="module")
-def deployment() -> dict[str, Any]:
-    manifests = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    assert [each["kind"] for each in manifests] == [
-        "PersistentVolumeClaim",
-        "Deployment",
-        "Service",
-    ]
-    found: dict[str, Any] = manifests[1]
-    return found
-
-
 def instructions(dockerfile: DockerfileParser, kind: str) -> list[str]:
     return [each["value"] for each in dockerfile.structure if each["instruction"] == kind]
 
@@ -223,20 +216,160 @@ def test_the_image_starts_a_server_with_options_that_exist_and_not_as_root(
     assert f"127.0.0.1:{GatewayConfig().port}/readyz" in check
 
 
-def test_the_manifest_probes_routes_that_exist_and_lets_a_drain_end(
-    deployment: dict[str, Any], dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
+# ---- Kubernetes
+MANIFESTS = sorted(DEPLOY.glob("kubernetes*.yaml"))
+Manifest = dict[str, Any]
+IN_KUBERNETES = {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1"}
+"""Groups of kinds that Kubernetes itself defines. The others are extensions."""
+
+
+def manifests(path: Path, kind: str = "") -> list[Manifest]:
+    """Return the objects in a file, or those of one kind."""
+    found: list[Manifest] = list(yaml.safe_load_all(path.read_text()))
+    return [each for each in found if each is not None and kind in ("", each["kind"])]
+
+
+def pods() -> list[tuple[str, Manifest]]:
+    """Return (name, object) of each Deployment and StatefulSet."""
+    return [
+        (f"{path.stem} {each['kind']}", each)
+        for path in MANIFESTS
+        for each in manifests(path)
+        if each["kind"] in ("Deployment", "StatefulSet")
+    ]
+
+
+PODS = [pytest.param(each, id=name) for name, each in pods()]
+SERVERS = [pytest.param(each, id=name) for name, each in pods() if each["kind"] == "Deployment"]
+
+
+def container_of(deployment: Manifest) -> Manifest:
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+def option(container: Manifest, name: str) -> str:
+    arguments: list[str] = container["args"]
+    return arguments[arguments.index(name) + 1]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_kubernetes_accepts_the_manifests(path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    ours = [each for each in manifests(path) if each["apiVersion"] in IN_KUBERNETES]
+    assert ours
+    for each in ours:
+        validator.validate(each, validator.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("deployment", SERVERS)
+def test_a_manifest_probes_routes_that_exist_and_lets_a_drain_end(
+    deployment: Manifest, dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
+    container = container_of(deployment)
     check_serve([*entrypoint(dockerfile), *container["args"]], capsys)
     paths = {name: container[name]["httpGet"]["path"] for name in PROBES}
     assert paths == PROBES
     assert set(PROBES.values()) <= {each.rule for each in operations() if each.scope == "public"}
-    (port,) = container["ports"]
-    assert port == {"name": "http", "containerPort": GatewayConfig().port}
-    drain_s = float(container["args"][container["args"].index("--drain-s") + 1])
+    assert {"name": "http", "containerPort": GatewayConfig().port} in container["ports"]
     pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] >= pause_s + drain_s + GRACE_S
+    drain_s = float(option(container, "--drain-s"))
+    grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= pause_s + drain_s + GRACE_S
+
+
+@pytest.mark.parametrize("deployment", PODS)
+def test_a_pod_runs_as_the_user_of_the_image_and_writes_only_to_volumes(
+    deployment: Manifest, dockerfile: DockerfileParser
+) -> None:
+    pod = deployment["spec"]["template"]["spec"]
     assert str(pod["securityContext"]["runAsUser"]) == instructions(dockerfile, "USER")[0]
+    container = container_of(deployment)
+    assert container["securityContext"]["readOnlyRootFilesystem"]
     written = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert written == {"/var/lib/tidegate", "/run/tidegate", "/tmp"}
+    assert written - {"/var/lib/downloads"} == {"/var/lib/tidegate", "/run/tidegate", "/tmp"}
+    volumes = {each["name"] for each in pod["volumes"]}
+    volumes |= {
+        each["metadata"]["name"] for each in deployment["spec"].get("volumeClaimTemplates", ())
+    }
+    for each in (*pod.get("initContainers", ()), container):
+        assert {mount["name"] for mount in each["volumeMounts"]} <= volumes
+    assert (
+        deployment["spec"]["selector"]["matchLabels"].items()
+        <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+def test_gateways_know_the_engines_of_the_set(capsys: pytest.CaptureFixture[str]) -> None:
+    path = DEPLOY / "kubernetes-engines.yaml"
+    (engines,) = manifests(path, "StatefulSet")
+    (gateways,) = manifests(path, "Deployment")
+    headless = next(each for each in manifests(path, "Service") if "clusterIP" in each["spec"])
+    assert headless["spec"]["clusterIP"] == "None"
+    assert headless["metadata"]["name"] == engines["spec"]["serviceName"]
+    assert headless["spec"]["selector"] == engines["spec"]["selector"]["matchLabels"]
+    container = container_of(engines)
+    _, _, port = option(container, "--address").rpartition(":")
+    names = [
+        f"tcp://{engines['metadata']['name']}-{number}.{engines['spec']['serviceName']}:{port}"
+        for number in range(engines["spec"]["replicas"])
+    ]
+    arguments = container_of(gateways)["args"]
+    assert [b for a, b in pairwise(arguments) if a == "--engines"] == names
+    for name in names:
+        assert sockets.is_connectable(name)
+    assert container["command"] == ["tini", "--", "tidegate", "engine"]
+    with pytest.raises(SystemExit):
+        main(["engine", "--help"])
+    text = capsys.readouterr().out
+    for word in container["args"]:
+        if word.startswith("--"):
+            assert re.search(rf"^  {word}\b", text, re.MULTILINE), word
+    grace_s = engines["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= float(option(container, "--drain-s")) + GRACE_S
+    key = option(container, "--cluster-key")
+    (copying,) = engines["spec"]["template"]["spec"]["initContainers"]
+    assert copying["command"][-1] == key
+    assert f"0{SAFE_MODE:o}" in copying["command"]
+
+
+def test_scaling_reads_a_metric_that_exists_and_selects_the_pods() -> None:
+    path = DEPLOY / "kubernetes-scaling.yaml"
+    (scaler,) = manifests(path, "ScaledObject")
+    (trigger,) = scaler["spec"]["triggers"]
+    asked = SERIES.findall(trigger["metadata"]["query"])
+    assert asked == ["vllm:num_requests_waiting"]
+    assert set(asked) <= every_name()
+    (pool,) = manifests(path, "InferencePool")
+    (policy,) = manifests(path, "NetworkPolicy")
+    (budget,) = manifests(path, "PodDisruptionBudget")
+    for name in ("kubernetes", "kubernetes-gpu"):
+        (deployment,) = manifests(DEPLOY / f"{name}.yaml", "Deployment")
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        for selector in (pool["spec"]["selector"], budget["spec"]["selector"]):
+            assert selector["matchLabels"] == labels
+        assert policy["spec"]["podSelector"]["matchLabels"] == labels
+        assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+        ports = {each["containerPort"] for each in container_of(deployment)["ports"]}
+        assert pool["spec"]["targetPorts"] == [{"number": GatewayConfig().port}]
+        assert {GatewayConfig().port} <= ports
+
+
+def test_kv_events_of_pods_are_for_the_picker_only() -> None:
+    (deployment,) = manifests(DEPLOY / "kubernetes-gpu.yaml", "Deployment")
+    container = container_of(deployment)
+    addresses = [option(container, name) for name in ("--kv-events", "--kv-events-replay")]
+    for address in addresses:
+        assert sockets.check_plain_address(address, plain_tcp=True) is None
+    assert "--kv-events-plain-tcp" in container["args"]
+    published = {int(address.rpartition(":")[2]) for address in addresses}
+    ports = {each["containerPort"] for each in container["ports"]}
+    assert ports == {GatewayConfig().port, *published}
+    caller = Caller.from_key(OPTION_NAME, KeyEntry(digest="00"))
+    assert option(container, "--kv-events-namespace") == caller.namespace("")
+    (policy,) = manifests(DEPLOY / "kubernetes-scaling.yaml", "NetworkPolicy")
+    http, events = policy["spec"]["ingress"]
+    assert "from" not in http
+    assert [each["port"] for each in http["ports"]] == [GatewayConfig().port]
+    assert "from" in events
+    assert {each["port"] for each in events["ports"]} == published

@@ -121,6 +121,15 @@ def test_split_starts_a_pair_that_a_drain_stops_from_the_client_backwards() -> N
         assert check_address(address) is not None  # ipc, and short enough
 
 
+@pytest.mark.parametrize("way", [["--split"], ["--replicas", "2"]])
+def test_engines_of_one_server_do_not_publish_on_one_address(way: list[str]) -> None:
+    events = ["--kv-events", "tcp://127.0.0.1:5557", "--kv-events-namespace", ""]
+    with pytest.raises(Failure, match=r"--kv-events cannot be used with --split or --replicas"):
+        serve(*way, *events)
+    (alone,) = serve(*events).engines.values()
+    assert (alone.kv_events, alone.kv_events_namespace) == (events[1], [""])
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (5, (3, 2)), (8, (4, 4))])
 def test_split_divides_the_cores_between_its_workers(
     cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
