@@ -34,12 +34,13 @@ class EagerStepper:
     attention: Attention = field(
         default_factory=lambda: select_attention(BLOCK_TOKENS, dtype=torch.float32)
     )
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
         sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
         shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
-        self.cache = KVCache(*shape, config.head_dim, torch.float32, CPU)
+        self.cache = KVCache(*shape, config.head_dim, self.dtype, CPU)
         self.blocks = scattered(sum(sizes) + 3, *sizes)
         self.computed = [0] * len(sizes)
 

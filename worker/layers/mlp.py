@@ -15,6 +15,7 @@ from torch.nn.functional import softmax
 from worker.kernels.base import Kernels
 from worker.layers.linear import Linear
 from worker.models.spec import MlpSpec
+from worker.parallel.group import Group
 
 
 @dataclass(slots=True)
@@ -41,22 +42,32 @@ class Mlp:
 
 @dataclass(slots=True)
 class ExpertMlp:
-    """A mixture of experts: the router chooses `top_k` experts for each row."""
+    """A mixture of experts: the router chooses `top_k` experts for each row. Each rank of a group
+    has some of the experts, and the ranks add their results.
+
+    first   number of the first of `experts`
+    group   None: all experts are here
+    """
 
     spec: MlpSpec
     router: Linear
     experts: Sequence[Mlp]
+    first: int = 0
+    group: Group | None = None
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]. Each expert computes all its rows at
         once, and the results are added in the order of the experts."""
         weights, chosen = self._route(x)
         total = torch.zeros_like(x)
+        last = self.first + len(self.experts)
         for index in torch.unique(chosen).tolist():
+            if not self.first <= index < last:
+                continue
             rows, place = torch.where(chosen == index)
-            part = self.experts[index](x.index_select(0, rows), kernels)
+            part = self.experts[index - self.first](x.index_select(0, rows), kernels)
             total.index_add_(0, rows, part * weights[rows, place, None])
-        return total
+        return total if self.group is None else self.group.sum(total)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""

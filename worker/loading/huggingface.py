@@ -24,6 +24,7 @@ from worker.loading.safetensors_files import (
     SafetensorsFiles,
     damaged,
 )
+from worker.parallel.share import Box
 
 PIECE_BLOCKS = 1 << 13
 """Blocks dequantised at once: few enough for the CPU's caches."""
@@ -65,6 +66,12 @@ class SafetensorsWeights:
             self._copy(target, self._read(name, index))
         else:
             self._read_mxfp4(name, target, index)
+
+    def read_box(self, name: str, target: Tensor, box: Box) -> bool:
+        if name in self._quantized or name not in self._files:
+            return False
+        self._copy(target, self._files[name].get_slice(name)[box.slices])
+        return True
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         if name in self._quantized:

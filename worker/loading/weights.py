@@ -1,14 +1,15 @@
 """Loads the tensors of a model's files into the model's fused matrices, one tensor at a time.
 
 A source reads a tensor, by its name in the files, straight into its part of the fused matrix. Only
-a tensor that must be reordered, transposed or packed is held twice, while it is converted.
+a tensor that must be reordered, transposed or packed is held twice, while it is converted. A rank
+of a tensor parallel group reads only its parts of the tensors, if the source can (`PartSource`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,12 +26,14 @@ from worker.models.tensors import (
     FusedMatrix,
     LayerTensors,
     MatrixPart,
-    MlpTensors,
     ModelTensors,
     NormTensor,
     RowOrder,
     VectorTensor,
 )
+from worker.parallel.group import Group
+from worker.parallel.layers import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
+from worker.parallel.share import Box, MatrixCut, VectorCut
 
 
 class WeightSource(Protocol):
@@ -42,6 +45,16 @@ class WeightSource(Protocol):
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         """Return the quantised matrix `name`, or its item `index` of the first axis, in blocks that
         the kernels compute with; None if the tensor cannot be read as such blocks."""
+        ...
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A `WeightSource` that can read parts of some tensors without reading the rest."""
+
+    def read_box(self, name: str, target: Tensor, box: Box) -> bool:
+        """Copy a part of the tensor `name` into `target`, as `read_into` does. Return False, and
+        copy nothing, if the tensor can only be read whole."""
         ...
 
 
@@ -101,14 +114,18 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     layout: WeightLayout | None = None,
+    group: Group | None = None,
 ) -> DecoderWeights:
-    """Read every tensor of the model and return its weights. Call `tensors.check` first.
+    """Read every tensor of the model, or a rank's parts of them, and return the weights. Check the
+    tensors of the whole model with `tensors.check` first.
 
     source   reads the files
     layout   makes the layers; None: DenseLayout
+    group    the group of the rank whose tensors these are; None: they are the whole model's
     """
+    assert (group is None) == (tensors.share is None)
     with torch.inference_mode():
-        return _Loader(tensors, source, dtype, device, layout or DenseLayout()).load()
+        return _Loader(tensors, source, dtype, device, layout or DenseLayout(), group).load()
 
 
 class _Loader:
@@ -119,12 +136,14 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         layout: WeightLayout,
+        group: Group | None,
     ) -> None:
         self._tensors = tensors
         self._source = source
         self._dtype = dtype
         self._device = device
         self._layout = layout
+        self._group = group
 
     def load(self) -> DecoderWeights:
         spec, tensors = self._tensors.spec, self._tensors
@@ -141,18 +160,28 @@ class _Loader:
             self._layer(layer, tensors.layer(index)) for index, layer in enumerate(spec.layers)
         ]
         norm = self._norm(tensors.norm, spec.norm)
+        if self._group is not None and tensors.share is not None:
+            embedding = SharedEmbedding(embedding, tensors.share, self._group)
+            head = GatheredHead(head, tensors.share, self._group)
         return DecoderWeights(embedding, positions, layers, norm, head)
 
     def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
         norm = self._tensors.spec.norm
+        qkv = self._fused(tensors.qkv)
+        q_norm = self._norm_or_none(tensors.q_norm, norm)
+        k_norm = self._norm_or_none(tensors.k_norm, norm)
+        if layer.attention.qk_norm == "projection" and self._group is not None:
+            assert q_norm is not None
+            assert k_norm is not None
+            qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
         return DecoderLayer(
             spec=layer,
             attention_norm=self._norm_or_none(tensors.attention_norm, norm),
-            qkv=self._fused(tensors.qkv),
-            q_norm=self._norm_or_none(tensors.q_norm, norm),
-            k_norm=self._norm_or_none(tensors.k_norm, norm),
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
             sinks=self._sinks(tensors.sinks),
-            output=self._fused(tensors.output),
+            output=self._summed(tensors.output),
             post_attention_norm=self._norm_or_none(tensors.post_attention_norm, norm),
             mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
             mlp=self._mlp(layer, tensors),
@@ -160,14 +189,21 @@ class _Loader:
         )
 
     def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
-        mlps = [self._one_mlp(layer, each) for each in tensors.mlps]
         if tensors.router is None:
-            return mlps[0]
+            (only,) = tensors.mlps
+            return Mlp(layer.mlp, self._fused(only.gate_up), self._summed(only.down))
         router = Dense(self._values(tensors.router), self._bias(tensors.router))
-        return ExpertMlp(layer.mlp, router, mlps)
+        experts = [
+            Mlp(layer.mlp, self._fused(each.gate_up), self._fused(each.down))
+            for each in tensors.mlps
+        ]
+        first = self._tensors.experts(layer).start
+        return ExpertMlp(layer.mlp, router, experts, first, self._group)
 
-    def _one_mlp(self, layer: LayerSpec, tensors: MlpTensors) -> Mlp:
-        return Mlp(layer.mlp, self._fused(tensors.gate_up), self._fused(tensors.down))
+    def _summed(self, matrix: FusedMatrix) -> Linear:
+        """Return a linear layer whose results the ranks of a group add."""
+        linear = self._fused(matrix)
+        return linear if self._group is None else SummedLinear(linear, self._group)
 
     def _norm_or_none(self, tensor: NormTensor | None, spec: NormSpec) -> Norm | None:
         return None if tensor is None else self._norm(tensor, spec)
@@ -175,7 +211,7 @@ class _Loader:
     def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
         dtype = torch.float32 if spec.offset else self._dtype
         weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
-        self._source.read_into(f"{tensor.name}.weight", weight)
+        self._read_vector(f"{tensor.name}.weight", weight, tensor.cut)
         bias = None
         if tensor.has_bias:
             bias = self._empty(tensor.size)
@@ -186,8 +222,14 @@ class _Loader:
         if tensor is None:
             return None
         sinks = torch.empty(tensor.size, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensor.name, sinks)
+        self._read_vector(tensor.name, sinks, tensor.cut)
         return sinks
+
+    def _read_vector(self, name: str, target: Tensor, cut: VectorCut | None) -> None:
+        if cut is None:
+            self._source.read_into(name, target)
+        else:
+            read_box(self._source, name, target, Box((cut.items,), (cut.whole,)))
 
     def _fused(self, matrix: FusedMatrix) -> Linear:
         return self._layout.linear(self._matrix(matrix))
@@ -242,14 +284,52 @@ def read_part(
     columns   None for a bias
     """
     is_transposed = part.is_transposed and columns is not None
+    cut = part.cut
+    if cut is not None and part.order is None:
+        _read_cut(source, name, target, part, cut)
+        return
     if not is_transposed and part.order is None:
         source.read_into(name, target, part.index)
         return
-    shape = (columns, part.rows) if is_transposed else tuple(target.shape)
-    stored = torch.empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+    shape: tuple[int, ...] = (part.rows,) if columns is None else (part.rows, columns)
+    if cut is not None:
+        shape = cut.whole[: target.dim()]
+    stored = torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float32)
     source.read_into(name, stored, part.index)
-    rows = stored.T if is_transposed else stored
-    target.copy_(_reordered(rows, part.order))
+    rows = _reordered(stored.T if is_transposed else stored, part.order)
+    if cut is not None:
+        rows = torch.cat([rows[each.start : each.stop] for each in cut.rows])
+        rows = rows if columns is None else rows[:, cut.columns.start : cut.columns.stop]
+    target.copy_(rows)
+
+
+def _read_cut(
+    source: WeightSource, name: str, target: Tensor, part: MatrixPart, cut: MatrixCut
+) -> None:
+    """Read the rows and columns of `cut` into `target`, a weight or a bias. The file has them in
+    the model's order. A tensor that holds several experts is never cut."""
+    done = 0
+    for rows in cut.rows:
+        piece = target[done : done + len(rows)]
+        done += len(rows)
+        if target.dim() == 1:
+            read_box(source, name, piece, Box((rows,), cut.whole[:1]))
+        elif not part.is_transposed:
+            read_box(source, name, piece, Box((rows, cut.columns), cut.whole))
+        else:
+            stored = torch.empty((len(cut.columns), len(rows)), dtype=torch.float32)
+            read_box(source, name, stored, Box((cut.columns, rows), cut.whole[::-1]))
+            piece.copy_(stored.T)
+
+
+def read_box(source: WeightSource, name: str, target: Tensor, box: Box) -> None:
+    """Read a part of a tensor into `target`. If the source can only read the whole tensor, the rest
+    is dropped."""
+    if isinstance(source, PartSource) and source.read_box(name, target, box):
+        return
+    whole = torch.empty(box.whole, dtype=target.dtype)
+    source.read_into(name, whole)
+    target.copy_(whole[box.slices])
 
 
 def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:

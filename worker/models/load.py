@@ -18,7 +18,6 @@ from worker.kernels.fingerprint import fingerprint
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.rounding import ROUNDED, choose_kv_dtype
-from worker.layers.mlp import ExpertMlp
 from worker.loading.digest import digest
 from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGUFFile
@@ -27,11 +26,13 @@ from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.pinned_ring import Copy, copy_tensor, copying_to
 from worker.loading.random_weights import RandomWeights
-from worker.loading.weights import WeightSource, load_weights
+from worker.loading.weights import DenseLayout, WeightSource, load_weights
 from worker.models.architectures import TransformersSpec
-from worker.models.decoder import DecoderModel, DecoderWeights
+from worker.models.decoder import DecoderModel
 from worker.models.spec import ModelSpec
 from worker.models.weight_layout import fitting, layout, rounds_inputs, settle
+from worker.parallel.group import Group
+from worker.parallel.share import NOT_DIVIDED, check_dense
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
@@ -67,8 +68,10 @@ def load_model(
     kv_dtype: KVDtype = "auto",
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
+    group: Group | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or a .gguf file, or make random weights for a config.json.
+    """Load a Hugging Face directory or a .gguf file, or make random weights for a config.json. With
+    a group, load only this rank's share; the spec is that of the share, and weights are dense.
     Raises UnusableModel if the files are missing, damaged, or need an unsupported feature.
 
     kernels        used if they support the model; otherwise, or if None, torch's are used
@@ -77,21 +80,29 @@ def load_model(
     kv_dtype       whether keys and values are rounded (kv/rounding.py)
     measurements   directory that caches measured times between starts; None disables the cache
     on_header      called with the model's header, before the weights are loaded
+    group          the tensor parallel group of this rank; None: this worker computes everything
     """
     header = read_header(Path(path))
     on_header(header)
     if isinstance(header, TransformersHeader):
         if activations == "int8":
             raise UnusableModel("activations in int8 need packed weights")
+        if group is not None:
+            raise UnusableModel(NOT_DIVIDED)
         kernels = kernels or TorchKernels()
         return _load_transformers(header, dtype, device, kernels, weights, kv_dtype)
-    spec = header.spec
+    tensors = header.tensors
+    if group is not None:
+        check_dense(weights, activations)
+        tensors = tensors.for_rank(group.rank, group.size)
+    spec = tensors.spec
     kernels = fitting(kernels or TorchKernels(), spec)
-    form = layout(kernels, weights, dtype, activations)
+    form = DenseLayout() if group is not None else layout(kernels, weights, dtype, activations)
     with copying_to(device) as copy:
         source = open_weights(header, copy)
-        loaded = load_weights(header.tensors, source, dtype=dtype, device=device, layout=form)
-    costs = settle(spec, loaded, dtype, kernels, measurements)
+        loaded = load_weights(tensors, source, dtype=dtype, device=device, layout=form, group=group)
+    # Ranks do not measure: they would have to call every layer equally often.
+    costs = settle(spec, loaded, dtype, kernels, measurements) if group is None else []
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
     rounded = [*(["inputs"] if rounds_inputs(loaded) else []), *_rounded_kv(cache_dtype)]
@@ -99,7 +110,7 @@ def load_model(
     card = _card(
         header,
         dtype,
-        num_parameters=_num_parameters(loaded, tied=spec.tied_embeddings),
+        num_parameters=header.tensors.num_parameters,
         weights_bytes=sum(memory.values()),
         numerics=_numerics(model, dtype, rounded),
     )
@@ -185,17 +196,3 @@ def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str])
     if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
         return ""
     return fingerprint(kernels.file, str(dtype), rounded=rounded, cpu_flags=cpu_flags())
-
-
-def _num_parameters(weights: DecoderWeights, *, tied: bool) -> int:
-    """Return the number of parameters. A tied head is not counted twice."""
-    total = weights.embedding.num_weights
-    total += 0 if weights.positions is None else weights.positions.numel()
-    total += 0 if tied else weights.head.num_weights
-    norms = [weights.norm, *(norm for layer in weights.layers for norm in layer.norms)]
-    total += sum(tensor.numel() for norm in norms for tensor in norm.tensors())
-    for layer in weights.layers:
-        total += sum(getattr(owner, name).num_weights for owner, name in layer.linears)
-        if isinstance(layer.mlp, ExpertMlp):
-            total += layer.mlp.router.num_weights
-    return total

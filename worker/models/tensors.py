@@ -1,15 +1,18 @@
 """The tensors of a model: their names in its files, their shapes, and the matrices that they form.
 
-The loader, the header check and the memory plan use this list. Needs no torch.
+The loader, the header check and the memory plan use this list. For a rank of a tensor parallel
+group it holds the rank's parts of the tensors (`ModelTensors.for_rank`). Needs no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.models.spec import LayerSpec, ModelSpec
+from worker.parallel.share import MatrixCut, Share, VectorCut, divided
 
 Shape = tuple[int, ...]
 
@@ -102,8 +105,10 @@ USUAL = {
 class MatrixPart:
     """One tensor of a matrix that consists of several tensors, stacked by rows.
 
+    rows    number of rows that are read
     index   index of the expert, if the tensor holds several
     of      number of experts that the tensor holds
+    cut     the part of the tensor that is read; None: all of it
     """
 
     name: str
@@ -113,6 +118,7 @@ class MatrixPart:
     index: int | None = None
     of: int = 1
     endings: Endings = ENDINGS
+    cut: MatrixCut | None = None
 
     @property
     def weight(self) -> str:
@@ -125,13 +131,15 @@ class MatrixPart:
         return self.name + self.endings[1]
 
     def shape(self, columns: int) -> Shape:
-        """Return the shape of the weight in the file."""
-        return self._stacked((columns, self.rows) if self.is_transposed else (self.rows, columns))
+        """Return the shape of the weight in the file. `columns` is the number of columns that are
+        read."""
+        rows, columns = (self.rows, columns) if self.cut is None else self.cut.whole
+        return self._stacked((columns, rows) if self.is_transposed else (rows, columns))
 
     @property
     def bias_shape(self) -> Shape:
         """Return the shape of the bias in the file."""
-        return self._stacked((self.rows,))
+        return self._stacked((self.rows if self.cut is None else self.cut.whole[0],))
 
     def _stacked(self, shape: Shape) -> Shape:
         return shape if self.index is None else (self.of, *shape)
@@ -164,24 +172,37 @@ class FusedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class NormTensor:
-    """A norm's weight [size], and its bias if it has one."""
+    """A norm's weight [size], and its bias if it has one.
+
+    cut   the items that are read; None: all. A norm with a bias is never cut
+    """
 
     name: str
     size: int
     has_bias: bool = False
+    cut: VectorCut | None = None
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.size,)
+        yield f"{self.name}.weight", (self.size if self.cut is None else self.cut.whole,)
         if self.has_bias:
             yield f"{self.name}.bias", (self.size,)
 
 
 @dataclass(frozen=True, slots=True)
 class VectorTensor:
-    """A vector [size]. `name` is its whole name, to which no ending is added."""
+    """A vector [size]. `name` is its whole name, to which no ending is added.
+
+    cut   the items that are read; None: all
+    """
 
     name: str
     size: int
+    cut: VectorCut | None = None
+
+    @property
+    def whole(self) -> int:
+        """Return the number of items in the file."""
+        return self.size if self.cut is None else self.cut.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +250,7 @@ class LayerTensors:
         for norm in self.norms:
             yield from norm.tensors()
         if self.sinks is not None:
-            yield self.sinks.name, (self.sinks.size,)
+            yield self.sinks.name, (self.sinks.whole,)
         for matrix in (*self.matrices, *((self.router,) if self.router else ())):
             yield from matrix.tensors()
 
@@ -245,11 +266,22 @@ NORMS = {
 
 
 class ModelTensors:
-    """All tensors of a model in its files."""
+    """All tensors of a model in its files, or a rank's parts of them.
 
-    def __init__(self, spec: ModelSpec, names: TensorNames) -> None:
+    spec    what is computed with the tensors: by the whole model, or by the rank
+    share   the rank's share; None: the whole model
+    """
+
+    def __init__(self, spec: ModelSpec, names: TensorNames, share: Share | None = None) -> None:
         self.spec = spec
         self.names = names
+        self.share = share
+
+    def for_rank(self, rank: int, size: int) -> ModelTensors:
+        """Return the parts of the tensors that a rank of a group of `size` ranks holds. Raises
+        UnusableModel if the model cannot be divided among them."""
+        share = Share(rank, size, self.spec.vocab_size)
+        return ModelTensors(divided(self.spec, size), self.names, share)
 
     @property
     def embedding(self) -> str:
@@ -257,8 +289,7 @@ class ModelTensors:
 
     @property
     def embedding_matrix(self) -> FusedMatrix:
-        part = MatrixPart(self.names.roles["embedding"], self.spec.vocab_size)
-        return FusedMatrix((part,), self.spec.hidden)
+        return FusedMatrix((self._by_token("embedding"),), self.spec.hidden)
 
     @property
     def positions(self) -> str | None:
@@ -277,8 +308,7 @@ class ModelTensors:
         """Return the matrix of the output head. If it is tied to the embeddings, this is their
         tensor."""
         role = "embedding" if self.spec.tied_embeddings else "head"
-        part = MatrixPart(self.names.roles[role], self.spec.vocab_size)
-        return FusedMatrix((part,), self.spec.hidden, self.spec.head_bias)
+        return FusedMatrix((self._by_token(role),), self.spec.hidden, self.spec.head_bias)
 
     @property
     def head_name(self) -> str:
@@ -297,16 +327,16 @@ class ModelTensors:
             k_norm = self._qk_norm("k_norm", index, attention.num_kv_heads, by_head)
         q, kv = attention.q_width, attention.kv_width
         if "qkv" in self.names:
-            qkv = self._parts(index, {"qkv": q + 2 * kv})
+            qkv = self._parts(index, {"qkv": (q, kv, kv)}, hidden)
         else:
-            qkv = self._parts(index, {"q": q, "k": kv, "v": kv})
+            qkv = self._parts(index, {"q": (q,), "k": (kv,), "v": (kv,)}, hidden)
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
             qkv=FusedMatrix(qkv, hidden, attention.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
-            output=FusedMatrix(self._parts(index, {"output": hidden}), q, attention.output_bias),
+            output=self._summed(index, "output", q, attention.output_bias),
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
@@ -324,6 +354,11 @@ class ModelTensors:
             yield from self.layer(index).tensors()
         yield from self.norm.tensors()
         yield from self.head.tensors()
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the whole model. A tied head is not counted twice."""
+        return sum(math.prod(shape) for shape in dict(self.tensors()).values())
 
     def check(self, found: Mapping[str, Shape]) -> None:
         """Raise UnusableModel, naming a tensor, unless the files hold exactly the model's tensors.
@@ -352,49 +387,113 @@ class ModelTensors:
         return NormTensor(name, self.spec.hidden, self.spec.norm.bias)
 
     def _qk_norm(self, role: str, index: int, heads: int, by_head: bool) -> NormTensor:
-        head_dim = self.spec.head_dim
-        return NormTensor(
-            self.names.roles[role].format(i=index), head_dim if by_head else heads * head_dim
-        )
+        name, head_dim = self.names.roles[role].format(i=index), self.spec.head_dim
+        if by_head:
+            return NormTensor(name, head_dim)
+        return NormTensor(name, heads * head_dim, cut=self._vector_cut(heads * head_dim))
 
     def _sinks(self, index: int, heads: int) -> VectorTensor:
         name = self.names.roles["sinks"].format(i=index)
-        return VectorTensor(name + self.names.endings.get("sinks", ENDINGS)[0], heads)
+        name += self.names.endings.get("sinks", ENDINGS)[0]
+        return VectorTensor(name, heads, self._vector_cut(heads))
+
+    def _vector_cut(self, size: int) -> VectorCut | None:
+        """Return the cut of a vector of which each rank holds `size` items."""
+        if self.share is None:
+            return None
+        (items,) = self.share.ranges([size])
+        return VectorCut(items, size * self.share.size)
 
     def _router(self, layer: LayerSpec, index: int) -> FusedMatrix | None:
         experts = layer.mlp.num_experts
         if experts == 1:
             return None
-        parts = self._parts(index, {"router": experts})
-        return FusedMatrix(parts, self.spec.hidden, layer.mlp.bias)
+        part = self._part("router", experts, index)
+        return FusedMatrix((part,), self.spec.hidden, layer.mlp.bias)
 
     def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
         mlp = layer.mlp
         if mlp.num_experts == 1:
-            return (self._mlp(layer, index, "", None),)
-        return tuple(self._mlp(layer, index, "expert_", e) for e in range(mlp.num_experts))
+            return (self._mlp(layer, index),)
+        return tuple(self._expert(layer, index, expert) for expert in self.experts(layer))
 
-    def _mlp(self, layer: LayerSpec, index: int, prefix: str, expert: int | None) -> MlpTensors:
-        mlp, inner = layer.mlp, layer.mlp.intermediate
-        if not mlp.is_gated:
-            rows = {f"{prefix}up": inner}
-        elif f"{prefix}gate_up" in self.names:
-            rows = {f"{prefix}gate_up": 2 * inner}
-        else:
-            rows = {f"{prefix}gate": inner, f"{prefix}up": inner}
-        down = {f"{prefix}down": self.spec.hidden}
-        of = mlp.num_experts
+    def experts(self, layer: LayerSpec) -> range:
+        """Return the experts of a layer whose tensors are held."""
+        count = layer.mlp.num_experts
+        return range(count) if self.share is None else self.share.experts(count)
+
+    def _mlp(self, layer: LayerSpec, index: int) -> MlpTensors:
+        mlp, hidden = layer.mlp, self.spec.hidden
+        gate_up = self._parts(index, self._gate_up(layer, ""), hidden)
+        down = self._summed(index, "down", mlp.intermediate, mlp.bias)
+        return MlpTensors(FusedMatrix(gate_up, hidden, mlp.bias), down)
+
+    def _expert(self, layer: LayerSpec, index: int, expert: int) -> MlpTensors:
+        """Return the tensors of an expert. They are never cut, because a rank computes whole
+        experts."""
+        mlp, hidden = layer.mlp, self.spec.hidden
+
+        def part(role: str, rows: int) -> MatrixPart:
+            return self._part(role, rows, index, expert, mlp.num_experts)
+
+        widths = self._gate_up(layer, "expert_")
+        gate_up = tuple(part(role, sum(sections)) for role, sections in widths.items())
+        down = (part("expert_down", hidden),)
         return MlpTensors(
-            FusedMatrix(self._parts(index, rows, expert, of), self.spec.hidden, mlp.bias),
-            FusedMatrix(self._parts(index, down, expert, of), inner, mlp.bias),
+            FusedMatrix(gate_up, hidden, mlp.bias), FusedMatrix(down, mlp.intermediate, mlp.bias)
         )
 
-    def _parts(
-        self, index: int, rows: Mapping[str, int], expert: int | None = None, of: int = 1
-    ) -> tuple[MatrixPart, ...]:
-        return tuple(self._part(role, count, index, expert, of) for role, count in rows.items())
+    def _gate_up(self, layer: LayerSpec, prefix: str) -> Mapping[str, Sequence[int]]:
+        """Return role -> rows of each section, for the tensors of the first matrix of an MLP."""
+        inner = layer.mlp.intermediate
+        if not layer.mlp.is_gated:
+            return {f"{prefix}up": (inner,)}
+        if f"{prefix}gate_up" in self.names:
+            return {f"{prefix}gate_up": (inner, inner)}
+        return {f"{prefix}gate": (inner,), f"{prefix}up": (inner,)}
 
-    def _part(self, role: str, rows: int, index: int, expert: int | None, of: int) -> MatrixPart:
+    def _by_token(self, role: str) -> MatrixPart:
+        """Return a matrix with a row for each token, of which a rank holds those of its tokens."""
+        vocab, share = self.spec.vocab_size, self.share
+        if share is None:
+            return MatrixPart(self.names.roles[role], vocab)
+        hidden, tokens = self.spec.hidden, share.vocabulary
+        cut = MatrixCut((tokens,), range(hidden), (vocab, hidden))
+        return MatrixPart(self.names.roles[role], len(tokens), cut=cut)
+
+    def _parts(
+        self, index: int, sections: Mapping[str, Sequence[int]], columns: int
+    ) -> tuple[MatrixPart, ...]:
+        """Return the parts of a matrix of which a rank holds some rows.
+
+        sections   role -> rows of each section of the tensor
+        """
+        return tuple(
+            replace(self._part(role, sum(rows), index), cut=self._row_cut(rows, columns))
+            for role, rows in sections.items()
+        )
+
+    def _row_cut(self, sections: Sequence[int], columns: int) -> MatrixCut | None:
+        share = self.share
+        if share is None:
+            return None
+        whole = (sum(sections) * share.size, columns)
+        return MatrixCut(share.ranges(sections), range(columns), whole)
+
+    def _summed(self, index: int, role: str, columns: int, has_bias: bool) -> FusedMatrix:
+        """Return a matrix of which a rank holds `columns` columns. The ranks add their results, so
+        only one of them has the bias."""
+        hidden, share = self.spec.hidden, self.share
+        part = self._part(role, hidden, index)
+        if share is None:
+            return FusedMatrix((part,), columns, has_bias)
+        (own,) = share.ranges([columns])
+        cut = MatrixCut((range(hidden),), own, (hidden, columns * share.size))
+        return FusedMatrix((replace(part, cut=cut),), columns, has_bias and share.is_first)
+
+    def _part(
+        self, role: str, rows: int, index: int, expert: int | None = None, of: int = 1
+    ) -> MatrixPart:
         names, template = self.names, self.names.roles[role]
         is_stacked = expert is not None and "{e}" not in template
         name, endings = template.format(i=index, e=expert), names.endings.get(role, ENDINGS)

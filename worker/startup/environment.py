@@ -9,6 +9,7 @@ from worker.startup import machine
 from worker.startup.postponed import postpone_torch_shapes
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 MAX_CACHED_KERNELS = 128
 """Maximum number of compiled kernels in oneDNN's cache, and in torch's own cache in front of it.
 
@@ -39,3 +40,9 @@ def prepare() -> None:
 def visible_devices() -> str | None:
     """Return the variable by which the user hides GPUs from this process; None if it is not set."""
     return os.environ.get(VISIBLE_DEVICES)
+
+
+def gloo_interface() -> str | None:
+    """Return the variable by which the user chooses the network interface that connects the ranks
+    of a group on CPUs; None if it is not set."""
+    return os.environ.get(GLOO_INTERFACE)
