@@ -25,7 +25,8 @@ from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
 from engine_core.startup import build_engine
-from engine_core.worker_link import WorkerLink, WorkerLost
+from engine_core.worker_link import WorkerLink
+from engine_core.worker_process import WorkerLost
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
@@ -57,7 +58,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import StepResult, TokenizerRead, Traced, WorkerFailed, WorkerReady
+from protocol.steps import StepResult, TokenizerRead, Traced, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class EngineLoop:
         )
         self._clients = self._mailbox.clients
         worker_address = config.worker.address or config.address + ".worker"
-        self._worker = WorkerLink(context, config.worker, worker_address)
+        self._worker = WorkerLink(context, config, worker_address, key)
         #: None until the worker is ready.
         self._engine: Engine | None = None
         self._model: ModelCard | None = None
@@ -332,8 +333,6 @@ class EngineLoop:
                 self._grammars.start(message)
             case WorkerReady():
                 self._start(message)
-            case WorkerFailed():
-                raise WorkerLost(message.message, message.exit_code)
 
     def _start(self, ready: WorkerReady) -> None:
         self._model = ready.model
@@ -434,12 +433,17 @@ class EngineLoop:
     def _check_worker(self, now: float) -> None:
         """Check the worker's health. If it has changed, report it to all clients in a Pong.
 
-        Raises WorkerLost if the worker was stopped for too long.
+        Raises WorkerLost if the worker was stopped for too long, or if one of another machine has
+        disconnected.
         """
         if now < self._next_check_at:
             return
         self._next_check_at = now + TICK_MS / 1000
-        has_changed = self._health.update(self._worker_view(now), self._worker.is_stopped, now)
+        self._worker.check_connections()
+        view, stopped = self._worker_view(now), self._worker.stopped_pid
+        if stopped is not None:
+            view = replace(view, pid=stopped)
+        has_changed = self._health.update(view, stopped is not None, now)
         if self._health.is_lost(now):
             raise WorkerLost(self._health.trouble)
         if has_changed:

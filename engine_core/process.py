@@ -19,7 +19,7 @@ import zmq
 from engine_core.event_publisher import EventPublisher
 from engine_core.journal.file import Writer
 from engine_core.loop import EngineLoop, StoppedBySignal
-from engine_core.worker_link import WorkerLost
+from engine_core.worker_process import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
@@ -57,6 +57,8 @@ def run(config: EngineConfig) -> int:
     try:
         key = read_cluster_key(config.cluster_key)
         sockets.check_address(config.address, key)
+        if config.worker_address:
+            sockets.check_address(config.worker_address, key)
         journal = None
         if config.journal:
             wait_at_gate()  # a new file removes an old one, which a refused model must not do

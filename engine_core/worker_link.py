@@ -1,165 +1,349 @@
-"""The connection to the worker process: starts it, sends plans, receives results, detects its end.
+"""The connection to the workers of one engine: starts them, sends plans, receives results, and
+detects their end.
 
-There is one worker. With several ranks, each plan would be sent to all of them, and rank 0 would
-answer.
+Usually there is one worker. With tensor parallelism there are several, the ranks of a group. All of
+them get each message, in the same order, and rank 0 answers. The group lives and dies as one: if a
+rank ends, the others may wait for it forever, so they are killed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
-import sys
+import secrets
+import select
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from engine_core.group import TokenAgreement, joint_ready
+from engine_core.worker_process import WorkerLost, WorkerProcess, name_of
 from protocol import sockets, wire
+from protocol.cluster_key import ClusterKey
+from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import Lifeline
-from protocol.process_state import explain_kill, is_stopped, num_oom_kills
-from protocol.start_gate import gate_descriptors
+from protocol.kv import KVReport
 from protocol.steps import (
     FromWorker,
+    Heartbeat,
+    JoinRefused,
+    RankDigest,
+    StepResult,
     Stop,
     TokenizerRead,
     ToWorker,
+    Traced,
     WorkerFailed,
+    WorkerJoins,
     WorkerReady,
+    WorkerSettings,
 )
 
 log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 5.0
+BROKEN_WAIT_S = 0.5
+"""How long the other ranks may take to stop if one is lost. They may wait for it in vain."""
+ROOT_CAUSE_S = 1.0
+"""How long to wait for the cause if a rank has failed because it has lost another one."""
+POLL_MS = 50
 MAX_FOREIGN_PER_TURN = 100
-FIRST_MESSAGES = TokenizerRead | WorkerReady | WorkerFailed
-
-
-class WorkerLost(Exception):
-    """The worker process ended, failed or does not respond. The message gives the cause."""
-
-    def __init__(self, message: str, exit_code: int = ExitCode.WORKER_LOST) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+FromGroup = StepResult | KVReport | Traced | TokenizerRead | WorkerReady
 
 
 class WorkerLink:
-    """The worker process of one engine, and the socket that the worker connects to.
+    """The workers of one engine, and the socket that they connect to.
 
-    The loop polls `socket`, and `death`: a pidfd that becomes readable when the process ends. The
-    first peer that sends one of FIRST_MESSAGES is the worker. Messages of other peers are dropped
-    and counted in `num_foreign_messages`.
+    The loop polls `socket`, and `death`: a descriptor that becomes readable when a process ends. A
+    peer becomes a member by its first message: a worker of this machine by any that names its rank,
+    one of another machine by WorkerJoins. Messages of other peers are dropped and counted in
+    `num_foreign_messages`.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], config: WorkerConfig, address: str
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: EngineConfig,
+        address: str,
+        key: ClusterKey | None = None,
     ) -> None:
+        """Start the workers of this machine.
+
+        address   ipc address for them
+        key       cluster key that workers of other machines must have
+        """
         self.socket = sockets.bind_router(context, address)
+        if config.worker_address:
+            sockets.also_bind(context, self.socket, config.worker_address, key)
+        self._config = config
+        self._size = config.tensor_parallel
         self._decoder: wire.Decoder[FromWorker] = wire.Decoder(FromWorker)
         self.num_foreign_messages = 0
-        self._identity: bytes | None = None
-        self._reads_messages = False
-        settings = msgspec.json.encode(msgspec.structs.replace(config, address=address)).decode()
-        self._lifeline = Lifeline()
-        self._num_oom_kills = num_oom_kills()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker", "--config", settings],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **self._lifeline.environment},
-            pass_fds=[*self._lifeline.child_ends, *gate_descriptors()],
-        )
-        self._lifeline.on_started()
-        self.death = os.pidfd_open(self._process.pid)
+        #: Identity of a peer -> its rank, and the reverse.
+        self._ranks: dict[bytes, int] = {}
+        self._identities: dict[int, bytes] = {}
+        self._ready: dict[int, WorkerReady] = {}
+        self._agreement = TokenAgreement(self._size)
+        #: Whether a worker was lost. The others need not be asked to stop then.
+        self._is_broken = False
+        self._meeting_file, self._rendezvous = _meeting_place(config, address)
+        local = self._rendezvous
+        if config.worker_address:
+            local = sockets.local_address(local)
+        self._processes = [
+            WorkerProcess(msgspec.structs.replace(each, address=address, rendezvous=local))
+            for each in config.local_workers
+        ]
+        self._deaths = select.epoll()
+        for process in self._processes:
+            self._deaths.register(process.death, select.EPOLLIN)
+        self.death = self._deaths.fileno()
+        if config.workers_elsewhere:
+            log.info(
+                "waiting for %d of %d workers at %s",
+                *(config.workers_elsewhere, self._size, config.worker_address),
+            )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Process id of rank 0; 0 if it is on another machine."""
+        return self._processes[0].pid if self._processes else 0
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether the process has been stopped (SIGSTOP)."""
-        return is_stopped(self.pid)
+    def stopped_pid(self) -> int | None:
+        """Process id of a worker of this machine that has been stopped (SIGSTOP); None if none
+        has."""
+        return next((each.pid for each in self._processes if each.is_stopped), None)
 
     def send(self, message: ToWorker) -> None:
-        """Send a message. It is dropped if the worker has disconnected. The loop detects the end of
-        the process by `death`."""
-        assert self._identity is not None, "the worker has not sent a message"
-        try:
-            self.socket.send_multipart([self._identity, *wire.encode(message)])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        """Send a message to all workers. It is dropped for those that have disconnected. The loop
+        detects that by `death` and `check_connections`."""
+        assert self._identities, "no worker has sent a message"
+        frames = wire.encode(message)
+        for identity in self._identities.values():
+            self._send_to(identity, frames)
 
-    def receive(self) -> FromWorker | None:
-        """Return the worker's next message, or None if there is none now. Raises WorkerLost if the
-        message cannot be decoded, because later messages could not be trusted either."""
+    def check_connections(self) -> None:
+        """Raise WorkerLost if a worker of another machine has disconnected. Call this method a few
+        times a second."""
+        frames = wire.encode(Heartbeat())
+        for rank, identity in self._identities.items():
+            if rank >= len(self._processes) and not self._send_to(identity, frames):
+                self._is_broken = True
+                raise WorkerLost(f"{self._name(rank)}: the connection to its machine was lost")
+
+    def receive(self) -> FromGroup | None:
+        """Return the next message for the engine, or None if there is none now. The group's
+        WorkerReady is returned once all its workers are ready.
+
+        Raises WorkerLost if a worker reports its failure, or if a message cannot be decoded,
+        because later messages could not be trusted either.
+        """
         for _ in range(MAX_FOREIGN_PER_TURN):
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            if identity == self._identity or self._identity is None:
-                message = self._read(identity, frames)
-                if message is not None:
-                    return message
-            else:
-                self.num_foreign_messages += 1
+            message = self._read(identity, frames)
+            if message is not None and (found := self._pass_on(identity, message)) is not None:
+                return found
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message. Until the worker is known, return None for any message except
-        FIRST_MESSAGES."""
+        """Decode a message. Return None for that of a peer that is no member, and does not become
+        one by it."""
+        rank = self._ranks.get(identity)
         try:
             message = self._decoder.decode(frames)
         except WireError as error:
-            if self._identity is not None:
-                raise WorkerLost(f"the worker sent a malformed message: {error.message}") from None
+            if rank is not None:
+                self._is_broken = True
+                name = self._name(rank)
+                raise WorkerLost(f"{name} sent a malformed message: {error.message}") from None
             self.num_foreign_messages += 1
             return None
-        if self._identity is None and not isinstance(message, FIRST_MESSAGES):
+        if rank is None and not self._admit(identity, message):
             self.num_foreign_messages += 1
             return None
-        self._identity = identity
-        self._reads_messages |= isinstance(message, WorkerReady)
         return message
 
+    def _admit(self, identity: bytes, message: FromWorker) -> bool:
+        """Make a peer a member if its first message is that of a worker. Return whether it is one
+        now. A worker of another machine is sent its settings, or why it is refused."""
+        match message:
+            case WorkerJoins(rank=wanted):
+                return self._admit_elsewhere(identity, wanted)
+            case TokenizerRead():
+                rank = 0
+            case WorkerReady(rank=rank) | WorkerFailed(rank=rank):
+                pass
+            case _:
+                return False
+        if not 0 <= rank < len(self._processes) or rank in self._identities:
+            return False
+        self._add(identity, rank)
+        return True
+
+    def _admit_elsewhere(self, identity: bytes, wanted: int) -> bool:
+        ranks = range(len(self._processes), self._size)
+        free = [rank for rank in ranks if rank not in self._identities]
+        rank = wanted if wanted >= 0 else next(iter(free), -1)
+        if rank not in free:
+            places = f"{ranks.start} to {ranks.stop - 1}" if ranks else "none"
+            error = f"rank {wanted} is taken, or not among its ranks for other machines: {places}"
+            self._send_to(identity, wire.encode(JoinRefused(error=error)))
+            return False
+        self._add(identity, rank)
+        settings = msgspec.json.encode(self._settings(rank))
+        self._send_to(identity, wire.encode(WorkerSettings(config=settings)))
+        log.info("rank %d of %d has joined", rank, self._size)
+        return True
+
+    def _add(self, identity: bytes, rank: int) -> None:
+        self._ranks[identity], self._identities[rank] = rank, identity
+
+    def _settings(self, rank: int) -> WorkerConfig:
+        """Return the config of a worker on another machine, without the directories of this one."""
+        worker = self._config.worker
+        return msgspec.structs.replace(
+            worker,
+            model=Path(worker.model).name,
+            draft_model=Path(worker.draft_model).name,
+            libraries="",
+            measurements="",
+            cluster_key="",
+            address="",
+            rank=rank,
+            local_size=1,
+            rendezvous=self._rendezvous,
+        )
+
+    def _pass_on(self, identity: bytes, message: FromWorker) -> FromGroup | None:
+        """Return what the engine gets if a member sends `message`; None if it is not for the
+        engine."""
+        rank = self._ranks[identity]
+        match message:
+            case WorkerFailed():
+                self._is_broken = True
+                raise self._failure(rank, message)
+            case WorkerJoins():
+                return None
+            case WorkerReady():
+                self._ready[rank] = message
+                return joint_ready(self._ready) if len(self._ready) == self._size else None
+            case RankDigest() if rank > 0:
+                self._agreement.on_digest(rank, message)
+                return None
+            case StepResult() if rank == 0:
+                if self._size > 1:
+                    self._agreement.on_result(message)
+                return message
+            case TokenizerRead() | KVReport() | Traced() if rank == 0:
+                return message
+            case _:
+                return None
+
     def exit_error(self) -> WorkerLost:
-        """Wait for the process to end, and return an error that describes how it ended."""
-        code = self._process.wait()
-        if code < 0:
-            number = signal.Signals(-code)
-            why = explain_kill(number, self._num_oom_kills)
-            return WorkerLost(f"the worker was killed by {number.name}" + (why and f": {why}"))
-        is_specific = code in frozenset(ExitCode) and code not in (ExitCode.OK, ExitCode.FAILED)
-        exit_code = ExitCode(code) if is_specific else ExitCode.WORKER_LOST
-        why = self._lifeline.cause()
-        return WorkerLost(f"the worker exited with code {code}" + (why and f": {why}"), exit_code)
+        """Wait for a process to end, and return an error that describes how it ended."""
+        self._is_broken = True
+        if self._size > 1:
+            try:
+                while self.receive() is not None:
+                    pass
+            except WorkerLost as error:
+                return error  # a last message is more precise than an exit code
+            if cause := self._ended({}):
+                return cause.exit_error()
+        return self._processes[0].exit_error()
+
+    def _failure(self, rank: int, failed: WorkerFailed) -> WorkerLost:
+        """Return the error for the failure of a worker. If the worker has failed because it has
+        lost another rank, wait for the cause of that."""
+        victims = {rank: failed}
+        end = time.monotonic() + ROOT_CAUSE_S
+        while failed.is_consequence and len(victims) < self._size and time.monotonic() < end:
+            try:
+                self.check_connections()
+            except WorkerLost as error:
+                return error
+            cause = self._ended(victims)
+            # A process that has ended may have sent its cause before.
+            has_message = self.socket.poll(POLL_MS)
+            if not has_message:
+                if cause is not None:
+                    return cause.exit_error()
+                continue
+            identity, *frames = self.socket.recv_multipart()
+            message = self._read(identity, frames)
+            if isinstance(message, WorkerFailed):
+                rank, failed = self._ranks[identity], message
+                victims[rank] = message
+        name = "" if self._size == 1 else f"{self._name(rank)}: "
+        return WorkerLost(name + failed.message, failed.exit_code)
+
+    def _ended(self, victims: dict[int, WorkerFailed]) -> WorkerProcess | None:
+        """Return a process that has ended, and that is none of the `victims`: one that was killed,
+        if there is one."""
+        ended = [each for each in self._processes if each.has_ended and each.rank not in victims]
+        return max(ended, key=lambda process: process.was_killed, default=None)
 
     def stop(self) -> None:
-        """Stop the process with a Stop message or SIGTERM, then with SIGKILL after STOP_WAIT_S.
-        SIGTERM is sent to a process that still loads the model, because it reads no messages."""
-        if self._process.poll() is None and self._reads_messages:
-            self._try_to_send(Stop())
-        else:
-            self._process.terminate()
-        if self.is_stopped:  # a stopped process reacts to SIGKILL only
-            self._process.kill()
-        try:
-            self._process.wait(STOP_WAIT_S)
-        except subprocess.TimeoutExpired:
-            log.warning("worker pid=%d did not stop in time; killing it", self.pid)
-            self._process.kill()
-            self._process.wait()
-        os.close(self.death)
-        self._lifeline.close()
+        """Stop the workers with a Stop message or SIGTERM, then with SIGKILL after STOP_WAIT_S, or
+        after BROKEN_WAIT_S if one of several was lost. SIGTERM is sent to a process that still
+        loads the model, because it reads no messages. May be called twice."""
+        if self.socket.closed:
+            return
+        for rank, identity in self._identities.items():
+            if rank in self._ready:
+                self._send_to(identity, wire.encode(Stop()))
+        for process in self._processes:
+            if process.rank not in self._ready:
+                process.terminate()
+            if process.is_stopped:  # a stopped process reacts to SIGKILL only
+                process.kill()
+        is_hopeless = self._is_broken and self._size > 1
+        end = time.monotonic() + (BROKEN_WAIT_S if is_hopeless else STOP_WAIT_S)
+        for process in self._processes:
+            if not process.wait(max(0.0, end - time.monotonic())):
+                log.warning(
+                    "%s pid=%d did not stop in time; killing it",
+                    *(self._name(process.rank), process.pid),
+                )
+                process.kill()
+                process.wait()
+        self._deaths.close()
+        for process in self._processes:
+            process.close()
+        if self._meeting_file is not None:
+            self._meeting_file.unlink(missing_ok=True)
         self.socket.close()
 
-    def _try_to_send(self, message: Any) -> None:
+    def _send_to(self, identity: bytes, frames: list[Any]) -> bool:
+        """Send a message to a peer. Return False if the peer has disconnected."""
         try:
-            self.send(message)
-        except zmq.ZMQError:
-            self._process.terminate()
+            self.socket.send_multipart([identity, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _name(self, rank: int) -> str:
+        return name_of(rank, self._size)
+
+
+def _meeting_place(config: EngineConfig, address: str) -> tuple[Path | None, str]:
+    """Return a file and the address where the ranks meet: the file beside the socket at `address`
+    if all ranks are on this machine, otherwise no file and a TCP address."""
+    if config.worker_address:
+        return None, sockets.next_port(config.worker_address)
+    if config.tensor_parallel == 1:
+        return None, ""
+    # A new name for each group: an old file would contain the addresses of its ranks.
+    name = f"group-{os.getpid()}-{secrets.token_hex(4)}"
+    file = Path(address.removeprefix("ipc://")).absolute().with_name(name)
+    return file, f"file://{file}"

@@ -205,6 +205,20 @@ def socket_pair(
     return sending, receiving
 
 
+def also_bind(
+    context: zmq.Context[zmq.Socket[bytes]],
+    socket: zmq.Socket[bytes],
+    address: str,
+    key: ClusterKey | None,
+) -> None:
+    """Bind a ROUTER of `bind_router`, whose address is ipc, to a TCP address, too. Peers there need
+    the key; those of the ipc address do not. Raises ValueError as `check_address` does."""
+    if check_address(address, key) is not None:
+        raise ValueError(f"address {address!r}: other machines need tcp://HOST:PORT")
+    _secure_server(context, socket, address, key)  # options apply to later calls of `bind` only
+    socket.bind(address)
+
+
 @dataclass(frozen=True, slots=True)
 class PeerConnection:
     """The system socket that connects a ROUTER with one of its peers."""
@@ -350,6 +364,20 @@ def _check_form(address: str) -> Path | None:
 def is_connectable(address: str) -> bool:
     """Return whether a socket can connect to `address`. "tcp://0.0.0.0:5600" can only be bound."""
     return not address.startswith(tuple(f"tcp://{host}:" for host in _ANY_HOST))
+
+
+def next_port(address: str) -> str:
+    """Return a TCP address with the port after that of `address`."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+def with_host_of(address: str, reached: str) -> str:
+    """Return the TCP address `address`. If its host is a wildcard, use that of `reached`, which is
+    an address of the same machine."""
+    if is_connectable(address):
+        return address
+    return f"{reached.rpartition(':')[0]}:{address.rpartition(':')[2]}"
 
 
 def local_address(address: str) -> str:

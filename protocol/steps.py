@@ -1,5 +1,8 @@
 """Messages between the engine and its worker: `StepPlan` starts a step, `StepResult` answers it.
 
+The workers of a tensor parallel group (ranks) get the same messages in the same order. All of them
+report that they are ready or have failed, and rank 0 alone answers the others.
+
 The engine makes every decision: which slots, which blocks, how many tokens. The `SlotInit` of a
 request sets all state that the worker stores for the request. So the results of plans that are
 executed in order do not depend on what the slots and blocks contained before.
@@ -202,6 +205,35 @@ class TokenizerRead(Message, frozen=True, kw_only=True):
     eos_token_ids: list[int]
 
 
+class WorkerJoins(Message, frozen=True, kw_only=True):
+    """Worker -> engine, the first message of a worker that another machine has started. It asks for
+    a place in the group. The engine answers with WorkerSettings or JoinRefused."""
+
+    #: The rank that the worker wants; -1: any that is free.
+    rank: int = -1
+
+
+class WorkerSettings(Message, frozen=True, kw_only=True):
+    """Engine -> worker, answering WorkerJoins.
+
+    config   a WorkerConfig as JSON. Files are named without their directories, because the worker's
+             machine has them in other places
+    """
+
+    config: bytes
+
+
+class JoinRefused(Message, frozen=True, kw_only=True):
+    """Engine -> worker, answering WorkerJoins. There is no place for the worker in the group."""
+
+    error: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Engine -> worker on another machine. It has no effect. It cannot be sent to a worker that has
+    disconnected, and so the engine notices that."""
+
+
 class WorkerReady(Message, frozen=True, kw_only=True):
     """Worker -> engine, once. The model is loaded and the memory is reserved."""
 
@@ -236,15 +268,25 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     kv_groups: KVGroups | None = None
 
 
+class RankDigest(Message, frozen=True, kw_only=True):
+    """Worker -> engine, now and then, from each rank of a group except 0. The digest of all tokens
+    that the rank has sampled, up to this step (ranks.py)."""
+
+    step: int
+    digest: int
+
+
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """Worker -> engine, its last message: the cause of the failure, in one line.
 
-    exit_code   the ExitCode with which the engine, and so the server, should end
+    exit_code        the ExitCode with which the engine, and so the server, should end
+    is_consequence   whether the worker failed only because it has lost another rank of its group
     """
 
     message: str
     rank: int = 0
     exit_code: int = ExitCode.WORKER_LOST
+    is_consequence: bool = False
 
 
 class Trace(Message, frozen=True, kw_only=True):
@@ -275,6 +317,27 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 ToWorker = (
-    StepPlan | Masks | KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed | Trace | Stop
+    StepPlan
+    | Masks
+    | KVExport
+    | KVWithdraw
+    | KVFetch
+    | KVCancel
+    | KVStore
+    | KVUsed
+    | Trace
+    | Stop
+    | WorkerSettings
+    | JoinRefused
+    | Heartbeat
 )
-FromWorker = TokenizerRead | WorkerReady | StepResult | KVReport | Traced | WorkerFailed
+FromWorker = (
+    WorkerJoins
+    | TokenizerRead
+    | WorkerReady
+    | StepResult
+    | RankDigest
+    | KVReport
+    | Traced
+    | WorkerFailed
+)

@@ -51,6 +51,8 @@ class Flag:
     default: Any
     is_list: bool
     is_tuple: bool = False
+    #: A second option for the field; "": none.
+    alias: str = ""
 
     @property
     def is_switch(self) -> bool:
@@ -165,6 +167,7 @@ def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
                 default=[] if is_list else field.default,
                 is_list=is_list,
                 is_tuple=is_tuple,
+                alias=(shape.extra or {}).get("alias", ""),
             )
         )
     return flags
@@ -195,7 +198,7 @@ def add_flags(
             )
             continue
         group.add_argument(
-            flag.name,
+            *filter(None, (flag.name, flag.alias)),
             dest=flag.field,
             action="append" if flag.is_list else "store",
             metavar=flag.metavar,

@@ -34,6 +34,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "--served-name": "--served-model-name -a --alias",
     "--speculation": "--speculative-algorithm",
     "--step-timeout-s": "--watchdog-timeout",
+    "--tensor-parallel": "-tp --tensor-parallel-size --tp-size",
     "--threads": "-t",
     "--timeout-s": "--timeout",
     "--token-budget": "--max-num-batched-tokens --chunked-prefill-size --max-prefill-tokens"
@@ -58,9 +59,8 @@ REPLACEMENTS: Mapping[str, str] = {
     " --lora-modules --lora",
     "TLS is not built in; use a reverse proxy": "--ssl-keyfile --ssl-certfile",
     "a model is served with its own tokenizer": "--tokenizer",
-    "a model runs on one device here; to use several devices, start a server for each": "-tp --tp"
-    " --tensor-parallel-size --tp-size -pp --pipeline-parallel-size -dp --dp --data-parallel-size"
-    " --dp-size",
+    "to use several devices, divide the model among them with --tensor-parallel, or start a server "
+    "for each": "-pp --pipeline-parallel-size -dp --dp --data-parallel-size --dp-size",
     "code that comes with a model is never run": "--trust-remote-code",
     "no graphs are compiled or captured, so there is nothing to disable": "--enforce-eager",
     "prompts are always computed in chunks; --token-budget limits the tokens per step": ""

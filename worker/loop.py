@@ -17,7 +17,17 @@ from threading import Thread
 from typing import Protocol, Self
 
 from protocol.kv import KVFetch, KVReport
-from protocol.steps import FromWorker, Masks, StepPlan, Stop, ToWorker, Trace
+from protocol.ranks import TokenDigest
+from protocol.steps import (
+    FromWorker,
+    Heartbeat,
+    Masks,
+    StepPlan,
+    StepResult,
+    Stop,
+    ToWorker,
+    Trace,
+)
 from worker.batch.pending_step import PendingStep
 from worker.debug.device_idle import DeviceIdle
 from worker.debug.tracing import Tracer
@@ -53,12 +63,18 @@ class WorkerLoop:
     """Executes the engine's plans, one after another. Use it as a context manager.
 
     kv_transfers   receives the engine's K/V messages, in the order of their arrival
+    answers        whether this worker answers the engine. In a group only rank 0 does; the others
+                   report digests of their results
     """
 
-    def __init__(self, runner: Runner, engine: EngineLink, kv_transfers: KVService) -> None:
+    def __init__(
+        self, runner: Runner, engine: EngineLink, kv_transfers: KVService, *, answers: bool = True
+    ) -> None:
         self._runner = runner
         self._engine = engine
         self._kv_transfers = kv_transfers
+        #: The digest that is reported instead of answers; None for rank 0, which answers.
+        self._digest = None if answers else TokenDigest()
         self._inflight: deque[PendingStep] = deque()  # launched and not reported, oldest first
         self._watcher = StepWatcher()
         self._device_idle = DeviceIdle()
@@ -76,9 +92,9 @@ class WorkerLoop:
         while True:
             self._send_finished()
             if (traced := self._tracer.pop()) is not None:
-                self._engine.send(traced)
+                self._send(traced)
             if (report := self._kv_transfers.report()) is not None:
-                self._engine.send(report)
+                self._send(report)
             if not self._engine.wait(self._watcher.fd, self._kv_transfers.fd):
                 self._watcher.clear()
                 continue
@@ -93,7 +109,7 @@ class WorkerLoop:
                 case StepPlan() as plan:
                     self._launch(plan)
                 case message:
-                    self._apply_kv(message)
+                    self._apply(message)
 
     def _launch(self, plan: StepPlan) -> None:
         self._tracer.before_step(plan.step)
@@ -103,19 +119,31 @@ class WorkerLoop:
             self._watcher.watch(pending)
 
     def _receive_masks(self) -> ToWorker:
-        """Return the next message that is not about K/V, after sending the results of all earlier
-        steps. K/V messages are applied as they arrive. The caller checks that the message holds the
-        masks of the step being launched."""
+        """Return the next message that is about a step, after sending the results of all earlier
+        steps. Other messages are applied as they arrive. The caller checks that the message holds
+        the masks of the step being launched."""
         while self._inflight:
             self._send_oldest()
-        while isinstance(message := self._engine.receive(), KVMessage):
-            self._apply_kv(message)
+        while isinstance(message := self._engine.receive(), KVMessage | Heartbeat):
+            self._apply(message)
         return message
 
-    def _apply_kv(self, message: KVMessage) -> None:
+    def _apply(self, message: ToWorker) -> None:
+        """Apply a message that is not about a step."""
+        if isinstance(message, Heartbeat):
+            return
+        if not isinstance(message, KVMessage):
+            raise ValueError(f"unexpected {type(message).__name__}")
         if isinstance(message, KVFetch):
             self._runner.zero_draft_blocks(message.blocks)
         self._kv_transfers.apply(message)
+
+    def _send(self, message: FromWorker) -> None:
+        """Send an answer, or what the engine needs of it if this worker does not answer."""
+        if self._digest is None:
+            self._engine.send(message)
+        elif isinstance(message, StepResult) and (digest := self._digest.add(message)) is not None:
+            self._engine.send(digest)
 
     def _send_finished(self) -> None:
         while self._inflight and self._inflight[0].is_done:
@@ -126,7 +154,7 @@ class WorkerLoop:
         pending = self._inflight.popleft()
         result = pending.result()
         self._device_idle.record(pending.started, pending.started + result.compute_s)
-        self._engine.send(result)
+        self._send(result)
         self._tracer.after_step(pending.step)
 
 

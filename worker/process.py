@@ -14,27 +14,27 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 import msgspec
 import zmq
 from msgspec.structs import replace
 
-from protocol import sockets, wire
+from protocol import sockets
 from protocol.config.worker import WorkerConfig
 from protocol.devices import DeviceInUse
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
 from protocol.start_gate import wait_at_gate
-from protocol.steps import FromWorker, ToWorker, WorkerFailed
+from protocol.steps import TokenizerRead, WorkerFailed
+from worker.connection import EngineConnection, ParentGone
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.parallel.errors import PeerLost
 from worker.startup.timing import StartupTiming
 
 log = logging.getLogger("worker")
 
-PARENT_CHECK_MS = 5_000
-SEND_WAIT_MS = 30_000
-FINAL_SEND_MS = 2_000
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """Texts by which an out-of-memory error of torch's allocators, on CUDA or a CPU, is recognised."""
 
@@ -58,15 +58,28 @@ def main(arguments: list[str] | None = None) -> int:
     parent = os.getppid()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        return run(config, context, EngineConnection(context, config.address, parent))
+        engine = EngineConnection(sockets.connect_dealer(context, config.address), parent)
+        return run(config, context, engine, close=engine.close)
     finally:
         context.term()
 
 
 def run(
-    config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], engine: EngineConnection
+    config: WorkerConfig,
+    context: zmq.Context[zmq.Socket[bytes]],
+    engine: EngineConnection,
+    *,
+    close: Callable[[], None],
 ) -> int:
-    """Load the model, then execute plans until Stop. Return the exit code."""
+    """Load the model, then execute plans until Stop. Return the exit code.
+
+    close   closes the connection to the engine
+    """
+
+    def send_tokenizer(tokenizer: TokenizerRead) -> None:
+        if config.rank == 0:
+            engine.send(tokenizer)
+
     gc.disable()  # loading creates no garbage; collections took a tenth of its time
     try:
         timing = StartupTiming()
@@ -80,7 +93,7 @@ def run(
         wait_at_gate()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
-            runner, ready = assemble(config, timing, on_tokenizer=engine.send)
+            runner, ready = assemble(config, timing, on_tokenizer=send_tokenizer)
             gc.collect()
             gc.freeze()  # later collections skip what was loaded
             gc.enable()
@@ -90,7 +103,9 @@ def run(
                     config, context, runner.components.cache, layout, ready.model.numerics
                 )
             )
-            loop = stack.enter_context(WorkerLoop(runner, engine, kv_transfers))
+            loop = stack.enter_context(
+                WorkerLoop(runner, engine, kv_transfers, answers=config.rank == 0)
+            )
             ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)
             engine.send(replace(ready, kv_report=kv_transfers.report()))
             log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
@@ -100,15 +115,22 @@ def run(
         log.error("the engine has exited")
         return ExitCode.FAILED
     except Exception as error:
-        code = exit_code_for(error)
-        if code is ExitCode.WORKER_LOST:  # for other codes the message is enough
+        code, is_consequence = exit_code_for(error), isinstance(error, PeerLost)
+        if code is ExitCode.WORKER_LOST and not is_consequence:
             log.exception("the worker failed")
-        else:
+        else:  # the message is enough
             log.error("%s", one_line(error))
-        engine.send_final(WorkerFailed(message=one_line(error), exit_code=code))
+        engine.send_final(
+            WorkerFailed(
+                message=one_line(error),
+                rank=config.rank,
+                exit_code=code,
+                is_consequence=is_consequence,
+            )
+        )
         return code
     finally:
-        engine.close()
+        close()
 
 
 def exit_code_for(error: Exception) -> ExitCode:
@@ -121,65 +143,6 @@ def exit_code_for(error: Exception) -> ExitCode:
         if isinstance(error, kind):
             return code
     return ExitCode.WORKER_LOST
-
-
-class ParentGone(Exception):
-    """Raised if the engine process, which started this one, has ended or no longer reads."""
-
-
-class EngineConnection:
-    """The worker's connection to the engine. It polls the socket only if no message has arrived
-    yet, or if a send would block."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
-        self._socket = sockets.connect_dealer(context, address)
-        self._decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
-        self._parent = parent
-        self._pollers: dict[tuple[int, ...], zmq.Poller] = {}
-
-    def receive(self) -> ToWorker:
-        """Return the next message. Raises ParentGone if the engine has ended."""
-        self.wait()
-        return self._decoder.decode(self._socket.recv_multipart())
-
-    def wait(self, *wakeups: int) -> bool:
-        """Wait for a message, or until one of the file descriptors is readable. Return whether
-        there is a message. Raises ParentGone if the engine has ended."""
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            return True
-        poller = self._poller(wakeups)
-        while not (ready := dict(poller.poll(PARENT_CHECK_MS))):
-            if os.getppid() != self._parent:
-                raise ParentGone
-        return self._socket in ready
-
-    def _poller(self, wakeups: tuple[int, ...]) -> zmq.Poller:
-        """Return a poller of the socket and these file descriptors. The poller is created at its
-        first use."""
-        if (poller := self._pollers.get(wakeups)) is None:
-            poller = self._pollers[wakeups] = zmq.Poller()
-            for source in (self._socket, *wakeups):
-                poller.register(source, zmq.POLLIN)
-        return poller
-
-    def send(self, message: FromWorker) -> None:
-        """Send a message. Raises ParentGone if the engine reads nothing for SEND_WAIT_MS."""
-        frames = wire.encode(message)
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            if not self._socket.poll(SEND_WAIT_MS, zmq.POLLOUT):
-                raise ParentGone from None
-            self._socket.send_multipart(frames)
-
-    def send_final(self, message: FromWorker) -> None:
-        """Send a last message. Give up if the engine reads nothing for FINAL_SEND_MS."""
-        if self._socket.poll(FINAL_SEND_MS, zmq.POLLOUT):
-            with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def one_line(error: Exception) -> str:

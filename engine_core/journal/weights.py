@@ -19,7 +19,7 @@ from engine_core.journal.records import StartRecord
 from engine_core.worker_link import WorkerLink
 from protocol.arrays import Array
 from protocol.model_card import ModelCard
-from protocol.steps import Logprobs, Masks, StepPlan, StepResult, WorkerFailed, WorkerReady
+from protocol.steps import Logprobs, Masks, StepPlan, StepResult, WorkerReady
 
 POLL_MS = 1000
 
@@ -102,7 +102,7 @@ class ReplayWorker:
         """Start the worker, or continue with the next file of the same engine.
 
         Raises NotComparable if the steps cannot be computed again, if their results need not be
-        equal, or if the worker reports a failure. Raises WorkerLost if the worker process ends.
+        equal. Raises WorkerLost if the worker reports a failure, or if its process ends.
         """
         self.comparison = StepComparison()
         if self._start is not None and self._link is not None and _follows(self._start, record):
@@ -114,6 +114,8 @@ class ReplayWorker:
                 f"file {record.part} of its engine needs the K/V of the files before it, which a "
                 "journal does not contain; replay a directory that has all files of the engine"
             )
+        if record.config.is_group:
+            raise NotComparable("the steps of several workers (--tensor-parallel) are not repeated")
         if record.tiers:
             raise NotComparable("with tiers (--kv-host-gib, --kv-disk) steps cannot be repeated")
         self._link = self._new_link(record)
@@ -142,13 +144,13 @@ class ReplayWorker:
         folder = self._process.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-replay-"))
         context = self._process.enter_context(zmq.Context())
         limits = record.limits
-        config = replace(
+        worker = replace(
             record.config.worker,
             kv_blocks=limits.num_blocks,
             max_slots=limits.max_slots,
-            token_budget=limits.token_budget,
             block_tokens=limits.block_tokens,
         )
+        config = replace(record.config, worker=worker, token_budget=limits.token_budget)
         link = WorkerLink(context, config, f"ipc://{Path(folder) / 'worker'}")
         self._process.callback(link.stop)
         return link
@@ -159,8 +161,8 @@ class ReplayWorker:
         return message
 
     def _receive(self) -> object:
-        """Wait for the worker's next message, and return it. Raises NotComparable if the worker
-        reports a failure, and WorkerLost if its process ends."""
+        """Wait for the worker's next message, and return it. Raises WorkerLost if the worker
+        reports a failure, or if its process ends."""
         link = self._link
         assert link is not None, "not started"
         poller = zmq.Poller()
@@ -169,8 +171,6 @@ class ReplayWorker:
         while (message := link.receive()) is None:
             if link.death in dict(poller.poll(POLL_MS)) and (message := link.receive()) is None:
                 raise link.exit_error()
-        if isinstance(message, WorkerFailed):
-            raise NotComparable(message.message)
         return message
 
 

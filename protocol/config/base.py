@@ -12,13 +12,14 @@ from msgspec import Meta
 from protocol.log_lines import LogStyle
 
 
-def about(description: str, *, wiring: bool = False, **bounds: Any) -> Meta:
+def about(description: str, *, wiring: bool = False, alias: str = "", **bounds: Any) -> Meta:
     """Return the metadata of a config field: its help text and its bounds.
 
     wiring   the field connects processes: code sets it, and there is no command-line option for it
+    alias    a second, shorter option for the field; "": none
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
-    return Meta(description=description, extra={"wiring": wiring}, **bounds)
+    return Meta(description=description, extra={"wiring": wiring, "alias": alias}, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 msgspec.structs.force_setattr(self, field, os.path.abspath(path))
 
 
+KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`")]
 SharedKey = Annotated[
     str, about("file that holds the cluster key shared by all engines of one cluster", wiring=True)
 ]

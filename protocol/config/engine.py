@@ -26,6 +26,32 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             le=1 << 20,
         ),
     ] = 0
+    tensor_parallel: Annotated[
+        int,
+        about(
+            "workers (ranks) that compute the model together; each has a share of the weights and "
+            "of the KV cache, on a GPU of its own or on a share of the cores",
+            alias="--tp",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
+    workers_elsewhere: Annotated[
+        int,
+        about(
+            "how many of the --tensor-parallel workers other machines start (tidegate worker); the "
+            "engine waits for them at --worker-address",
+            ge=0,
+            le=64,
+        ),
+    ] = 0
+    worker_address: Annotated[
+        str,
+        about(
+            "address for the workers of other machines: tcp://HOST:PORT, with 0.0.0.0 for all "
+            "interfaces; rank 0 uses the next port to meet them. Needs --cluster-key"
+        ),
+    ] = ""
     steps_in_flight: Annotated[
         int,
         about("most steps sent to the worker at once; 2: plan the next while one runs", ge=1, le=2),
@@ -174,9 +200,56 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             raise ValueError("kv_events_replay needs kv_events")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")
+        self._check_group()
         # The worker reserves memory for the largest step of its engine.
         drafts = 0 if self.speculation == "none" else self.max_drafts
         worker = msgspec.structs.replace(
-            self.worker, token_budget=self.token_budget, max_drafts=drafts
+            self.worker,
+            token_budget=self.token_budget,
+            max_drafts=drafts,
+            world_size=self.tensor_parallel,
+            local_size=self.tensor_parallel - self.workers_elsewhere,
         )
         msgspec.structs.force_setattr(self, "worker", worker)
+
+    @property
+    def is_group(self) -> bool:
+        """Whether several workers compute the model, or one on another machine."""
+        return self.tensor_parallel > 1 or self.workers_elsewhere > 0
+
+    @property
+    def local_workers(self) -> list[WorkerConfig]:
+        """Return the configs of the workers that the engine starts: the lowest ranks."""
+        return [
+            msgspec.structs.replace(self.worker, rank=rank, local_rank=rank)
+            for rank in range(self.worker.local_size)
+        ]
+
+    @property
+    def checked_workers(self) -> list[WorkerConfig]:
+        """Return the configs with which to check the model. If the engine starts no worker, this is
+        one whose `local_size` is 0, so this machine's memory is not checked."""
+        return self.local_workers or [self.worker]
+
+    def _check_group(self) -> None:
+        """Raise ValueError if the options of the group contradict each other or others."""
+        if self.workers_elsewhere > self.tensor_parallel:
+            raise ValueError(
+                f"workers_elsewhere ({self.workers_elsewhere}) exceeds tensor_parallel "
+                f"({self.tensor_parallel})"
+            )
+        if bool(self.workers_elsewhere) != bool(self.worker_address):
+            raise ValueError("workers_elsewhere and worker_address must be set together")
+        if not self.is_group:
+            return
+        worker = self.worker
+        if worker.kv_host_gib or worker.kv_disk or worker.kv_export or self.role != "both":
+            raise ValueError(
+                "tensor_parallel cannot be combined with kv_host_gib, kv_disk or K/V transfer "
+                "between engines"
+            )
+        if worker.device.startswith("cuda:"):
+            raise ValueError(
+                f"tensor_parallel needs a GPU for each worker, and device {worker.device} is one; "
+                "use device cuda"
+            )

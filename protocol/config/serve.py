@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from protocol.config.base import Config, about
-
-KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`")]
+from protocol.config.base import Config, KeyFile, about
 
 
 class SupervisorConfig(Config, frozen=True, kw_only=True):

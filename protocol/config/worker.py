@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from protocol.config.base import Config, DeviceDefault, LogFormat, SharedKey, about
+from protocol.config.base import Config, DeviceDefault, KeyFile, LogFormat, SharedKey, about
 from protocol.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -23,6 +23,28 @@ TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
 steps with many tokens use a GPU well. On a CPU a long step would delay all streams."""
 
 
+DeviceOption = Annotated[
+    Device,
+    about(
+        "device to compute on; auto: the first GPU, or the CPU if torch cannot use a GPU "
+        "(tidegate doctor says why)"
+    ),
+]
+Threads = Annotated[
+    int,
+    about(
+        "CPU threads for computation; 0: one per core that this process may use, divided among the "
+        "workers of a group on this machine",
+        ge=0,
+        le=1024,
+    ),
+]
+DraftModel = Annotated[
+    str,
+    about("smaller model, with the same tokenizer, for --speculation model; named like MODEL"),
+]
+
+
 class WorkerConfig(Config, frozen=True, kw_only=True):
     """The process that computes the model: it holds the weights and the KV cache."""
 
@@ -31,21 +53,31 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str, about("address of the engine's socket for this worker (ZeroMQ)", wiring=True)
     ] = ""
     log_format: LogFormat = "text"
-    draft_model: Annotated[
+    rank: Annotated[int, about("number of this worker in its group", wiring=True, ge=0, le=63)] = 0
+    world_size: Annotated[
+        int, about("workers in the group: --tensor-parallel", wiring=True, ge=1, le=64)
+    ] = 1
+    local_rank: Annotated[
+        int,
+        about("number among the workers of this machine: its GPU", wiring=True, ge=0, le=63),
+    ] = 0
+    local_size: Annotated[
+        int, about("workers of the group on this machine", wiring=True, ge=0, le=64)
+    ] = 1
+    rendezvous: Annotated[
         str,
-        about("smaller model, with the same tokenizer, for --speculation model; named like MODEL"),
+        about(
+            "address where the ranks of the group meet: file://PATH, tcp://HOST:PORT of rank 0, or "
+            "env:// for torchrun",
+            wiring=True,
+        ),
     ] = ""
+    draft_model: DraftModel = ""
     recommended_sampling: Annotated[
         SamplingDefaults,
         about("the catalogue's sampling parameters, if the model's files give none", wiring=True),
     ] = SamplingDefaults()
-    device: Annotated[
-        Device,
-        about(
-            "device to compute on; auto: the first GPU, or the CPU if torch cannot use a GPU "
-            "(tidegate doctor says why)"
-        ),
-    ] = "auto"
+    device: DeviceOption = "auto"
     share_device: Annotated[
         bool,
         about(
@@ -60,12 +92,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "else float32"
         ),
     ] = "auto"
-    threads: Annotated[
-        int,
-        about(
-            "CPU threads for computation; 0: one per core that this process may use", ge=0, le=1024
-        ),
-    ] = 0
+    threads: Threads = 0
     kernels: Annotated[
         KernelSet,
         about(
@@ -210,3 +237,58 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
         self._make_absolute("kv_disk")
+
+
+class JoinConfig(Config, frozen=True, kw_only=True):
+    """A worker on this machine that computes for an engine on another one."""
+
+    model: Annotated[str, about("a Hugging Face directory or a .gguf file", wiring=True)]
+    join: Annotated[
+        str, about("address of the engine for workers: tcp://HOST:PORT, its --worker-address")
+    ] = ""
+    cluster_key: KeyFile = ""
+    rank: Annotated[
+        int,
+        about(
+            "number of the worker in its group; -1: $RANK of torchrun, or any that is free",
+            ge=-1,
+            le=63,
+        ),
+    ] = -1
+    local_rank: Annotated[
+        int,
+        about(
+            "number among the workers of the group on this machine, which is the number of its "
+            "GPU; -1: $LOCAL_RANK of torchrun, or 0",
+            ge=-1,
+            le=63,
+        ),
+    ] = -1
+    local_size: Annotated[
+        int,
+        about(
+            "workers of the group on this machine, which share its cores; 0: $LOCAL_WORLD_SIZE of "
+            "torchrun, or 1",
+            ge=0,
+            le=64,
+        ),
+    ] = 0
+    rendezvous: Annotated[
+        str,
+        about(
+            "address where rank 0 meets the others: tcp://HOST:PORT of its machine. Default: with "
+            "torchrun, $MASTER_ADDR and $MASTER_PORT; otherwise the port after --join"
+        ),
+    ] = ""
+    torchrun_size: Annotated[
+        int, about("workers that torchrun starts; 0: not started by it", wiring=True, ge=0)
+    ] = 0
+    device: DeviceOption = "auto"
+    threads: Threads = 0
+    draft_model: DraftModel = ""
+    log_format: LogFormat = "text"
+    libraries: Annotated[
+        str,
+        about("directory of the libraries of `tidegate fetch-kernels`; empty: none", wiring=True),
+    ] = ""
+    measurements: Annotated[str, about("directory that stores measured speeds", wiring=True)] = ""

@@ -322,6 +322,11 @@ def test_without_transformers_the_extra_is_named(
     assert "tidegate[transformers]" in refused.value.remedy
 
 
+def test_tensor_parallelism_is_refused(olmo: Path) -> None:
+    found = preflight([WorkerConfig(model=str(olmo), world_size=2, local_size=2)])
+    assert "does not support models that transformers computes" in found.error
+
+
 def test_packed_weights_are_refused(olmo: Path) -> None:
     with pytest.raises(UnusableModel, match="packed weights are not possible"):
         load_model(olmo, dtype=torch.float32, device=CPU, weights="packed")

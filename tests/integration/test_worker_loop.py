@@ -24,9 +24,9 @@ from tests.support.kv_worker import idle_transfers
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.batch.readback import DeviceEvent, mark
+from worker.connection import EngineConnection
 from worker.debug.slot_registry import CheckedRunner
 from worker.loop import WorkerLoop
-from worker.process import EngineConnection
 
 WAIT_S = 20.0
 PROMPT = [5, 9, 2, 77, 31]
@@ -114,7 +114,7 @@ def start(kind: str, folder: Path, model: TinyModel | None = None) -> Iterator[L
     )
 
     def work() -> None:
-        engine = EngineConnection(context, address, os.getppid())
+        engine = EngineConnection(sockets.connect_dealer(context, address), os.getppid())
         try:
             engine.send(StepResult(step=0, tokens=Int32(b""), failed=Int32(b"")))
             with (

@@ -23,6 +23,7 @@ from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
+from protocol.ranks import DIGEST_STEPS, TokenDigest
 from protocol.sampling import SamplingParams
 from protocol.steps import (
     FromWorker,
@@ -285,6 +286,59 @@ def test_a_plan_that_contradicts_the_slots_ends_the_worker_and_names_the_cause(s
     failed = engine.step(first_step(step=2))
     assert failed == WorkerFailed(message="slot 0 is already bound")
     assert engine.exit_code() == ExitCode.WORKER_LOST
+
+
+def blocks_at(step: int) -> list[tuple[int, int, int]]:
+    """Return the block to add so that a decode step after PROMPT has a place for its token."""
+    position = len(PROMPT) + step - 2
+    return [(0, position // 16, 4)] if position == 16 else []
+
+
+def test_a_rank_that_fails_is_told_from_one_that_has_lost_it(start, tiny_llama, tmp_path):
+    """Both compute some steps, after which rank 1 reports the digest of rank 0's tokens. Then only
+    rank 1 gets a plan that contradicts its slots, and rank 0 waits for it in the same step."""
+    meeting = f"file://{tmp_path / 'meeting'}"
+    ranks = [
+        start(tiny_llama, rank=rank, world_size=2, local_size=2, rendezvous=meeting, threads=1)
+        for rank in range(2)
+    ]
+    for rank, engine in enumerate(ranks):
+        ready = engine.receive(START_S)
+        assert isinstance(ready, WorkerReady), ready
+        assert ready.rank == rank
+        engine.send(*wire.encode(first_step()))
+    digest, reports = TokenDigest(), [ranks[0].receive()]
+    for step in range(2, DIGEST_STEPS + 1):
+        plan = step_plan(step, rows=[(0, len(PROMPT) + step - 2, 1, True)], extend=blocks_at(step))
+        for engine in ranks:
+            engine.send(*wire.encode(plan))
+        reports.append(ranks[0].receive())
+    assert ranks[1].receive() == [digest.add(result) for result in reports][-1]
+    plan = step_plan(99, rows=[(0, len(PROMPT) + DIGEST_STEPS - 1, 1, True)])
+    ranks[0].send(*wire.encode(plan))
+    ranks[1].send(*wire.encode(first_step(step=99)))
+    assert ranks[1].receive() == WorkerFailed(message="slot 0 is already bound", rank=1)
+    lost = ranks[0].receive()
+    assert isinstance(lost, WorkerFailed), lost
+    assert (lost.rank, lost.is_consequence) == (0, True)
+    assert "lost the connection to another rank" in lost.message
+    assert [engine.exit_code() for engine in ranks] == [ExitCode.WORKER_LOST] * 2
+
+
+def test_ranks_with_unequal_threads_are_refused(start, tiny_llama, tmp_path):
+    """Their results could have other bits, and so their answers could diverge."""
+    meeting = f"file://{tmp_path / 'meeting'}"
+    ranks = [
+        start(
+            tiny_llama, rank=rank, world_size=2, local_size=2, rendezvous=meeting, threads=1 + rank
+        )
+        for rank in range(2)
+    ]
+    failed = ranks[1].receive(START_S)
+    assert isinstance(failed, WorkerFailed), failed
+    assert "all ranks must compute alike" in failed.message
+    assert "threads 1; rank 1 has" in failed.message
+    assert (failed.rank, failed.is_consequence) == (1, False)
 
 
 def test_a_malformed_message_ends_the_worker_and_is_reported(start, tiny_llama):

@@ -127,6 +127,19 @@ def free_port() -> int:
         return int(trial.getsockname()[1])
 
 
+def free_port_pair() -> int:
+    """Return a free port whose next port is free, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
 def is_alive(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
     stat = read_stat(pid)

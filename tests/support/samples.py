@@ -84,8 +84,11 @@ from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import (
+    Heartbeat,
+    JoinRefused,
     Logprobs,
     Masks,
+    RankDigest,
     SlotInit,
     SlotRelease,
     StepPlan,
@@ -95,7 +98,9 @@ from protocol.steps import (
     Trace,
     Traced,
     WorkerFailed,
+    WorkerJoins,
     WorkerReady,
+    WorkerSettings,
 )
 
 PARAMS = SamplingParams(
@@ -426,7 +431,12 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
-    WorkerFailed(message="out of memory", rank=1, exit_code=4),
+    WorkerFailed(message="out of memory", rank=1, exit_code=4, is_consequence=True),
+    WorkerJoins(rank=1),
+    WorkerSettings(config=b'{"model": "m"}'),
+    JoinRefused(error="rank 1 is taken"),
+    Heartbeat(),
+    RankDigest(step=16, digest=0xCAFE),
     Trace(steps=20, directory="/var/tmp/traces"),
     Traced(file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5, error="disk full"),
     Stop(),

@@ -81,7 +81,8 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
         (["serve", "--max_slots=4"], "unknown option --max_slots=4: did you mean --max-slots?"),
         (["serve", "--frobnicate"], "tidegate serve: unknown option --frobnicate  (see"),
         (["serve", "--max-model-len", "9"], "unknown option --max-model-len: use --max-len  (see"),
-        (["engine", "-tp", "2"], "unknown option -tp: a model runs on one device here"),
+        (["engine", "-tp", "2"], "unknown option -tp: use --tensor-parallel  (see"),
+        (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
     ],
@@ -153,6 +154,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
             wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
         if config is WorkerConfig:
             wiring |= {"token_budget", "max_drafts"}
+            wiring |= {"rank", "world_size", "local_rank", "local_size", "rendezvous"}
         if config is GatewayConfig:
             wiring |= {"prefill", "decode", "engines", "engines_file", "kv_on_failure"}
             wiring |= {"models", "control"}

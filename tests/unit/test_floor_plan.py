@@ -100,7 +100,7 @@ ENVIRONMENT = {
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     # The environment of a child process.
-    "engine_core/worker_link.py": "the worker's",
+    "engine_core/worker_process.py": "a worker's",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",
     "tools/processes/children.py": "a server's processes'",

@@ -279,7 +279,7 @@ def test_the_chosen_gpu_becomes_the_current_one_before_anything_is_loaded(
         assert current == [chosen]
         raise UnusableModel("the load began")
 
-    monkeypatch.setattr(device, "choose_device", lambda wanted: chosen)
+    monkeypatch.setattr(device, "choose_device", lambda *_: chosen)
     monkeypatch.setattr(device, "set_threads", lambda threads: None)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(assembly, "load_model", load)

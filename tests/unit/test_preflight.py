@@ -193,11 +193,13 @@ NO_GPU = CudaDriver(problem="NVIDIA's driver finds no GPU", remedy="check nvidia
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def choose(wanted: str, build: TorchBuild, driver: CudaDriver) -> ChosenDevice:
+    def choose(
+        wanted: str, build: TorchBuild, driver: CudaDriver, local_rank: int = 0
+    ) -> ChosenDevice:
         monkeypatch.setattr(machine, "torch_build", lambda: build)
         monkeypatch.setattr(machine, "free_host_bytes", lambda: 5)
         monkeypatch.setattr(cuda_driver, "read_driver", lambda visible: driver)
-        return choose_device(wanted)
+        return choose_device(wanted, local_rank=local_rank)
 
     return choose
 
@@ -242,6 +244,17 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(
     assert message in refused.value.message
     assert remedy in refused.value.remedy
     assert refused.value.remedy.startswith("serve with --device cpu, or ")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_each_rank_of_a_group_has_a_gpu_of_its_own(choose: Any, wanted: str) -> None:
+    assert choose(wanted, CUDA, a_driver(7, 8), 1) == ChosenDevice("cuda:1", 8, 80)
+    with pytest.raises(UnusableModel, match="the visible GPUs are cuda:0, cuda:1"):
+        choose(wanted, CUDA, a_driver(7, 8), 2)
+
+
+def test_without_a_gpu_all_ranks_use_the_cpu(choose: Any) -> None:
+    assert choose("auto", CUDA, NO_GPU, 1) == choose("auto", CPU_BUILD, a_driver(7), 1)
 
 
 def test_a_setting_that_shortens_requests_is_reported(tiny: Path) -> None:

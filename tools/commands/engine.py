@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None
         engine = with_model(engine, path, draft_path)
-        log_limits(check_models([engine.worker]).plans, terminal)
+        log_limits(check_models(engine.checked_workers).plans, terminal)
         return _serve(solo, engine, lock, started, terminal)
 
 
@@ -174,6 +174,8 @@ def _banner(engine: EngineConfig, model: str | None, seconds: float) -> str:
         "decode": "continues from prompts that other engines computed",
         "both": "computes prompts for other engines, and answers",
     }[engine.role]
+    if engine.is_group:
+        meaning = f"computes answers with {engine.tensor_parallel} workers"
     export = f"\n  other engines fetch K/V from {engine.worker.kv_address}"
     return f"""
 This engine serves {model} at {engine.address}  (ready in {seconds:.1f} s)

@@ -403,7 +403,9 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
             gateway = msgspec.structs.replace(gateway, card=str(file))
             card = read_card(file).card
         else:
-            found = check_models([each.worker for each in plan.engines.values()])
+            found = check_models(
+                [worker for each in plan.engines.values() for worker in each.checked_workers]
+            )
             assert found.card is not None
             plans, card = found.plans, found.card
             gateway = expecting(gateway, card, file)

@@ -62,6 +62,8 @@ def engines_of(
         return _replicas(serve, engine, directory, num_gpus)
     if not serve.split:
         if not serve.cluster_key:
+            if engine.workers_elsewhere:
+                raise Failure("--workers-elsewhere needs --cluster-key", exit_code=2)
             return {"engine": engine}
         kv_address = serve.kv_address or f"ipc://{directory / 'kv.sock'}"
         return {"engine": in_cluster(engine, serve.cluster_key, kv_address)}
@@ -86,6 +88,12 @@ def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpu
     """Return the engines of --replicas. The first one has the default address of a server's engine,
     to which programs connect that use the ZeroMQ client library. Without a GPU for each, they share
     one."""
+    if engine.is_group:
+        raise Failure(
+            "--replicas and --tensor-parallel cannot be combined: start each replica with "
+            "`tidegate engine`, and serve them with --engines",
+            exit_code=2,
+        )
     found: dict[str, EngineConfig] = {}
     if num_gpus < serve.replicas:  # no effect on a CPU
         share = engine.worker.gpu_memory / serve.replicas
@@ -158,6 +166,14 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
     kv_address   address where other engines fetch K/V from this one; unused with the role decode
     """
     key = os.path.abspath(key)
+    if engine.is_group:  # the key is for its clients and its workers
+        if kv_address.startswith("tcp://"):
+            raise Failure(
+                "--kv-address and --tensor-parallel cannot be combined: a group of workers "
+                "exchanges no K/V with other engines",
+                exit_code=2,
+            )
+        return _with(engine, cluster_key=key)
     exports = engine.role != "decode"
     engine = _with(engine, cluster_key=key)
     return _with_worker(

@@ -35,6 +35,7 @@ from worker.loading.header import ModelHeader, TransformersHeader
 from worker.loading.text import check_draft
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
+from worker.parallel.group import Group
 from worker.sampling.select import select_sampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
@@ -66,16 +67,20 @@ def assemble(
     `on_tokenizer` is called with the model's tokenizer before the weights are loaded.
     """
     devices.set_threads(_threads(config))
-    device = devices.choose_device(config.device)
+    device = devices.choose_device(config.device, devices.gpu_of_rank(config))
     devices.make_current(device)
     if config.device == "auto" and device.type == "cpu" and (why := unused_gpu(visible_devices())):
         log.warning("the CPU computes, although there is a GPU: %s", why)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     limits = step_limits(config, is_gpu=device.type != "cpu")
-    choose = _chooser(config, dtype)
+    choose = _chooser(config, dtype) if config.world_size == 1 else None  # equal on all ranks
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags, choose=choose)
-    loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer)
+    group = None
+    if config.world_size > 1:
+        with timing("meet the other ranks"):
+            group = _group(config, dtype, device, kernels)
+    loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
         window, groups = _windows(config, loaded.spec)
@@ -91,7 +96,7 @@ def assemble(
             groups=groups,
         )
         if device.type == "cpu":
-            budget = kv_budget(config, demand, free_bytes=free_bytes(device))
+            budget = kv_budget(config, demand, free_bytes=free_bytes(device) // config.local_size)
         else:
             memory = measured_memory(config, parts, make_caches, limits, device)
             budget = gpu_kv_budget(config, demand, memory)
@@ -104,7 +109,7 @@ def assemble(
     with timing("warm up"):
         warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
     decode = None
-    if device.type == "cuda" and config.decode_graphs == "auto":
+    if device.type == "cuda" and config.decode_graphs == "auto" and group is None:
         with timing("capture graphs"):
             decode = _captured_decode(parts, slots, caches, device)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
@@ -128,6 +133,7 @@ def assemble(
         token_budget=limits.token_budget,
         block_tokens=config.block_tokens,
         num_blocks=budget.num_blocks,
+        rank=config.rank,
         phases=timing.phases,
         draft_cost=None if draft is None else _cost(draft.card, loaded.card),
         step_costs=loaded.step_costs,
@@ -266,8 +272,10 @@ def _load(
     device: torch.device,
     kernels: Kernels,
     on_tokenizer: Callable[[TokenizerRead], object],
+    group: Group | None,
 ) -> tuple[LoadedModel, LoadedModel | None]:
-    """Return the model and its draft model, if one is configured."""
+    """Return the model and its draft model, if one is configured. Every rank of a group has a share
+    of the model, and all of the draft model."""
     load = partial(
         load_model,
         dtype=dtype,
@@ -279,13 +287,46 @@ def _load(
         measurements=Path(config.measurements) if config.measurements else None,
     )
     with timing("load weights"):
-        loaded = load(config.model, on_header=lambda header: on_tokenizer(_tokenizer(header)))
+        loaded = load(
+            config.model,
+            on_header=lambda header: on_tokenizer(_tokenizer(header)),
+            group=group,
+        )
     if not config.draft_model:
         return loaded, None
     with timing("load the draft model"):
         draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
     return loaded, draft
+
+
+def _group(
+    config: WorkerConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> Group:
+    """Return the group of this rank, once all ranks are there. Raises PeerLost if they cannot be
+    reached, and UnusableModel if this rank computes with other hardware or libraries than rank
+    0."""
+    from worker.parallel.process_group import join_group  # imports torch.distributed
+
+    facts = {"torch": torch.__version__, "dtype": dtype, "kernels": kernels.name}
+    if device.type == "cpu":
+        facts |= {"processor": machine.cpu_model(), "threads": torch.get_num_threads()}
+    else:
+        facts |= {"GPU": torch.cuda.get_device_name(device)}
+    group = join_group(
+        config.rendezvous,
+        config.rank,
+        config.world_size,
+        facts=", ".join(f"{name} {value}" for name, value in facts.items()),
+        device=device,
+    )
+    log.info("rank %d of %d computes on %s", group.rank, group.size, device)
+    if group.rank == 0:
+        log.info(
+            "the weights of a group are dense, and each operation of a step is a call of its own; "
+            "with one worker, weights can stay packed and steps can be one compiled call or graph"
+        )
+    return group
 
 
 def _tokenizer(header: ModelHeader | TransformersHeader) -> TokenizerRead:
@@ -391,7 +432,10 @@ def _runner_class(config: WorkerConfig) -> type[Runner]:
 
 def _threads(config: WorkerConfig) -> int:
     return machine.choose_threads(
-        config.threads, cores=machine.allowed_cores(), quota=machine.cpu_quota()
+        config.threads,
+        cores=machine.allowed_cores(),
+        quota=machine.cpu_quota(),
+        local_size=config.local_size,
     )
 
 

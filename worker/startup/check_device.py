@@ -34,11 +34,12 @@ class ChosenDevice:
     total_bytes: int = 0
 
 
-def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
+def choose_device(wanted: str, visible: str | None = None, local_rank: int = 0) -> ChosenDevice:
     """Return the device for "auto", "cpu", "cuda" or "cuda:N". With torch,
     `worker.startup.device.choose_device` chooses the same one.
 
-    visible   value of VISIBLE_DEVICES, for error messages
+    visible      value of VISIBLE_DEVICES, for error messages
+    local_rank   number of the GPU of a rank of a group, unless one is named
 
     Raises UnusableModel, with the reason and a remedy, if the device cannot be used.
     """
@@ -46,12 +47,12 @@ def choose_device(wanted: str, visible: str | None = None) -> ChosenDevice:
     if wanted == CPU or (wanted == "auto" and not build.gpu):
         return ChosenDevice(CPU, machine.free_host_bytes())
     if build.gpu == "hip":  # only torch can list these devices, and the worker loads it later
-        name = "cuda:0" if wanted in ("auto", "cuda") else wanted
+        name = f"cuda:{local_rank}" if wanted in ("auto", "cuda") else wanted
         return ChosenDevice(name, sys.maxsize, sys.maxsize)
     driver = cuda_driver.read_driver(visible)
-    index = 0 if wanted in ("auto", "cuda") else int(wanted.partition(":")[2])
+    index = local_rank if wanted in ("auto", "cuda") else int(wanted.partition(":")[2])
     if problem := gpu_problem(build, driver, index):
-        if wanted == "auto":
+        if wanted == "auto" and (not index or gpu_problem(build, driver)):
             return ChosenDevice(CPU, machine.free_host_bytes())
         reason, remedy = problem
         raise UnusableModel(

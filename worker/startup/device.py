@@ -18,18 +18,23 @@ from worker.loading.errors import UnusableModel
 from worker.startup.machine import dtype_name, free_host_bytes
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, local_rank: int | None = None) -> torch.device:
     """Return the device for "auto", "cpu", "cuda" or "cuda:N". Raises UnusableModel if it does not
-    exist."""
+    exist.
+
+    local_rank   number of the GPU of this rank of a group, unless one is named; None: no group
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UnusableModel(f"device {wanted} was requested, but torch finds no CUDA device")
     device = torch.device("cuda" if wanted == "auto" else wanted)
+    if device.index is None and local_rank is not None:
+        device = torch.device("cuda", local_rank)
     if device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= (count := torch.cuda.device_count()):
-        raise UnusableModel(f"device {wanted} was requested, but torch finds {count} CUDA devices")
+        raise UnusableModel(f"device {device} is needed, but torch finds {count} CUDA devices")
     return device
 
 
@@ -80,6 +85,11 @@ def free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
+def gpu_of_rank(config: WorkerConfig) -> int | None:
+    """Return the number of the GPU for this rank of a group; None if there is no group."""
+    return config.local_rank if config.world_size > 1 else None
+
+
 def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
     """Lock the configured device until the context exits. Call this before anything is loaded onto
     it.
@@ -87,7 +97,7 @@ def lock_device(config: WorkerConfig) -> AbstractContextManager[object]:
     The CPU is not locked. Raises UnusableModel if the device does not exist, and DeviceInUse, with
     the name of the holder, if another worker uses it. Workers with `share_device` can share it.
     """
-    name = identity_of(choose_device(config.device))
+    name = identity_of(choose_device(config.device, gpu_of_rank(config)))
     if name is None:
         return nullcontext()
     return devices.claim_device(devices.directory(), name, _holder(config))

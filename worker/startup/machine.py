@@ -29,16 +29,18 @@ def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str
     return wanted
 
 
-def choose_threads(wanted: int, *, cores: int, quota: float | None) -> int:
+def choose_threads(wanted: int, *, cores: int, quota: float | None, local_size: int = 1) -> int:
     """Return the number of torch threads, at least 1.
 
-    cores   CPUs that this process may run on
-    wanted  the option; 0: use all cores that this process may use
-    quota   the container's CPU limit in cores; None: no limit
+    cores        CPUs that this process may run on
+    wanted       the option; 0: use all cores that this process may use
+    quota        the container's CPU limit in cores; None: no limit
+    local_size   number of workers that share the cores
     """
     if wanted:
         return wanted
-    return max(1, cores if quota is None else min(cores, int(quota)))
+    available = cores if quota is None else min(cores, int(quota))
+    return max(1, available // local_size)
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:

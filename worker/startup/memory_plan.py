@@ -9,6 +9,7 @@ length, it must fit; otherwise it is reduced to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ PROCESS_BYTES = 256 << 20
 and excludes file pages."""
 LOGITS_COPIES = 3
 """Float32 copies of a step's logits: raw, processed, and as probabilities."""
+GATHERED_COPIES = 2
+"""Further copies in a tensor parallel group, whose ranks gather their parts of the logits."""
 SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
 SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
 """Four-byte numbers per slot, besides its tokens and block table."""
@@ -334,7 +337,9 @@ def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
     num_tokens, max_slots = limits.planned_tokens, limits.max_slots
     slots = 4 * max_slots * SLOT_NUMBERS
     widths = 4 * spec.hidden + _inner_widths(spec)
-    logits = LOGITS_COPIES * max_slots * spec.vocab_size
+    is_shared = isinstance(model, PlannedModel) and model.tensors.share is not None
+    copies = LOGITS_COPIES + GATHERED_COPIES * is_shared
+    logits = copies * max_slots * spec.vocab_size
     step = 4 * (num_tokens * widths + logits)
     step += num_tokens * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
@@ -377,10 +382,21 @@ def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
         # A tensor may be read in another dtype, or in parts that are then fused.
         return model.spec.largest_tensor * max(item, DTYPE_BYTES["float32"])
     if not model.is_packed:
-        return 0
+        return _whole_bytes(model, item)
     # A matrix that is packed from plain numbers exists twice while it is packed.
     largest = max(m.rows * m.columns for layer in model.layers for m in layer.matrices)
     return max(largest, spec.vocab_size * spec.hidden * (not model.spec.tied_embeddings)) * item
+
+
+def _whole_bytes(model: PlannedModel, item: int) -> int:
+    """Return the bytes of the largest tensor that a rank of a group reads whole, to keep a part of
+    it: one that is quantised."""
+    if model.tensors.share is None:
+        return 0
+    matrices = (matrix for layer in model.layers for matrix in layer.matrices)
+    parts = (part for each in (*matrices, model.tensors.head) for part in each.parts)
+    quantized = (part for part in parts if model.kinds[part.weight] not in PLAIN_KINDS)
+    return item * max((math.prod(part.cut.whole) for part in quantized if part.cut), default=0)
 
 
 def _form(dtype: str, expanded: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader, TransformersHeader, read_header
 from worker.loading.text import check_draft
+from worker.parallel.share import NOT_DIVIDED, check_dense
 from worker.startup import machine
 from worker.startup.card import card_of_text
 from worker.startup.check_device import CPU, choose_device
@@ -57,6 +58,8 @@ def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Pr
         for config in configs:
             header = read_header(Path(config.model))
             cards.append(_card(header))
+            if not config.local_size:  # all workers are on other machines
+                continue
             plan = _plan(config, header, taken, visible)
             taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
             taken[CPU] += plan.tier_bytes
@@ -90,24 +93,39 @@ def _plan(
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])
-    device = choose_device(config.device, visible)
+    device = choose_device(config.device, visible, config.local_rank)
     check_attention_option(config.attention, is_cpu=device.name == CPU)
     flags = cpu_flags()
     has_kernels = has_compiled_kernels(config, device.name, flags)
+    free_bytes = device.free_bytes - taken[device.name]
+    if device.name == CPU:  # shared with the ranks that follow
+        free_bytes //= config.local_size - config.local_rank
+    shares = [(config.rank, config.world_size), (0, 1)]  # every rank has the whole draft model
     return plan_memory(
         config,
-        [_planned(header, config, has_kernels=has_kernels) for header in headers],
+        [
+            _planned(header, config, *share, has_kernels=has_kernels)
+            for header, share in zip(headers, shares, strict=False)
+        ],
         device=device.name,
         dtype=machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags),
-        free_bytes=device.free_bytes - taken[device.name],
+        free_bytes=free_bytes,
         host_bytes=machine.free_host_bytes() - taken[CPU],
         total_bytes=device.total_bytes,
     )
 
 
 def _planned(
-    header: ModelHeader | TransformersHeader, config: WorkerConfig, *, has_kernels: bool
+    header: ModelHeader | TransformersHeader,
+    config: WorkerConfig,
+    rank: int,
+    size: int,
+    *,
+    has_kernels: bool,
 ) -> PlannedModel | PlannedTransformersModel:
+    """Return what the memory plan needs of a model, of which a rank of `size` holds its share."""
+    if isinstance(header, TransformersHeader) and size > 1:
+        raise UnusableModel(NOT_DIVIDED)
     if isinstance(header, TransformersHeader):
         if config.weights == "packed":
             raise UnusableModel(
@@ -120,6 +138,10 @@ def _planned(
                 remedy="serve without --activations int8",
             )
         return PlannedTransformersModel(header.name, header.spec)
+    if size > 1:
+        check_dense(config.weights, config.activations)
+        tensors = header.tensors.for_rank(rank, size)
+        return PlannedModel(header.name, tensors, header.kinds, is_packed=False)
     packs = is_packed(header.spec, config.weights, config.activations, has_kernels=has_kernels)
     return PlannedModel(header.name, header.tensors, header.kinds, packs)
 
