@@ -65,6 +65,7 @@ COMMANDS = {
     "restart": "restart the engines of a server one after the other, while it serves",
     "drain": "stop an engine after its open requests finish",
     "engine": "start one engine of a cluster, without a gateway",
+    "worker": "start a worker for an engine on another machine",
     "doctor": "check whether this machine can run a server",
     "bench": "measure the latency and throughput of a server",
     BENCH_STEP: "measure one step of the worker",

@@ -22,9 +22,10 @@ from protocol.cluster_key import write_cluster_key
 from protocol.errors import EngineLost
 from protocol.exit_codes import ExitCode
 from protocol.sampling import SamplingParams
-from tests.support.processes import Program, descendants_of, free_port_pair, is_alive
+from tests.support.processes import Program, descendants_of, free_port, free_port_pair, is_alive
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_roomy_llama
+from tests.support.waiting import eventually
 
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 30
@@ -132,3 +133,44 @@ def test_a_killed_rank_is_named_and_no_rank_survives_it(
         print(f"the error took {time.monotonic() - killed_at:.3f} s")
         assert group.engine.end() == ExitCode.WORKER_LOST
         assert not any(map(is_alive, workers.values()))
+
+
+def test_a_worker_of_another_machine_joins_and_its_death_ends_the_engine(
+    checkpoint: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """Another worker is refused, because rank 0 is on the engine's machine."""
+    threads, taken = ["--threads", "1"], ["--rank", "0"]
+    with started(checkpoint, tmp_path, elsewhere=1, join=[([], threads), ([], taken)]) as group:
+        assert group.answers == expected
+        member, refused = group.joined
+        assert refused.end() == ExitCode.USAGE
+        assert "rank 0 is taken, or not among its ranks for other machines: 1" in refused.err[-1]
+        (own,) = group.workers.values()
+        answer = group.client.generate(PROMPT, max_tokens=ENDLESS, ignore_eos=True)
+        next(answer)
+        member.process.kill()
+        with pytest.raises(EngineLost, match="worker rank 1"):
+            answer.tokens()
+        assert group.engine.end() == ExitCode.WORKER_LOST
+        assert not is_alive(own)
+
+
+def test_torchrun_starts_the_group_and_its_workers_end_with_the_engine(
+    checkpoint: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """torchrun gives the ranks and the place where they meet. The engine is killed while the
+    workers compute, so both notice it without a message."""
+    port = free_port()
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={port}"]
+    with started(checkpoint, tmp_path, elsewhere=2, join=[(torchrun, [])]) as group:
+        assert group.answers == expected
+        assert not group.workers
+        workers = [pid for pid, words in descendants_of(group.joined[0].process.pid)]
+        assert len(workers) == 2
+        answer = group.client.generate(PROMPT, max_tokens=ENDLESS, ignore_eos=True)
+        next(answer)
+        group.engine.process.kill()
+        with pytest.raises(EngineLost):
+            answer.tokens()
+        assert group.joined[0].end() != 0
+        assert eventually(lambda: not any(map(is_alive, workers)))

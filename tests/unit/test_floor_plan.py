@@ -99,6 +99,7 @@ ENVIRONMENT = {
     "tools/commands/chat.py": "the API key",
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
+    "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
     "engine_core/worker_process.py": "a worker's",
     "gateway/sandbox/process.py": "the sandbox process's",

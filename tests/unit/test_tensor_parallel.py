@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.startup import build_engine
-from protocol.cluster_key import ClusterKey
+from protocol.cluster_key import ClusterKey, write_cluster_key
 from protocol.config.engine import EngineConfig
-from protocol.config.worker import WorkerConfig
+from protocol.config.worker import JoinConfig, WorkerConfig
 from protocol.facts import ModelPlan
 from protocol.sockets import next_port, with_host_of
 from tests.support.family_models import MODEL_TYPES, OWN_SIZES, SIZES
@@ -19,6 +19,7 @@ from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.unit.test_starting import READY
 from tools.__main__ import build_parser
 from tools.commands import engine as engine_command
+from tools.commands import worker as worker_command
 from tools.commands.serve import plan as serve_plan
 from tools.failure import Failure
 from worker.loading.errors import UnusableModel
@@ -245,6 +246,68 @@ def test_serve_and_engine_start_a_group() -> None:
 def test_serve_refuses_what_a_group_cannot_do(words: tuple[str, ...], reason: str) -> None:
     with pytest.raises(Failure, match=reason) as refused:
         serve_plan(parsed("serve", *words))
+    assert refused.value.exit_code == 2
+
+
+# ---- workers of other machines
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = str(tmp_path / "cluster.key")
+    write_cluster_key(path)
+    return path
+
+
+def joining(key: str, *words: str, **environment: str) -> JoinConfig:
+    given = parsed("worker", "m", "--join", "tcp://a:5610", "--cluster-key", key, *words)
+    return worker_command.plan(given, environment)
+
+
+def test_a_worker_takes_any_rank_and_the_first_gpu_by_default(key: str) -> None:
+    config = joining(key)
+    assert (config.rank, config.local_rank, config.local_size) == (-1, 0, 1)
+    assert (config.rendezvous, config.torchrun_size) == ("", 0)
+
+
+def test_torchrun_gives_a_worker_its_place(key: str) -> None:
+    config = joining(key, **TORCHRUN)
+    assert (config.rank, config.local_rank, config.local_size) == (3, 1, 2)
+    assert (config.rendezvous, config.torchrun_size) == ("env://", 4)
+
+
+def test_options_prevail_over_torchrun(key: str) -> None:
+    config = joining(key, "--rank", "0", "--rendezvous", "tcp://b:1", **TORCHRUN)
+    assert (config.rank, config.local_rank, config.rendezvous) == (0, 1, "tcp://b:1")
+
+
+def test_variables_of_another_program_are_ignored(key: str) -> None:
+    assert joining(key, RANK="3").rank == -1
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "reason"),
+    [
+        (("--join", "ipc:///a"), {}, "--join ipc:///a: the engine's address is tcp://HOST:PORT"),
+        (("--join", "tcp://0.0.0.0:1"), {}, "--join tcp://0.0.0.0:1: the host must be one"),
+        (("--cluster-key", ""), {}, "TCP needs a cluster key"),
+        ((), TORCHRUN | {"RANK": "x"}, "\\$RANK is 'x'"),
+    ],
+)
+def test_a_wrong_place_is_refused(
+    key: str, words: tuple[str, ...], environment: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(Failure, match=reason) as refused:
+        joining(key, *words, **environment)
     assert refused.value.exit_code == 2
 
 
