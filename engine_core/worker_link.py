@@ -344,6 +344,6 @@ def _meeting_place(config: EngineConfig, address: str) -> tuple[Path | None, str
     if config.tensor_parallel == 1:
         return None, ""
     # A new name for each group: an old file would contain the addresses of its ranks.
-    name = f"group-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"{sockets.MEETING_FILE}{os.getpid()}-{secrets.token_hex(4)}"
     file = Path(address.removeprefix("ipc://")).absolute().with_name(name)
     return file, f"file://{file}"

@@ -39,6 +39,8 @@ from protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IPC_PATH = 107
 """Most bytes in the path of a Unix socket, without the terminating zero (man 7 unix)."""
+MEETING_FILE = "group-"
+"""Start of the name of a file in which the workers of an engine meet, beside their socket."""
 SEND_QUEUE = 10_000
 """Most messages queued for a peer that does not read. If the queue is full, sends fail at once,
 and the peer is treated as gone.

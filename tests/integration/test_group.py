@@ -22,6 +22,7 @@ from protocol.cluster_key import write_cluster_key
 from protocol.errors import EngineLost
 from protocol.exit_codes import ExitCode
 from protocol.sampling import SamplingParams
+from protocol.sockets import MEETING_FILE
 from tests.support.processes import Program, descendants_of, free_port, free_port_pair, is_alive
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_roomy_llama
@@ -115,7 +116,7 @@ def test_two_workers_answer_like_one_and_stop_when_the_engine_drains(
         group.engine.signal(signal.SIGTERM)
         assert group.engine.end() == ExitCode.OK
         assert not any(map(is_alive, workers.values()))
-        assert not list((tmp_path / "run").glob("group-*"))
+        assert not list((tmp_path / "run").glob(f"{MEETING_FILE}*"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.exit_codes import ExitCode
+from protocol.sockets import MEETING_FILE
 from tools.failure import Failure
 from tools.processes.run_lock import (
     LOCK,
@@ -62,6 +63,7 @@ def leave(directory: Path) -> None:
     (directory / METRICS).mkdir()
     (directory / METRICS / "counter_1.db").touch()
     (directory / RUN_KEY).touch()
+    (directory / f"{MEETING_FILE}7-0a1b").touch()
 
 
 def test_a_run_that_ends_leaves_nothing_behind(directory: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.exit_codes import ExitCode
-from protocol.sockets import make_private
+from protocol.sockets import MEETING_FILE, make_private
 from tools.failure import Failure
 
 LOCK = "pid"
@@ -118,7 +118,12 @@ def clear(directory: Path) -> list[str]:
     for path in sorted(directory.iterdir()):
         if path.name == METRICS and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.is_socket() or path.name == RUN_KEY or path.suffix == CARD_SUFFIX:
+        elif (
+            path.is_socket()
+            or path.name == RUN_KEY
+            or path.suffix == CARD_SUFFIX
+            or path.name.startswith(MEETING_FILE)
+        ):
             path.unlink(missing_ok=True)
         else:
             continue
