@@ -241,6 +241,7 @@ def test_serve_and_engine_start_a_group() -> None:
         (("--tp", "2", "--cluster-key", "k", "--kv-address", "tcp://a:1"), "--kv-address and"),
         (("--workers-elsewhere", "1", "--worker-address", "tcp://a:1"), "needs --cluster-key"),
         (("--tp", "2", "--kv-host-gib", "1"), "--tensor-parallel cannot be combined"),
+        (("a=m", "b=n", "--tp", "2"), "cannot be combined with several models"),
     ],
 )
 def test_serve_refuses_what_a_group_cannot_do(words: tuple[str, ...], reason: str) -> None:

@@ -104,6 +104,12 @@ def engines_of_models(
     found = {}
     for number, (name, model, _, _, options) in enumerate(models, start=1):
         engine = build_engine(options)
+        if engine.is_group:  # the plan of several models counts one worker for each
+            raise Failure(
+                f"model {name}: --tensor-parallel cannot be combined with several models, or with "
+                "models that are loaded on demand; serve it alone",
+                exit_code=ExitCode.USAGE,
+            )
         address = engine.address if number == 1 else f"ipc://{directory / f'engine-{number}.sock'}"
         worker = _with(
             engine.worker,
