@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
+    FORMAT,
     AnyRecord,
     CommitRecord,
     PlanRecord,
@@ -309,7 +310,7 @@ def test_an_inconsistent_snapshot_is_refused(
 def test_a_journal_of_another_format_is_refused(journals: Journals) -> None:
     _, (start, *rest) = small(journals)
     assert isinstance(start, StartRecord)
-    with pytest.raises(NoJournal, match="has format 2; this release reads 4"):
+    with pytest.raises(NoJournal, match=f"has format 2; this release reads {FORMAT}"):
         replay([replace(start, format=2), *rest])
 
 
