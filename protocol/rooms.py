@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools")
+ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools", "simulator")
 """The names of Tidegate's packages."""
 HOME = Path(__file__).parents[1]
 """The directory with all packages of this installation."""

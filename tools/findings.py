@@ -54,7 +54,8 @@ def packages(problems: Sequence[PackageProblem]) -> Finding:
     overwrite."""
     if not problems:
         return Finding(
-            "packages", "protocol, gateway, engine_core, worker and tools are Tidegate's own"
+            "packages",
+            "protocol, gateway, engine_core, worker, tools and simulator are Tidegate's own",
         )
     is_bad = any(problem.is_fatal for problem in problems)
     text = "; ".join(problem.message for problem in problems)

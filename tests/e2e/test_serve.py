@@ -191,7 +191,7 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_nothing_to_the_n
 def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(
     babbling_model: str, tmp_path: Path
 ) -> None:
-    for room in ("protocol", "gateway", "engine_core", "worker", "tools"):
+    for room in ("protocol", "gateway", "engine_core", "worker", "tools", "simulator"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
     with Server(model=babbling_model, cwd=tmp_path) as server:

@@ -24,7 +24,7 @@ import msgspec
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, NotPossible, failed, not_run
 
-OUR_PACKAGES = ("protocol", "gateway", "engine_core", "worker", "tools", "tests")
+OUR_PACKAGES = ("protocol", "gateway", "engine_core", "worker", "tools", "simulator", "tests")
 CLOSE_S = 5.0
 """Longest wait for the end of a process that has sent its rows."""
 

@@ -28,8 +28,13 @@ LIBRARIES = {
         "triton",
     },
     "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2"},
+    "simulator": {"msgspec"},
 }
 ROOMS = list(LIBRARIES)
+ROOMS_OF_OTHERS = {"simulator": {"engine_core", "gateway"}}
+"""Rooms that a room imports besides itself and `protocol`. No room imports the simulator."""
+SIMULATED = {"gateway.engine.routing", "gateway.engine.refusal_cache"}
+"""The only modules of the gateway that the simulator imports. They are pure."""
 UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 """Formats that run code while they are read."""
 
@@ -120,6 +125,7 @@ LIGHT_ENTRANCES = {
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "tools.__main__": HEAVY
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
+    "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
 }
 """Module -> libraries that importing the module must not load, not even indirectly."""
@@ -153,9 +159,23 @@ def imported_by(path: Path) -> set[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_itself_protocol_and_its_own_libraries(room: str) -> None:
     allowed = {room, "protocol", "__future__"} | LIBRARIES[room] | sys.stdlib_module_names
+    allowed |= ROOMS_OF_OTHERS.get(room, set())
     for path in files(room):
         strangers = imported_by(path) - allowed
         assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+
+
+def test_the_simulator_imports_only_pure_modules_of_the_gateway() -> None:
+    found = {
+        node.module
+        for path in files("simulator")
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gateway")
+    }
+    assert found == SIMULATED
+    for module in SIMULATED:
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        assert imported_by(path) <= {"protocol", "__future__"} | sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("room", ROOMS)

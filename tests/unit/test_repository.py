@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOP = {
-    *("protocol", "gateway", "engine_core", "worker", "tools", "tests", "docs", "deploy", ".ci"),
+    *("protocol", "gateway", "engine_core", "worker", "tools", "simulator", "tests"),
+    *("docs", "deploy", ".ci"),
     *("README.md", "SECURITY.md", "LICENSE", "Makefile", "setup.py", "setup.cfg", "tidegate.py"),
     *("pyproject.toml", "MANIFEST.in", ".gitignore"),
 }
@@ -98,7 +99,7 @@ WAITING = Path("tests/support/waiting.py")
 PROGRAMS = ("tests/benchmarks/", "tests/torture/")
 """Folders of programs that measure a server over time, and may sleep."""
 OWN_NAMES = ("self", "cls", "super", "os", "sys")
-PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools)[\w.]*\._[a-z]\w*")
+PRIVATE_PATH = re.compile(r"(protocol|gateway|engine_core|worker|tools|simulator)[\w.]*\._[a-z]\w*")
 
 
 @pytest.fixture(scope="module")
