@@ -69,6 +69,7 @@ COMMANDS = {
     "doctor": "check whether this machine can run a server",
     "bench": "measure the latency and throughput of a server",
     BENCH_STEP: "measure one step of the worker",
+    "simulate": "predict how a cluster serves a workload",
     "keys": "add, list and revoke API keys",
     "profile": "trace the worker of a running server",
     "key": "create a cluster key",

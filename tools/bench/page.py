@@ -43,10 +43,15 @@ def page(title: str, facts: str, servers: Sequence[Sequence[Summary]]) -> str:
     texts = [text for summaries in servers for summary in summaries for text in warnings(summary)]
     parts += [f'<p class="warning">{escape(text)}</p>' for text in texts]
     for summaries in servers:
-        parts += [f"<h2>{escape(summaries[0].server)}</h2>", _html_table(table(summaries))]
+        parts += [f"<h2>{escape(summaries[0].server)}</h2>", html_table(table(summaries))]
     for other in servers[1:]:
         heading = f"{servers[0][0].server} : {other[0].server}"
-        parts += [f"<h2>{escape(heading)}</h2>", _html_table(ratios(servers[0], other))]
+        parts += [f"<h2>{escape(heading)}</h2>", html_table(ratios(servers[0], other))]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """Return an HTML page with these parts."""
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>'
         f"\n<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
@@ -81,7 +86,9 @@ def _lines(
     return lines
 
 
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, whose first row is its head."""
+
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
