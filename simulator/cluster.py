@@ -138,6 +138,7 @@ class ClusterPart:
                 streams.arrivals(number),
                 self._reported,
                 block_tokens=kind.limits.block_tokens,
+                cache_tokens=kind.limits.num_blocks * kind.limits.block_tokens,
             )
             for number in range(part, config.gateways, self._num_parts)
         }

@@ -59,7 +59,7 @@ class LateLoad(ReplicaLoad):
 
 
 @dataclass(slots=True)
-class RoutedRequest:
+class RoutedArrival:
     """A request, and the replica that a gateway sends it to; None: the gateway refuses it."""
 
     request: SimulatedRequest
@@ -72,6 +72,8 @@ class RoutingGateway:
     number      of this gateway
     arrivals    the requests that it gets, by time
     reported    the loads of all replicas
+
+    block_tokens, cache_tokens   tokens of a block, and of a replica's whole cache
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class RoutingGateway:
         reported: ReportedLoads,
         *,
         block_tokens: int,
+        cache_tokens: int,
     ) -> None:
         self.router = PrefixRouter(
             max_entries=config.routing_entries, seed=config.seed * 4096 + number
         )
         for replica in range(config.replicas):
-            self.router.add(f"replica {replica}")
+            self.router.add(f"replica {replica}", cache_tokens)
             self.router.loads[replica] = LateLoad(
                 f"replica {replica}", replica=replica, reported=reported
             )
@@ -125,7 +128,7 @@ class RoutingGateway:
         request.retried_at = now
         heappush(self._turns, (now, request.number, request))
 
-    def route(self, until: float) -> list[RoutedRequest]:
+    def route(self, until: float) -> list[RoutedArrival]:
         """Choose a replica for each request that arrives before `until`."""
         arrived = self._arrived(until)
         if not arrived:
@@ -134,7 +137,7 @@ class RoutingGateway:
         refusing = self._refusing(arrived[0].at)
         started = time.process_time()
         routed = [
-            RoutedRequest(request, self._choose(request, prompt, refusing))
+            RoutedArrival(request, self._choose(request, prompt, refusing))
             for request, prompt in prompts
         ]
         self.cpu_s += time.process_time() - started
@@ -179,8 +182,13 @@ class RoutingGateway:
         decision = router.choose(hashes, session=request.session, exclude=refusing)
         if decision is None:
             return None
-        num_new = request.input_tokens - decision.num_cached
-        router.on_sent(hashes, decision.replica, num_new, session=request.session)
+        router.on_sent(
+            hashes,
+            decision.replica,
+            request.input_tokens - decision.num_cached,
+            prompt_tokens=request.input_tokens,
+            session=request.session,
+        )
         self.num_by_reason[decision.reason] += 1
         self.expected_tokens += decision.num_cached
         return decision.replica

@@ -14,6 +14,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from engine_core.journal.file import Writer
@@ -23,7 +24,16 @@ from protocol import wire
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.messages import Generate, Limits, Output, Outputs, Ping, Pong
+from protocol.messages import (
+    Generate,
+    Limits,
+    Output,
+    Outputs,
+    Ping,
+    Pong,
+    ToClient,
+    ToEngine,
+)
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineLoad
 from protocol.steps import StepResult
@@ -32,6 +42,7 @@ from tests.support.engines import Bench, a_card
 BLOCK_TOKENS = 16
 TRIES = 5
 PROMPTS = 500
+CACHE_TOKENS = 450_000
 
 
 def least_us(run: Callable[[], object], num: int) -> float:
@@ -49,20 +60,23 @@ def prompts(num_tokens: int, num: int = PROMPTS) -> list[Int32]:
     return [Int32(source.randbytes(4 * num_tokens)) for _ in range(num)]
 
 
+def hash_all(made: list[Int32]) -> None:
+    for prompt in made:
+        prefix_hashes(prompt, "", BLOCK_TOKENS)
+
+
 def measure_hashing() -> None:
     for num_tokens in (250, 1000, 8000, 100_000):
         made = prompts(num_tokens, 20 if num_tokens > 10_000 else PROMPTS)
-        us = least_us(
-            lambda made=made: [prefix_hashes(p, "", BLOCK_TOKENS) for p in made], len(made)
-        )
+        us = least_us(partial(hash_all, made), len(made))
         num = len(prefix_hashes(made[0], "", BLOCK_TOKENS))
         print(f"hashes of a prompt of {num_tokens:7,} tokens: {us:7.1f} us, {num} prefixes")
 
 
-def router_of(replicas: int, **options: int) -> PrefixRouter:
-    router = PrefixRouter(**options)
+def router_of(replicas: int) -> PrefixRouter:
+    router = PrefixRouter()
     for number in range(replicas):
-        router.set_usable(router.add(f"replica {number}"), is_usable=True)
+        router.set_usable(router.add(f"replica {number}", CACHE_TOKENS), is_usable=True)
     return router
 
 
@@ -70,7 +84,7 @@ def route(router: PrefixRouter, hashes: list[list[PrefixHash]]) -> None:
     for each in hashes:
         decision = router.choose(each)
         assert decision is not None
-        router.on_sent(each, decision.replica, 1000)
+        router.on_sent(each, decision.replica, 1000, prompt_tokens=1000)
         router.loads[decision.replica].on_answered(1000, is_accepted=False)
 
 
@@ -79,7 +93,7 @@ def measure_choice() -> None:
     for replicas in (2, 8, 32, 100, 1000, 10_000):
         router = router_of(replicas)
         route(router, hashes)
-        us = least_us(lambda router=router: route(router, hashes), len(hashes))
+        us = least_us(partial(route, router, hashes), len(hashes))
         print(f"choice among {replicas:6,} replicas, 1,000 tokens: {us:6.1f} us")
 
 
@@ -95,8 +109,8 @@ def measure_table() -> None:
     print(f"routing table: {size / len(router):.0f} bytes per prefix, {len(router):,} prefixes")
 
 
-def size_of(message: object) -> int:
-    return sum(len(bytes(frame)) for frame in wire.encode(message))  # type: ignore[arg-type]
+def size_of(message: ToClient | ToEngine) -> int:
+    return sum([len(bytes(frame)) for frame in wire.encode(message)])
 
 
 def measure_frames() -> None:

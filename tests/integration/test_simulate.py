@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine_core.journal.file import Writer, list_journals
@@ -54,8 +55,8 @@ def test_the_result_is_a_table_and_a_sentence(
 
 
 def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
-    options = ("qwen3-8b", "--replicas", "5", "--gateways", "3", "--exact", "2")
-    options += ("--prefix-tokens", "100", "--prefixes", "7", "--max-waiting", "1")
+    options = ["qwen3-8b", "--replicas", "5", "--gateways", "3", "--exact", "2"]
+    options += ["--prefix-tokens", "100", "--prefixes", "7", "--max-waiting", "1"]
     one = run(*options, file=tmp_path / "one.json")
     two = run(*options, "--processes", "2", file=tmp_path / "two.json")
     for first, second in zip(map(without_times, one), map(without_times, two), strict=True):
@@ -159,8 +160,6 @@ def test_a_journal_contains_the_time_of_every_step(tmp_path: Path) -> None:
 
 
 def test_a_measured_worker_says_whether_it_has_a_gpu(tmp_path: Path) -> None:
-    import msgspec
-
     for device, is_gpu in (("cpu", False), ("cuda:0", True)):
         ready = StepBenchReady(model="m", dtype="bfloat16", device=device, threads=1, phases=[])
         (tmp_path / "steps.json").write_bytes(msgspec.json.encode([ready]))
