@@ -88,6 +88,12 @@ def test_an_engine_that_is_down_is_started_and_not_drained() -> None:
     assert StartEngine("engine 1") in bench.advance()
 
 
+@pytest.mark.parametrize("down", ["engine 1", "engine 2"])
+def test_an_engine_that_is_down_is_started_before_others_drain(down: str) -> None:
+    bench = RollBench(PAIR, **{down.replace(" ", "_"): DOWN})
+    assert bench.advance()[-1] == StartEngine(down)
+
+
 def test_models_with_one_engine_or_that_are_not_loaded_are_left_alone() -> None:
     groups = {"a": "a", "b1": "b", "b2": "b", "c1": "c", "c2": "c"}
     bench = RollBench(groups, b1=DOWN, b2=DOWN)

@@ -70,7 +70,8 @@ RollAction = RetireEngine | StartEngine | RollProgress | RollEnded
 class RollingRestart:
     """One rolling restart.
 
-    groups      engine -> its group, of all engines of the server, in the order of the restart.
+    groups      engine -> its group, of all engines of the server, in the order of the restart; those
+                that are down are started before.
                 Groups with one engine, and groups that are not loaded, are left alone
     states      engine -> its state now
     timeout_s   time in which another engine of the group must become ready
@@ -90,9 +91,11 @@ class RollingRestart:
         self._timeout_s = timeout_s
         self.stage = RollStage.WAITING
         self.deadline: float | None = now + timeout_s
-        self._left = [
-            engine for engine in groups if self._others(engine) and self._is_loaded(engine, states)
-        ]
+        # Engines that are down come first: others may have to wait until they are ready.
+        self._left = sorted(
+            (each for each in groups if self._others(each) and self._is_loaded(each, states)),
+            key=lambda engine: states[engine] is not ChildState.DOWN,
+        )
         self._total = len(self._left)
         if not self._left:
             raise RollRefused(
