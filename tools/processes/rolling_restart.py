@@ -70,8 +70,8 @@ RollAction = RetireEngine | StartEngine | RollProgress | RollEnded
 class RollingRestart:
     """One rolling restart.
 
-    groups      engine -> its group, of all engines of the server, in the order of the restart; those
-                that are down are started before.
+    groups      engine -> its group, of all engines of the server, in the order of the restart.
+                Those that are down are started first.
                 Groups with one engine, and groups that are not loaded, are left alone
     states      engine -> its state now
     timeout_s   time in which another engine of the group must become ready
