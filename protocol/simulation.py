@@ -241,7 +241,8 @@ class RoutingFigures(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     #: Prefixes in all tables at the end.
     num_entries: int
-    #: Open requests of the busiest replica over those of an average one, averaged over time.
+    #: Open requests of the busiest replica over those of an average one, averaged over the seconds
+    #: in which there is at least one request per replica.
     imbalance: float
 
 

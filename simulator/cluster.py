@@ -235,7 +235,8 @@ class ClusterPart:
         counts.waiting += sum([load.waiting for load in loads])
         counts.running += sum([load.running for load in loads])
         num_open = [load.running + load.waiting for load in self._reported.loads]
-        if total := sum(num_open):
+        # Among few requests, those of one replica would say nothing.
+        if (total := sum(num_open)) >= len(num_open):
             self._imbalance += max(num_open) * len(num_open) / total
             self._num_imbalances += 1
 
