@@ -7,12 +7,16 @@ was simulated. The last result is the answer. All times are in seconds.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Literal
 
 import msgspec
 
 from protocol.config.base import Config, about
 from protocol.config.engine import EngineConfig
+
+DURATION_S = 60.0
+"""The default duration of a workload without a trace."""
 
 Workload = Literal["poisson", "bursts", "chat"]
 
@@ -48,7 +52,10 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
             le=1e7,
         ),
     ] = 1.0
-    duration_s: Annotated[float, about("seconds during which requests arrive", gt=0, le=1e6)] = 60.0
+    duration_s: Annotated[
+        float,
+        about("seconds during which requests arrive; 0: 60, or the whole trace", ge=0, le=1e6),
+    ] = 0.0
     input_tokens: Annotated[
         int, about("length of a prompt, without its shared prefix", ge=1, le=1 << 24)
     ] = 512
@@ -90,21 +97,16 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
         int, about("gateway processes; each has a routing table of its own", ge=1, le=4096)
     ] = 1
     hardware: Annotated[
-        str,
-        about(
-            "GPU, by the name of a row in the table of `--hardware list`, or a TOML file with such "
-            "rows"
-        ),
+        str, about("GPU of the table (--list), or a TOML file with rows of such a table")
     ] = "H100"
     model: Annotated[
-        str,
-        about("model, by a name in the table of `--hardware list`, or a config.json", wiring=True),
+        str, about("model of the table (--list), or the path of a config.json", wiring=True)
     ] = ""
     steps: Annotated[
         str,
         about(
-            "file with measured step times (--measure or --fit writes it), used instead of "
-            "the estimate from --hardware"
+            "file of measured step times, used instead of --hardware: what --measure has written, "
+            "or the journal of a server (--journal), or a directory of journals"
         ),
     ] = ""
     gateway_ms: Annotated[
@@ -167,6 +169,11 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     processes: Annotated[
         int, about("processes that share the work; a chat needs 1", ge=1, le=64)
     ] = 1
+
+    @property
+    def end_s(self) -> float:
+        """The time after which no request arrives."""
+        return self.duration_s or (inf if self.trace else DURATION_S)
 
     def __post_init__(self) -> None:
         self._make_absolute("trace", "steps")

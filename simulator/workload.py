@@ -48,7 +48,7 @@ class WorkloadStreams:
         number = request.number + 1
         source = random.Random(f"{config.seed}/{number}")
         at = ended_at + (source.expovariate(1 / config.think_s) if config.think_s else 0.0)
-        if at >= config.duration_s:
+        if at >= config.end_s:
             return None
         answer = Segment(request.answer_key, request.output_tokens)
         return self._turn(
@@ -73,7 +73,7 @@ class WorkloadStreams:
             if period_s:  # the clock runs only in bursts
                 bursts, within_s = divmod(clock_s, length_s)
                 at = bursts * period_s + within_s
-            if at >= config.duration_s:
+            if at >= config.end_s:
                 return
             number = request_number(gateway, count)
             session = f"{gateway}.{count}" if is_chat else ""
@@ -127,7 +127,7 @@ class WorkloadStreams:
         start_s = self._trace[0].arrival_s if self._trace else 0.0
         for index, line in enumerate(self._trace):
             at = (line.arrival_s - start_s) / config.speed
-            if at >= config.duration_s:
+            if at >= config.end_s:
                 return
             number = request_number(index % config.gateways, index // config.gateways)
             path = histories.path(number, line)  # of every line, as another gateway may need it

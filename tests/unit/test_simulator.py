@@ -328,6 +328,14 @@ def test_a_trace_of_each_form_is_read(tmp_path: Path, name: str) -> None:
     assert [request.input_tokens for request in requests] == [100, 90]
 
 
+def test_a_trace_is_played_to_its_end_unless_a_duration_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,5,5\n50,5,5\n5000,5,5\n")
+    config = replace(CONFIG, trace=str(path))
+    for duration_s, number in ((0.0, 3), (60.0, 2)):
+        assert simulate(replace(config, duration_s=duration_s)).figures.num_completed == number
+
+
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n1,5,5\n2,none,5\n")
