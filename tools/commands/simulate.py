@@ -55,7 +55,7 @@ with measured step times:
   tidegate serve --journal /var/tmp/journals                        or record a server under load
   tidegate simulate --steps /var/tmp/journals --rate 2
 
-at scale: 1,000 replicas, 100,000 requests per second (about five minutes on two cores)
+at scale: 1,000 replicas, 100,000 requests per second (8 min on 2 cores)
   tidegate simulate llama-3.1-8b --replicas 1000 --rate 100000 --gateways 16 --processes 2 \\
       --prefixes 5000 --prefix-tokens 1000 --input-tokens 64 --output-tokens 64
 """
