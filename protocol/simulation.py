@@ -135,7 +135,7 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     ] = "prefix"
     routing_entries: Annotated[
         int, about("prefixes that a gateway remembers", ge=1, le=1 << 28)
-    ] = 1 << 17
+    ] = 1 << 20
 
     # ---- what to do
 

@@ -39,7 +39,7 @@ SCAN_LIMIT = 32
 NUM_SAMPLED = 4
 """How many replicas, chosen at random, are compared in addition to those that hold the prefix, if
 there are more than SCAN_LIMIT. Two would avoid most hot spots ("power of two choices")."""
-MAX_HOLDERS = 4
+MAX_HOLDERS = 16
 """Most replicas that are compared because they hold a prefix: the latest ones that got it."""
 BOUNDARIES_PER_DOUBLING = 4
 
@@ -191,7 +191,7 @@ class PrefixRouter:
     """
 
     def __init__(
-        self, *, max_entries: int = 1 << 17, max_sessions: int = 1 << 16, seed: int = 0
+        self, *, max_entries: int = 1 << 20, max_sessions: int = 1 << 16, seed: int = 0
     ) -> None:
         self.loads: dict[int, ReplicaLoad] = {}
         self._max_entries, self._max_sessions = max_entries, max_sessions
