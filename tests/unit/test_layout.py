@@ -191,6 +191,8 @@ def test_a_single_engine_uses_its_configured_addresses() -> None:
     decode = engine("--role", "decode", *KEYED)
     assert (decode.worker.kv_export, decode.worker.kv_address) == (False, "")
     assert made.worker.address != decode.worker.address
+    alone = engine(*KEYED)  # a replica, whose K/V nobody fetches
+    assert (alone.role, alone.worker.kv_export, alone.worker.kv_address) == ("both", False, "")
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
                 exit_code=2,
             )
         return _with(engine, cluster_key=key)
-    exports = engine.role != "decode"
+    exports = engine.role != "decode" and bool(kv_address)
     engine = _with(engine, cluster_key=key)
     return _with_worker(
         engine, cluster_key=key, kv_export=exports, kv_address=kv_address if exports else ""
