@@ -102,6 +102,12 @@ def attach_to_parent(number: signal.Signals) -> ParentPipe:
     return ParentPipe(causes)
 
 
+def attach_if_supervised(number: signal.Signals) -> ParentPipe:
+    """Attach this process to its parent, if a `Lifeline` started it. A process that was started by
+    hand may outlive its shell."""
+    return attach_to_parent(number) if VARIABLE in os.environ else ParentPipe()
+
+
 def die_with_parent(number: signal.Signals) -> None:
     """Make the kernel send signal `number` when the thread that started this process ends."""
     if sys.platform == "linux":

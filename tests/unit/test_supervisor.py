@@ -83,6 +83,19 @@ def test_a_failure_ends_all_others_at_once_so_that_each_can_send_its_clients_an_
     ]
 
 
+@pytest.mark.parametrize("made", [starting, serving])
+def test_sigquit_stops_all_children_as_a_failure_does(made) -> None:
+    """The starter of `tidegate engine` has ended. Clients get an error, and go elsewhere."""
+    supervisor = made()
+    actions = supervisor.on_signal(SIGQUIT, 5.0)
+    stopped = [SendSignal("gateway", SIGQUIT), SendSignal("engine", SIGQUIT)]
+    assert no_logs(actions) == stopped
+    assert len(complaints(actions)) == 1
+    assert supervisor.on_signal(SIGQUIT, 5.0) == []
+    supervisor.on_exit(ProcessExit("gateway", 0), 5.1)
+    assert supervisor.on_exit(ProcessExit("engine", 0), 5.1) == [EndServer(128 + SIGQUIT)]
+
+
 def test_only_the_first_cause_is_reported() -> None:
     supervisor = serving()
     supervisor.on_exit(ProcessExit("engine", 1), 5.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.serve import SoloConfig
 from protocol.config.worker import WorkerConfig
 from protocol.errors import EngineNotReady
+from protocol.lifeline import attach_if_supervised
 from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
@@ -128,6 +130,7 @@ class _EngineProbe:
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
+    attach_if_supervised(signal.SIGQUIT)  # started by the launcher of a cluster
     terminal = Terminal(log_style(options.log_format))
     solo, engine, directory = plan(vars(options), terminal.style)
     check_installation(["torch"])
@@ -172,7 +175,7 @@ def _banner(engine: EngineConfig, model: str | None, seconds: float) -> str:
     meaning = {
         "prefill": "computes prompts for other engines",
         "decode": "continues from prompts that other engines computed",
-        "both": "computes prompts for other engines, and answers",
+        "both": "computes prompts and answers",
     }[engine.role]
     if engine.is_group:
         meaning = f"computes answers with {engine.tensor_parallel} workers"

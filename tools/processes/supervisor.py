@@ -67,6 +67,7 @@ send two.
 """
 GRACE_S = 5.0
 """Seconds that a child has to exit in a drain, after the time limit of its open requests."""
+ORPHANED = "stopped by SIGQUIT: whatever started this process has probably ended"
 STOPPED_S = 3.0
 """A process that is stopped (SIGSTOP) for this many seconds is considered lost."""
 
@@ -186,7 +187,11 @@ class Supervisor:
     def on_signal(self, by: signal.Signals, now: float) -> list[Action]:
         """Handle a stop signal. The first one starts a drain. The second one, or the first one
         after a failure, kills all children. Signals that follow within SAME_SIGNAL_S are
-        ignored."""
+        ignored. SIGQUIT stops all children as a failure does."""
+        if by is signal.SIGQUIT:
+            before = self.phase
+            is_new = self._transition(SupervisorEvent.FAILED)
+            return self._stop(ORPHANED, KILLED + by, before, now) if is_new else []
         if now - self._signal_at < SAME_SIGNAL_S:
             return []
         self._signal_at = now

@@ -54,7 +54,8 @@ def stop_signals() -> Iterator[socket.socket]:
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in handled_stop_signals()}
+    numbers = [*handled_stop_signals(), signal.SIGQUIT]
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     old = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield receiver
@@ -202,7 +203,7 @@ class Watch:
         now = time.monotonic()
         actions: list[Action] = []
         for number in self._wakeups.recv(64):
-            if number in STOP_SIGNALS:
+            if number in (*STOP_SIGNALS, signal.SIGQUIT):
                 actions += self._supervisor.on_signal(signal.Signals(number), now)
         return actions
 
