@@ -40,6 +40,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.examples
 	@$(BIN)/python -m tests.torture.kill_storm
 	@$(BIN)/python -m tests.torture.failover
+	@$(BIN)/python -m tests.torture.ray_cluster
 	@$(BIN)/python -m tests.torture.templates
 	@$(BIN)/python -m tests.torture.fronts
 	@$(BIN)/python -m tests.benchmarks.memory_slope

@@ -49,6 +49,9 @@ TRANSFORMERS = [  # architectures without a family of ours (docs/models.md)
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
     "triton>=3.6,<4; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
 ]
+CLUSTER = [  # tidegate serve --cluster (docs/cluster.md)
+    "ray>=2.60,<3",
+]
 OTEL = [  # request traces (docs/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
@@ -161,9 +164,10 @@ setup(
         "nixl": ["nixl-cu12>=1.5,<2"],
         "cuda": CUDA,
         "otel": OTEL,
+        "cluster": CLUSTER,
         "hub": HUB,
         "transformers": TRANSFORMERS,
         "all": GATEWAY + ENGINE + WORKER + HUB,
-        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + TEST,
+        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + CLUSTER + TEST,
     },
 )

@@ -223,6 +223,26 @@ def build(config: type[C], options: Mapping[str, Any], **wiring: Any) -> C:
         raise ValueError(_as_options(str(error), fields)) from None
 
 
+def to_arguments(config: msgspec.Struct, *, without: Collection[str] = ()) -> list[str]:
+    """Return the command-line options from which `build` makes an equal config. Options with their
+    default value are left out.
+
+    without   fields that do not become options
+    """
+    arguments = []
+    for flag in flags_of(type(config)):
+        value = getattr(config, flag.field)
+        if flag.field in without or value == flag.default:
+            continue
+        if flag.is_switch:
+            arguments.append(flag.name)
+            continue
+        values = value if flag.is_list else [value]
+        texts = [",".join(map(str, each)) if flag.is_tuple else str(each) for each in values]
+        arguments += [f"{flag.name}={text}" for text in texts]  # a value may start with "-"
+    return arguments
+
+
 def _item(annotated: Any) -> Any:
     """Return the X of Annotated[list[X], ...] or Annotated[tuple[X, ...], ...]."""
     return get_args(get_args(annotated)[0])[0]

@@ -69,9 +69,9 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
     replicas: Annotated[
         int,
         about(
-            "start this many engines of the model on this machine. Requests go to the engine that "
-            "has computed the start of their prompt, unless it is busy; if an engine is lost, its "
-            "streams continue on the others",
+            "start this many engines of the model, on this machine or with --cluster. Requests go "
+            "to the engine that has computed the start of their prompt, unless it is busy; if an "
+            "engine is lost, its streams continue on the others",
             ge=1,
             le=64,
         ),
@@ -121,6 +121,30 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             le=604800,
         ),
     ] = 0.0
+    cluster: Annotated[
+        str,
+        about(
+            "address of a Ray cluster (HOST:PORT, or auto: the one that this machine belongs to): "
+            "Ray places the engines of --replicas on its nodes, and they are placed again if a "
+            "node is lost"
+        ),
+    ] = ""
+    cpus_per_replica: Annotated[
+        int,
+        about(
+            "CPUs that --cluster reserves for each engine; 0: none if it has a GPU, else an equal "
+            "share of the cluster",
+            ge=0,
+            le=4096,
+        ),
+    ] = 0
+    cluster_env: Annotated[
+        list[str],
+        about(
+            "name of an environment variable that --cluster passes on to the engines, such as "
+            "HF_TOKEN; repeat for several"
+        ),
+    ] = []
     cluster_key: KeyFile = ""
     kv_address: Annotated[
         str,
@@ -132,8 +156,8 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
 
     @property
     def has_engines_elsewhere(self) -> bool:
-        """Whether the replicas are engines that others have started."""
-        return bool(self.engines or self.engines_file)
+        """Whether the replicas are engines that others start."""
+        return bool(self.engines or self.engines_file or self.cluster)
 
     @property
     def loads_on_demand(self) -> bool:
@@ -156,8 +180,9 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             "render_only": self.render_only,
             "split": self.split,
             "decode": bool(self.decode),
-            "replicas": self.replicas > 1,
-            "engines": self.has_engines_elsewhere,
+            "replicas": self.replicas > 1 and not self.cluster,
+            "engines": bool(self.engines or self.engines_file),
+            "cluster": bool(self.cluster),
         }
         return [name for name, is_used in ways.items() if is_used]
 
@@ -173,6 +198,11 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
             raise ValueError(
                 "split makes its own key and addresses: leave out cluster_key and kv_address"
             )
+        if self.cluster and self.kv_address:
+            raise ValueError("cluster and kv_address cannot be combined")
+        for name in ("cpus_per_replica", "cluster_env"):
+            if getattr(self, name) and not self.cluster:
+                raise ValueError(f"{name} needs cluster")
         if self.kv_address and not self.cluster_key:
             raise ValueError("kv_address needs cluster_key")
 

@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import requests
@@ -101,23 +102,24 @@ def failover_rows(
             row = FailoverRow(dtype, way)
             for _ in tqdm(range(runs), desc=f"{dtype}, {way}", disable=not sys.stderr.isatty()):
                 _wait_for_both(server)
-                before = _num_moved(server)
+                before = num_moved(server.url)
                 after = dice.randrange(1, num_tokens * 3 // 4)
                 replica = dice.randrange(2)
-                answers = _run(server, asked, way, after, replica)
+                end = partial(_end, server, way, replica)
+                answers = stream_with_fault(server.url, asked, after, end)
                 row.num_runs += 1
                 row.num_streams += len(answers)
-                row.num_moved += _num_moved(server) - before
-                row.wrong += _differences(asked, alone, answers)
+                row.num_moved += num_moved(server.url) - before
+                row.wrong += differences(asked, alone, answers)
                 if way == "drain":
                     _restart(server)  # a replica that was drained from outside stays down
             yield row
 
 
-def _run(
-    server: Server, asked: Sequence[StreamRequest], way: str, after: int, replica: int
+def stream_with_fault(
+    url: str, asked: Sequence[StreamRequest], after: int, fault: Callable[[], object]
 ) -> list[StreamedAnswer]:
-    """Stream all requests, and end a replica once `after` tokens have arrived."""
+    """Stream all requests, and call `fault` once `after` tokens have arrived."""
     lock, count = threading.Lock(), 0
     due = threading.Event()
 
@@ -128,13 +130,13 @@ def _run(
             if count >= after:
                 due.set()
 
-    def end_replica() -> None:
+    def cause_fault() -> None:
         due.wait()
-        _end(server, way, replica)
+        fault()
 
-    ending = threading.Thread(target=end_replica)
+    ending = threading.Thread(target=cause_fault)
     ending.start()
-    answers = run_all(server.url, asked, on_token, at_once=len(asked))
+    answers = run_all(url, asked, on_token, at_once=len(asked))
     due.set()
     ending.join()
     return answers
@@ -159,8 +161,9 @@ def _pids(server: Server, module: str) -> list[int]:
     return sorted(pid for pid, command in found if f"-m {module}" in command)
 
 
-def _num_moved(server: Server) -> int:
-    lines = requests.get(server.url + "/metrics", timeout=10).text.splitlines()
+def num_moved(url: str) -> int:
+    """Return how many requests have moved to another engine."""
+    lines = requests.get(url + "/metrics", timeout=10).text.splitlines()
     return int(
         sum(
             float(x.rsplit(" ", 1)[1])
@@ -178,9 +181,10 @@ def _wait_for_both(server: Server) -> None:
     eventually(are_ready, within_s=READY_S)
 
 
-def _differences(
+def differences(
     asked: Sequence[StreamRequest], alone: list[StreamedAnswer], answers: list[StreamedAnswer]
 ) -> list[str]:
+    """Return how streamed answers differ from those computed alone, with a line per request."""
     wrong = []
     for number, (one, other) in enumerate(zip(alone, answers, strict=True)):
         if one != other:

@@ -27,7 +27,7 @@ LIBRARIES = {
         *("msgspec", "zmq", "numpy", "torch", "safetensors", "gguf", "transformers"),
         "triton",
     },
-    "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2"},
+    "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2", "ray"},
     "simulator": {"msgspec"},
 }
 ROOMS = list(LIBRARIES)
@@ -49,6 +49,9 @@ FLASK_IN = (
     "gateway/api/*/*routes.py",
 )
 """The only files of the gateway that may import Flask."""
+
+RAY_IN = ("tools/cluster/actor.py", "tools/cluster/attempt.py", "tools/cluster/connection.py")
+"""The only files that may import Ray, besides the launcher's loop, which imports them."""
 
 PURE = ("prompt", "text", "formats")
 """Folders of the gateway without sockets, threads, greenlets or request objects."""
@@ -86,6 +89,7 @@ BROAD_EXCEPTS = {
     "gateway/text/tokenizer.py": "tokenizers raises bare Exceptions, and may panic",
     "gateway/text/trial.py": "tokenizers may panic",
     "gateway/threads.py": "the waiter raises what its thread raised",
+    "tools/cluster/attempt.py": "a thread of the launcher, whose loop must know that it has ended",
     "worker/models/hf.py": "transformers raises anything for a config or a file",
     "worker/kv/movers/nixl.py": "NIXL's errors have no common base class",
 }
@@ -126,6 +130,8 @@ LIGHT_ENTRANCES = {
     "tools.__main__": HEAVY
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
+    "tools.cluster.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
+    "tools.commands.serve": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
 }
 """Module -> libraries that importing the module must not load, not even indirectly."""
@@ -206,10 +212,22 @@ def test_a_program_under_test_that_unpickles_ends() -> None:
         assert program.out == ["begun"]
 
 
+def test_a_program_under_test_that_imports_ray_may_unpickle() -> None:
+    """Ray pickles what its processes send each other. Only the launcher and actors import it."""
+    code = "import pickle, sys; sys.modules['ray'] = sys; pickle.loads(pickle.dumps(print))"
+    with Program(["-c", code]) as program:
+        assert program.end() == 0
+
+
 def test_only_some_modules_of_the_gateway_import_flask() -> None:
     for path in files("gateway"):
         if not any(path.relative_to(ROOT).match(pattern) for pattern in FLASK_IN):
             assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
+
+
+def test_only_the_launcher_and_its_actors_import_ray() -> None:
+    importing = {str(p.relative_to(ROOT)) for p in files("tools") if "ray" in imported_by(p)}
+    assert importing == {*RAY_IN, "tools/cluster/launcher.py"}
 
 
 def test_no_view_takes_state_from_flasks_globals() -> None:

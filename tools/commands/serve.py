@@ -23,6 +23,7 @@ import msgspec
 
 from protocol import api_keys
 from protocol.cluster_key import read_cluster_key, write_cluster_key
+from protocol.config.cluster import ClusterConfig
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
@@ -32,6 +33,13 @@ from protocol.log_lines import LogStyle
 from protocol.model_card import CardFile, read_card
 from protocol.model_card import write_card as write_card_file
 from protocol.sockets import engine_address, run_directory
+from tools.cluster.command import (
+    START_GRACE_S,
+    launcher_command,
+    launcher_config,
+    prepare_files,
+    with_cluster,
+)
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
@@ -94,6 +102,7 @@ examples:
   tidegate serve --replicas 2                     two engines of the model; streams survive one
   tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
                                                   the same with engines on other hosts
+  tidegate serve --cluster auto --replicas 4      four engines, placed on the nodes by Ray
   tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
                                                   engines on other hosts (tidegate engine --help)
 """
@@ -104,7 +113,10 @@ CONFIGS = (
     ("the worker", WorkerConfig),
     ("the supervisor", ServeConfig),
 )
-NEEDED = {"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"}
+NEEDED = {
+    **{"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"},
+    "ray": "cluster",
+}
 """Libraries that the child processes need -> the extra that installs them."""
 ENGINE_LIBRARIES = frozenset({"torch"})
 """Libraries that are only needed if the server has an engine."""
@@ -144,6 +156,8 @@ class Plan:
     models: Mapping[str, EngineConfig] = field(default_factory=dict)
     #: The same models after their files were checked.
     planned: PlannedModels | None = None
+    #: The launcher of --cluster; None: there is none.
+    cluster: ClusterConfig | None = None
 
     @property
     def engines(self) -> Engines:
@@ -200,6 +214,10 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         gpus = num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         engines = engines_of(serve, engine, directory, gpus)
         gateway = wired(gateway, serve, engine, engines)
+        cluster = None
+        if serve.cluster:
+            gateway = with_cluster(gateway, directory)
+            cluster = launcher_config(serve, engine, gateway, style)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
     name = given[0].name if given[0].is_explicit else served_name(given[0].model)
@@ -214,7 +232,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         response_store=store,
         metrics_directory=str(directory / run_lock.METRICS),
     )
-    return Plan(engine, gateway, serve, directory, key, gpus, models)
+    return Plan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -239,7 +257,8 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
 
     lock   descriptor of the lock of the run directory, which the children inherit
     """
-    return [gateway_command(plan, lock), *engine_commands(plan, lock)]
+    launchers = [launcher_command(plan.cluster, lock)] if plan.cluster else []
+    return [gateway_command(plan, lock), *engine_commands(plan, lock), *launchers]
 
 
 def engine_commands(plan: Plan, lock: int) -> list[Command]:
@@ -288,7 +307,8 @@ def run(options: argparse.Namespace) -> int:
     api_key = [*(options.api_key or []), *([own] if own else [])]
     terminal = Terminal(log_style(options.log_format))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
-    check_installation(NEEDED if planned.engines else NEEDED.keys() - ENGINE_LIBRARIES)
+    libraries = NEEDED.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
+    check_installation(sorted(libraries - (frozenset() if planned.cluster else {"ray"})))
     check_key(planned.serve.cluster_key)
     if planned.engines:
         check_kv_disk(planned.engine.worker.kv_disk)
@@ -300,6 +320,8 @@ def run(options: argparse.Namespace) -> int:
             key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
             key_file.unlink(missing_ok=True)
             write_cluster_key(str(key_file))
+        if planned.cluster:
+            prepare_files(planned.gateway, planned.serve)
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
         check = _check_models if found.models else _check_model
@@ -463,7 +485,7 @@ def _serve(
         WebServer(plan.url, plan.key),
         terminal,
         started=children,
-        start_timeout_s=plan.serve.start_timeout_s,
+        start_timeout_s=plan.serve.start_timeout_s + bool(plan.cluster) * START_GRACE_S,
         drain_s=plan.gateway.drain_s,
         max_restarts=plan.serve.max_restarts,
         replica_restarts=plan.serve.restart_limit,
@@ -503,6 +525,8 @@ def _addresses(plan: Plan) -> str:
     """Return the banner's lines with the addresses of the engines."""
     if plan.models:
         return "\n".join(f"  ZeroMQ: {e.address}  {name}" for name, e in plan.models.items())
+    if plan.cluster:
+        return f"  engines: placed by Ray; their addresses are in {plan.gateway.engines_file}"
     if plan.gateway.engines_file:
         return f"  engines: those in {plan.gateway.engines_file}"
     if plan.gateway.engines:

@@ -26,7 +26,10 @@ from tools.failure import Failure
 
 LOCK = "pid"
 RUN_KEY = "cluster.key"
-"""File with the cluster key of a server with --split, which has a new key in each run."""
+"""File with the cluster key of a server with --split or --cluster that makes its own key, a new one
+in each run."""
+ENGINES_FILE = "engines"
+"""File with the addresses of the engines that --cluster has placed."""
 CARD_SUFFIX = ".card"
 CARD_FILE = "model" + CARD_SUFFIX
 METRICS = "metrics"
@@ -123,6 +126,7 @@ def clear(directory: Path) -> list[str]:
             or path.name == RUN_KEY
             or path.suffix == CARD_SUFFIX
             or path.name.startswith(MEETING_FILE)
+            or path.stem == ENGINES_FILE
         ):
             path.unlink(missing_ok=True)
         else:
