@@ -25,9 +25,10 @@ from tools.cluster.resources import (
     resources_of,
 )
 from tools.commands import engine as engine_command
-from tools.commands.serve import check_installation, commands, plan
+from tools.commands.serve import commands, plan
 from tools.failure import Failure
 from tools.flags import add_flags, build, to_arguments
+from tools.processes.start_checks import check_installation
 
 SERVE: dict[str, Any] = {"model": ["./model.gguf"], "cluster": "head:6379", "port": 8765}
 

@@ -24,12 +24,7 @@ from protocol.lifeline import attach_if_supervised
 from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
-from tools.commands.serve import (
-    check_installation,
-    check_key,
-    check_kv_disk,
-    engine_command,
-)
+from tools.commands.serve import engine_command
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import ServerReadiness
@@ -38,6 +33,7 @@ from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.children import Child
+from tools.processes.start_checks import check_installation, check_key, check_kv_disk
 from tools.processes.topology import check_reachable, in_cluster, with_model
 from tools.processes.watch import supervise
 from tools.terminal import Terminal, log_style

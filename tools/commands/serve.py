@@ -14,7 +14,7 @@ import argparse
 import importlib.util
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from protocol import api_keys
-from protocol.cluster_key import read_cluster_key, write_cluster_key
+from protocol.cluster_key import write_cluster_key
 from protocol.config.cluster import ClusterConfig
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
@@ -69,6 +69,12 @@ from tools.processes.several_models import (
     plan_models,
     with_served_name,
 )
+from tools.processes.start_checks import (
+    EXTRAS,
+    check_installation,
+    check_key,
+    check_kv_disk,
+)
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import (
     Engines,
@@ -113,11 +119,6 @@ CONFIGS = (
     ("the worker", WorkerConfig),
     ("the supervisor", ServeConfig),
 )
-NEEDED = {
-    **{"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"},
-    "ray": "cluster",
-}
-"""Libraries that the child processes need -> the extra that installs them."""
 ENGINE_LIBRARIES = frozenset({"torch"})
 """Libraries that are only needed if the server has an engine."""
 ENGINE_EXIT_CODES: dict[int, int] = {
@@ -307,7 +308,7 @@ def run(options: argparse.Namespace) -> int:
     api_key = [*(options.api_key or []), *([own] if own else [])]
     terminal = Terminal(log_style(options.log_format))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
-    libraries = NEEDED.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
+    libraries = EXTRAS.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
     check_installation(sorted(libraries - (frozenset() if planned.cluster else {"ray"})))
     check_key(planned.serve.cluster_key)
     if planned.engines:
@@ -337,27 +338,6 @@ def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
     """
     model = ", ".join(plan.models) or next(filter(None, names), "")
     run_lock.describe(lock, run_lock.LockFacts(url=plan.url, model=model))
-
-
-def check_key(path: str) -> None:
-    """Raise Failure if the cluster key at `path` cannot be used."""
-    try:
-        read_cluster_key(path)
-    except ValueError as error:
-        raise Failure(str(error), exit_code=ExitCode.USAGE) from None
-
-
-def check_kv_disk(path: str) -> None:
-    """Create the directory for K/V on disk, if `path` is not "". Raises Failure if that is not
-    possible, or if the directory is not writable."""
-    try:
-        if path:
-            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"--kv-disk {path}: cannot create this directory: {error.strerror}"
-        raise Failure(message, exit_code=ExitCode.USAGE) from None
-    if path and not os.access(path, os.W_OK | os.X_OK):
-        raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)
 
 
 def _check_gateway(config: GatewayConfig) -> None:
@@ -541,14 +521,6 @@ def _addresses(plan: Plan) -> str:
     if plan.serve.split:
         lines.append(f"  ZeroMQ: {plan.engine.address}")
     return "\n".join(lines)
-
-
-def check_installation(libraries: Iterable[str]) -> None:
-    """Raise Failure if one of `libraries` is not installed."""
-    for library in libraries:
-        extra = NEEDED[library]
-        if importlib.util.find_spec(library) is None:
-            raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
 
 
 def _folder_of(room: str) -> Path:

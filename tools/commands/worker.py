@@ -17,13 +17,13 @@ from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.worker import JoinConfig
 from tools.commands.models import add_model, resolve
-from tools.commands.serve import check_installation
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.processes.children import module_command
+from tools.processes.start_checks import check_installation
 from tools.processes.topology import check_reachable
 from tools.terminal import Terminal, log_style
 
