@@ -37,8 +37,8 @@ from tests.torture.failover import (
 from tests.torture.table import print_table
 
 DTYPE = "float32"
-# Ray ends the engines of a lost launcher a second or so later. Then short streams may have ended, so
-# unlike the kills this way need not move any.
+# Ray ends the engines of a lost launcher a second or so later. Short streams may have ended then,
+# so this way need not move any, unlike those that are called kills.
 WAYS = ("kill node", "kill actor", "kill engine", "lose launcher")
 LAUNCHER = "-m tools.cluster"
 PROGRAMS = {"kill actor": "ray::EngineRunner", "kill engine": "-m engine_core"}
