@@ -31,7 +31,7 @@ from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokeni
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
 from protocol.config.gateway import ModelConfig
 from protocol.control import LoadState
-from protocol.errors import EngineNotReady, NoEngine, QueueTimeout, ServingError, TimedOut
+from protocol.errors import EngineNotReady, InvalidRequest, QueueTimeout, ServingError, TimedOut
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard, SamplingDefaults, read_card
 
@@ -289,10 +289,13 @@ class ModelHost:
 
     def sleep(self) -> None:
         """Have the supervisor unload the model, and wait until that is done. Raises EngineNotReady
-        if it refuses, or if requests have the model loaded again meanwhile."""
+        if it refuses, or if requests have the model loaded again meanwhile. Raises InvalidRequest
+        if this server cannot unload its model."""
         if self._link is None:
-            raise NoEngine(
-                "this server cannot unload its only model; `tidegate serve --models FILE` can"
+            raise InvalidRequest(
+                "model: this server keeps its only model loaded; start it with --load, "
+                "--idle-unload-s or --models FILE to unload it",
+                param="model",
             )
         loads, version = self._link.loads, self._link.stop_model(self._key)
         while loads.version < version or loads.unloaded_state(self._key) == "stopping":

@@ -252,7 +252,7 @@ _LEVEL = Parameter(
     about="Unload a model: let its open requests finish, then stop its engines.\n"
     "The next request for the model loads it again.",
     gives=Sleeping,
-    statuses=(400, *READING, 501),
+    statuses=(400, *READING),
     parameters=(_MODEL, _LEVEL),
 )
 def sleep(service: Service, context: RequestContext) -> Response:
@@ -266,7 +266,7 @@ def sleep(service: Service, context: RequestContext) -> Response:
     scope="admin",
     about="Load a model, and wait until it is ready.",
     gives=Sleeping,
-    statuses=(400, *READING, 501),
+    statuses=(400, *READING),
     parameters=(_MODEL,),
 )
 def wake_up(service: Service, context: RequestContext) -> Response:

@@ -24,6 +24,8 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
+REFUSED = {"/sleep"}
+"""Routes that this server refuses, because it keeps its only model loaded."""
 EXAMPLES, EXAMPLES_LIKE_A_CHAT = examples(8, 32), examples(4, 16)
 """Number of requests per operation. Operations with the body of a chat get fewer, because the body
 takes long to generate, and POST /v1/chat/completions tests it with the full number."""
@@ -110,7 +112,8 @@ def test_answers_match_the_openapi_document(server):
             raise
         result = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
         print(f"{operation.label:48} {result}")
-        assert statuses[200] > 0 or "{" in operation.path or operation.path in PAIRED
+        may_fail = "{" in operation.path or operation.path in {*PAIRED, *REFUSED}
+        assert statuses[200] > 0 or may_fail
     exercised = {operation.path for operation in operations}
     assert exercised > set(LIKE_A_CHAT)
     assert exercised == set(document.raw_schema["paths"]) - {"/openapi.json"}

@@ -67,6 +67,7 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[tuple[RayNodes, list[Any]]]:
     """Start a node for each number of CPUs, besides the head node."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -75,6 +76,7 @@ def ray_nodes(cpus: Sequence[int]) -> Iterator[tuple[RayNodes, list[Any]]]:
         yield nodes, [nodes.add(each) for each in cpus]
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, on_sigterm)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 

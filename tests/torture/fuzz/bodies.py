@@ -168,9 +168,11 @@ def _rule(path: str) -> str:
 
 
 def _posted(gateway: GatewayProcess) -> set[str]:
-    """Return the POST routes that the server lists in its OpenAPI document."""
+    """Return the POST routes that the server lists in its OpenAPI document, without those that take
+    neither a body nor an id in their path (/sleep, /wake_up)."""
     paths = requests.get(gateway.url + "/openapi.json", timeout=20).json()["paths"]
-    return {path for path, methods in paths.items() if "post" in methods}
+    posts = {path: methods["post"] for path, methods in paths.items() if "post" in methods}
+    return {path for path, post in posts.items() if "requestBody" in post or "{" in path}
 
 
 def _derenders(gateway: GatewayProcess) -> list[tuple[str, Any]]:
