@@ -17,6 +17,7 @@ from protocol.cluster_key import write_cluster_key
 from protocol.messages import Accepted, Generate, Output, Outputs, ReleaseKV
 from protocol.sampling import SamplingParams
 from tests.support.engine_view import EngineView
+from tests.support.processes import descendants_of, is_alive
 from tests.support.raw_client import RawClient
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
 from tests.support.tiny_side import TinySide
@@ -165,7 +166,10 @@ def test_d_computes_the_answer_if_p_is_killed(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     plain = split.d.answer(prompt, namespace="alone").tokens
     handle = split.prefill(prompt)
+    processes = [pid for pid, _ in descendants_of(split.p.program.process.pid)]
     split.p.program.signal(signal.SIGKILL)
+    split.p.program.end()
+    assert eventually(lambda: not any(map(is_alive, processes)))  # its worker could still answer
     output = split.d.answer(prompt, kv_handle=handle)
     assert output.tokens == plain
     assert output.usage is not None

@@ -286,6 +286,8 @@ class TortureScene:
         ):
             clients: list[TortureClient] = []
             if cell.moment in (PREFILL, DECODE):
+                # After an earlier cell, the port may still be that of a gateway that ends.
+                assert eventually(lambda: probe.is_ready, within_s=LIFE_S), self.output
                 clients.append(first)
                 first.ask(3, num_tokens)
                 assert eventually(first.has_begun, within_s=LIFE_S), self.output
