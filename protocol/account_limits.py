@@ -11,14 +11,14 @@ LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
 def limit_part(limit: int, account: Account) -> int:
     """Return the engine's part of one of the account's limits. The parts of all engines add up to
     `limit`."""
-    return limit // account.parts + (account.part < limit % account.parts)
+    return _part(limit, account.part, account.parts)
 
 
 def has_part(account: Account, part: int, parts: int) -> bool:
     """Return whether engine number `part` of `parts` may serve any request of the account: whether
     its part of each limit is more than nothing."""
-    return all(
-        limit // parts + (part < limit % parts)
-        for name in LIMITS
-        if (limit := getattr(account, name))
-    )
+    return all(_part(limit, part, parts) for name in LIMITS if (limit := getattr(account, name)))
+
+
+def _part(limit: int, part: int, parts: int) -> int:
+    return limit // parts + (part < limit % parts)

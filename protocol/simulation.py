@@ -213,7 +213,7 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the requests of a workload experienced."""
+    """The measurements of all requests of a workload."""
 
     num_requests: int
     num_completed: int

@@ -49,7 +49,7 @@ class RefusedRequest(msgspec.Struct, array_like=True):
 
 
 class WindowReport(msgspec.Struct, array_like=True):
-    """What one process tells the others at the end of a window."""
+    """The message of one process to the others at the end of a window."""
 
     loads: list[ReportedLoad]
     refused: list[RefusedRequest]

@@ -35,7 +35,7 @@ class ReportedLoads:
 
 @dataclass(slots=True)
 class LateLoad(ReplicaLoad):
-    """What a gateway knows of a replica's load. A report is applied when it is first needed,
+    """A replica's load, as a gateway sees it. A report is applied when it is first needed,
     because most replicas are not looked at between two reports."""
 
     replica: int = 0
@@ -91,9 +91,7 @@ class RoutingGateway:
         )
         for replica in range(config.replicas):
             self.router.add(f"replica {replica}", cache_tokens)
-            self.router.loads[replica] = LateLoad(
-                f"replica {replica}", replica=replica, reported=reported
-            )
+            self.router.loads[replica] = LateLoad(replica=replica, reported=reported)
             self.router.set_usable(replica, is_usable=True)
         self.cpu_s = 0.0
         self.num_by_reason: Counter[str] = Counter()

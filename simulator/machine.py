@@ -1,4 +1,4 @@
-"""What is simulated as one replica: its limits, and the times of its steps."""
+"""One simulated replica: its limits, and the times of its steps."""
 
 from __future__ import annotations
 

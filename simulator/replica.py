@@ -47,7 +47,7 @@ class SimulatedReplica(Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """What it reports to the gateways."""
+        """The load that the replica reports to the gateways."""
         ...
 
     def push(self, request: SimulatedRequest) -> None:

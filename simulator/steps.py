@@ -12,7 +12,7 @@ from simulator.hardware import DTYPE_BYTES, Gpu, ModelShape
 
 
 class StepWork(NamedTuple):
-    """What a step computes."""
+    """The work of one step."""
 
     #: Rows that compute one token, and the K/V positions that they read.
     decodes: int

@@ -126,6 +126,16 @@ class EngineClient(RequestSender, Protocol):
         """
 
 
+MIN_TIMEOUT_S = 0.001
+"""Timeout that is sent to another engine when no time remains. It is not 0, because 0 means no
+limit."""
+
+
+def remaining_s(timeout_s: float, elapsed_s: float) -> float:
+    """Return the rest of a timeout; 0 if there is no timeout."""
+    return max(timeout_s - elapsed_s, MIN_TIMEOUT_S) if timeout_s else 0.0
+
+
 def limits_without_engine(max_len: int) -> Limits:
     """Return the limits of a server without an engine; `max_len` is the model's context length."""
     return Limits(

@@ -25,7 +25,7 @@ from typing import Any, Unpack
 import msgspec
 from gevent import get_hub
 
-from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.base import Report, RoutedOptions, Subscriber, remaining_s
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
@@ -62,8 +62,6 @@ RENEW_EVERY_S = 0.25
 """Interval at which leases are checked and renewed. A lease lasts at least a second."""
 LIMIT_CODES = (LimitReached.code, QueueTimeout.code, TimedOut.code)
 """Codes of errors that enforce a limit. D must not compute a prompt that P refused with these."""
-MIN_TIMEOUT_S = 0.001
-"""Timeout that is sent to D when no time remains. It is not 0, because 0 means no limit."""
 MIN_PROMPT = 2
 """Minimum length of a prompt that P computes. D always computes the last prompt token itself."""
 
@@ -427,14 +425,9 @@ class DisaggregatedClient:
         timeout_s = request.options.get("timeout_s", 0.0)
         queue_timeout_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)
         return {
-            "timeout_s": _remaining_s(timeout_s, elapsed_s),
-            "queue_timeout_s": _remaining_s(queue_timeout_s, elapsed_s),
+            "timeout_s": remaining_s(timeout_s, elapsed_s),
+            "queue_timeout_s": remaining_s(queue_timeout_s, elapsed_s),
         }
-
-
-def _remaining_s(timeout_s: float, elapsed_s: float) -> float:
-    """Return the rest of a timeout; 0 if there is no timeout."""
-    return max(timeout_s - elapsed_s, MIN_TIMEOUT_S) if timeout_s else 0.0
 
 
 def _is_about_handle(request: _Request, error: ErrorInfo) -> bool:

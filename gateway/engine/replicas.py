@@ -22,28 +22,26 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
 from gevent import get_hub
 from msgspec.structs import replace
 
-from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.base import Report, RoutedOptions, Subscriber, remaining_s
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.engine_list import EngineList
 from gateway.engine.failover import (
-    Failover,
     FailoverAction,
     FailoverEvent,
     FailoverState,
     usage_after_moves,
 )
 from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
+from gateway.engine.replicated_request import ReplicatedRequest
 from gateway.engine.routing import (
     PrefixHash,
     Reason,
-    ReplicaLoad,
     RoutingDecision,
     prefix_hashes,
 )
@@ -61,7 +59,7 @@ from protocol.errors import (
     error_from,
 )
 from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused, Usage
+from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
@@ -79,51 +77,6 @@ BUSY_CODES = frozenset(
     for kind in (Overloaded, LimitReached, QueueTimeout, Draining, EngineNotReady, EngineLost)
 )
 """Codes of refusals that hold for one replica only."""
-MIN_TIMEOUT_S = 0.001
-"""Timeout that is sent when no time remains. It is not 0, because 0 means no limit."""
-
-
-@dataclass(slots=True, eq=False)
-class _ReplicatedRequest:
-    """A caller's open request."""
-
-    #: The number that `generate` returned to the caller.
-    number: int
-    prompt: Int32
-    params: SamplingParams
-    subscriber: Subscriber
-    options: RoutedOptions
-    hashes: list[PrefixHash]
-    #: The session's name, with its namespace; "": none.
-    session: str
-    #: Digest of the model that computes the request.
-    digest: str
-    failover: Failover = field(default_factory=Failover)
-    #: The replica that has the request, and the request's number there.
-    replica: ConnectedReplica | None = None
-    inner: int = 0
-    #: The load of that replica, if it has not answered the request yet, and what it counts.
-    unanswered: ReplicaLoad | None = None
-    num_uncached: int = 0
-    #: Numbers of replicas that have refused the request, or were lost with it.
-    tried: set[int] = field(default_factory=set)
-    #: Tokens of the answer that the caller has received.
-    answer: list[int] = field(default_factory=list)
-    num_losses: int = 0
-    first_usage: Usage | None = None
-    #: The report that is emitted if no replica takes the request.
-    refusal: Report | None = None
-    #: Whether `abort_by_label` has named the request, so that it must not be moved.
-    is_stopped: bool = False
-    #: Whether it was therefore ended here, because no replica had it.
-    has_been_stopped: bool = False
-    arrived_at: float = field(default_factory=time.monotonic)
-    stranded_at: float = 0.0
-    on_freed: Callable[[], None] | None = None
-
-    @property
-    def labels(self) -> set[str]:
-        return set(self.options.get("labels", []))
 
 
 class ReplicatedClient:
@@ -149,7 +102,7 @@ class ReplicatedClient:
         self._replicas = ReplicaSet(engines, new_client)
         self._failover_s = failover_s
         self._on_routed, self._on_moved = on_routed, on_moved
-        self._requests: dict[int, _ReplicatedRequest] = {}
+        self._requests: dict[int, ReplicatedRequest] = {}
         self._next_number = 1
         #: The last prompt, its namespace, and where it was sent, for its other choices.
         self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
@@ -252,7 +205,7 @@ class ReplicatedClient:
         if params.seed is None:  # an engine would draw one that no other engine knows
             params = replace(params, seed=secrets.randbits(63))
         namespace, session = options.get("namespace", ""), options.pop("session", "")
-        request = _ReplicatedRequest(
+        request = ReplicatedRequest(
             number=self._next_number,
             prompt=ids,
             params=params,
@@ -268,7 +221,7 @@ class ReplicatedClient:
         self._requests[request.number] = request
         return request.number
 
-    def _unplaced_error(self, request: _ReplicatedRequest) -> ServingError:
+    def _unplaced_error(self, request: ReplicatedRequest) -> ServingError:
         """Return the error of a new request that was sent to no replica."""
         if isinstance(request.refusal, Refused):
             return error_from(request.refusal.error)
@@ -316,7 +269,7 @@ class ReplicatedClient:
 
     # ---- choosing a replica
 
-    def _place(self, request: _ReplicatedRequest) -> bool:
+    def _place(self, request: ReplicatedRequest) -> bool:
         """Send the request to the best replica that was not tried. Return False if none takes it.
 
         This is also called in gevent's hub, so it does not block.
@@ -341,7 +294,7 @@ class ReplicatedClient:
             return True
         return False
 
-    def _choose(self, request: _ReplicatedRequest) -> RoutingDecision | None:
+    def _choose(self, request: ReplicatedRequest) -> RoutingDecision | None:
         if request.num_losses:
             excluded = self._replicas.unfit_to_continue(request.digest)
         else:
@@ -362,7 +315,7 @@ class ReplicatedClient:
         return found
 
     def _options_for(
-        self, request: _ReplicatedRequest, replica: ConnectedReplica, now: float
+        self, request: ReplicatedRequest, replica: ConnectedReplica, now: float
     ) -> RoutedOptions:
         """Return the options for this replica: with its part of the account's limits, the time that
         is left, and the answer so far if another replica had accepted the request."""
@@ -372,15 +325,19 @@ class ReplicatedClient:
             options["account"] = self._replicas.part_of(account, replica)
         if request.num_losses:
             elapsed_s = now - request.arrived_at
-            options["timeout_s"] = _remaining_s(options.get("timeout_s", 0.0), elapsed_s)
+            options["timeout_s"] = remaining_s(options.get("timeout_s", 0.0), elapsed_s)
             queue_s = 0.0 if request.answer else options.get("queue_timeout_s", 0.0)
-            options["queue_timeout_s"] = _remaining_s(queue_s, elapsed_s)
+            options["queue_timeout_s"] = remaining_s(queue_s, elapsed_s)
             if request.failover.state is not FailoverState.SENT:
                 options["answer"] = Int32.of(request.answer)
         return options
 
-    def _note_sent(self, request: _ReplicatedRequest, decision: RoutingDecision) -> None:
-        is_repeated = self._last is not None and self._last[0] is request.prompt
+    def _note_sent(self, request: ReplicatedRequest, decision: RoutingDecision) -> None:
+        is_repeated = (
+            self._last is not None
+            and self._last[0] is request.prompt
+            and self._last[3].replica == decision.replica
+        )
         num_cached = len(request.prompt) if is_repeated else decision.num_cached
         request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
         self._replicas.router.on_sent(
@@ -396,13 +353,13 @@ class ReplicatedClient:
 
     # ---- events
 
-    def _answered(self, request: _ReplicatedRequest, *, is_accepted: bool) -> None:
+    def _answered(self, request: ReplicatedRequest, *, is_accepted: bool) -> None:
         """Update the load of the replica that the request was sent to."""
         load, request.unanswered = request.unanswered, None
         if load is not None:
             load.on_answered(request.num_uncached, is_accepted=is_accepted)
 
-    def _on_report(self, request: _ReplicatedRequest, report: Report) -> None:
+    def _on_report(self, request: ReplicatedRequest, report: Report) -> None:
         """Handle a report of the replica that has the request."""
         if type(report) is Output:
             if report.finish is None:
@@ -421,7 +378,7 @@ class ReplicatedClient:
             self._answered(request, is_accepted=False)
             self._on_refused(request, report)
 
-    def _on_tokens(self, request: _ReplicatedRequest, output: Output) -> None:
+    def _on_tokens(self, request: ReplicatedRequest, output: Output) -> None:
         if output.usage is not None:
             output = self._merged(request, output)
             request.first_usage = request.first_usage or output.usage
@@ -431,7 +388,7 @@ class ReplicatedClient:
         else:
             self._on_event(request, FailoverEvent.TOKENS, output)
 
-    def _merged(self, request: _ReplicatedRequest, output: Output) -> Output:
+    def _merged(self, request: ReplicatedRequest, output: Output) -> Output:
         """Return `output` with the usage of a request that was moved."""
         if output.usage is None or not request.num_losses:
             return output
@@ -440,7 +397,7 @@ class ReplicatedClient:
             output, usage=usage_after_moves(output.usage, request.first_usage, elapsed_s)
         )
 
-    def _on_refused(self, request: _ReplicatedRequest, refused: Refused) -> None:
+    def _on_refused(self, request: ReplicatedRequest, refused: Refused) -> None:
         replica, is_accepted = request.replica, request.failover.state is FailoverState.MOVED
         assert replica is not None
         if request.options.get("is_first", True):
@@ -457,7 +414,7 @@ class ReplicatedClient:
         request.refusal = _shorter_wait(request.refusal, refused)
         self._on_event(request, FailoverEvent.BUSY)
 
-    def _on_loss(self, request: _ReplicatedRequest, output: Output) -> None:
+    def _on_loss(self, request: ReplicatedRequest, output: Output) -> None:
         """Move the request of a replica that was lost."""
         replica = request.replica
         request.num_losses += 1
@@ -473,13 +430,13 @@ class ReplicatedClient:
         else:
             self._on_event(request, FailoverEvent.LOST)
 
-    def _stop(self, request: _ReplicatedRequest) -> None:
+    def _stop(self, request: ReplicatedRequest) -> None:
         """End a request that was aborted by label and that no replica has."""
         request.has_been_stopped = True
         end = Output(request=request.number, finish="abort")
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
-    def _give_up(self, request: _ReplicatedRequest, why: str) -> None:
+    def _give_up(self, request: ReplicatedRequest, why: str) -> None:
         end = Output(
             request=request.number,
             finish="error",
@@ -488,7 +445,7 @@ class ReplicatedClient:
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
     def _on_event(
-        self, request: _ReplicatedRequest, event: FailoverEvent, report: Report | None = None
+        self, request: ReplicatedRequest, event: FailoverEvent, report: Report | None = None
     ) -> None:
         """Change the request's state and perform the action that follows."""
         action = request.failover.on(event)
@@ -506,7 +463,7 @@ class ReplicatedClient:
             case FailoverAction.FREE if request.on_freed is not None:
                 request.on_freed()
 
-    def _move(self, request: _ReplicatedRequest, event: FailoverEvent) -> None:
+    def _move(self, request: ReplicatedRequest, event: FailoverEvent) -> None:
         """Send the request to another replica."""
         was_open = request.failover.state is FailoverState.MOVED
         if self._place(request):
@@ -524,8 +481,3 @@ def _shorter_wait(known: Report | None, refused: Refused) -> Report:
         return refused
     waits = [each.error.retry_after_s or 0.0 for each in (known, refused)]
     return known if waits[0] <= waits[1] else refused
-
-
-def _remaining_s(timeout_s: float, elapsed_s: float) -> float:
-    """Return the rest of a timeout; 0 if there is no timeout."""
-    return max(timeout_s - elapsed_s, MIN_TIMEOUT_S) if timeout_s else 0.0

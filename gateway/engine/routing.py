@@ -29,9 +29,9 @@ from protocol.arrays import Int32
 from protocol.stats import EngineLoad
 
 LOAD_WEIGHT = 0.5
-"""How many expected cached tokens outweigh one token of load. It is less than 1, because a prompt
-that is computed on a second replica also evicts blocks there, and because part of the tokens in a
-queue will be found in the cache."""
+"""Cached tokens that count as much as one token of load. It is less than 1, because a prompt that
+is computed on a second replica also evicts blocks there, and because part of the tokens in a queue
+will be found in the cache."""
 RUNNING_TOKENS = 16
 """Load of one open request, in tokens: each takes part in many steps after its prompt."""
 SCAN_LIMIT = 32
@@ -91,9 +91,8 @@ def prefix_hashes(prompt: Int32, namespace: str, block_tokens: int) -> list[Pref
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What is known of a replica's load: its last report, plus what was sent since."""
+    """The load of a replica: its last report, plus the requests that were sent since."""
 
-    name: str
     #: Requests that are running or waiting, and the tokens to compute before a new prompt's turn:
     #: from the replica's last report, plus the requests that it has accepted since.
     num_open: int = 0
@@ -217,7 +216,7 @@ class PrefixRouter:
         cache_tokens   size of its prefix cache in tokens
         """
         number, self._next_number = self._next_number, self._next_number + 1
-        self.loads[number] = ReplicaLoad(name)
+        self.loads[number] = ReplicaLoad()
         self._caches[number] = _ImitatedCache(cache_tokens)
         salt = blake2b(name.encode(), digest_size=_HASH_BYTES).digest()
         self._salts[number] = int.from_bytes(salt)

@@ -161,7 +161,7 @@ class GatewaySeries:
         )
         self.routed = self._counter(
             "tidegate_routed_requests",
-            "Engine requests sent to one of several replicas, by the reason for its choice",
+            "Prompts sent to one of several replicas, by the reason for its choice",
             "reason",
         )
         self.moved = self._counter(

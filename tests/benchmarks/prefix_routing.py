@@ -39,7 +39,7 @@ LEAST_RATIO = 1.8
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What one request measured."""
+    """The measurements of one request."""
 
     cached_tokens: int
     first_token_s: float

@@ -70,7 +70,7 @@ class Period:
 
 @dataclass
 class MeasuredLoad:
-    """What the clients of a real server saw."""
+    """The measurements of the clients of a real server."""
 
     recorder: LoadRecorder
     period: Period

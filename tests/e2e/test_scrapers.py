@@ -1,4 +1,4 @@
-"""What endpoint pickers and autoscalers read from `/metrics` of a server with the real model."""
+"""The metrics of a server with the real model that endpoint pickers and autoscalers read."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ WORDS = [
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """What a client received of one stream."""
+    """One stream, as its client received it."""
 
     #: Token ids of each choice.
     tokens: dict[int, list[int]] = field(default_factory=dict)

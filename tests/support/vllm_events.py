@@ -68,7 +68,7 @@ def kind_of(event: Any) -> str:
 
 
 class CacheMirror:
-    """What a router knows of one server's prefix cache: the blocks reported and not removed.
+    """A router's copy of one server's prefix cache: the blocks reported and not removed.
 
     The blocks of each event are hashed again from its tokens, so a wrong parent, a wrong token or a
     block of another namespace raises AssertionError.

@@ -16,9 +16,10 @@ from protocol.config.gateway import GatewayConfig
 from protocol.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
 from tests.support.scripted_engine import EOS, byte_tokenizer
 from tools.__main__ import build_parser
-from tools.commands.serve import Plan, plan
+from tools.commands.serve import plan
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.processes.serve_plan import ServePlan
 from tools.processes.topology import with_model
 from worker.loading.errors import UnusableModel
 from worker.startup.card import UNKNOWN_CONTEXT, main, text_card
@@ -98,7 +99,7 @@ def test_a_file_that_is_no_card_is_refused(tmp_path: Path) -> None:
 
 
 # ---- sampling defaults
-def serve(*words: str) -> Plan:
+def serve(*words: str) -> ServePlan:
     return plan(vars(build_parser().parse_args(["serve", *words])))
 
 

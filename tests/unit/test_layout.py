@@ -14,16 +14,17 @@ from protocol.config.engine import EngineConfig
 from protocol.sockets import check_address, engine_address, run_directory
 from tools.__main__ import build_parser
 from tools.commands import engine as solo
-from tools.commands.serve import Plan, commands, plan
+from tools.commands.serve import commands, plan
 from tools.failure import Failure
 from tools.processes.run_lock import RUN_KEY
+from tools.processes.serve_plan import ServePlan
 from tools.processes.topology import num_gpus
 
 FAR = ("--prefill", "tcp://a:1", "--prefill", "tcp://b:1", "--decode", "tcp://c:1")
 KEYED = ("--cluster-key", "some.key")
 
 
-def serve(*words: str) -> Plan:
+def serve(*words: str) -> ServePlan:
     return plan(vars(build_parser().parse_args(["serve", *words])))
 
 
@@ -32,7 +33,7 @@ def engine(*words: str) -> EngineConfig:
     return solo.plan(options)[1]
 
 
-def names(made: Plan) -> list[str]:
+def names(made: ServePlan) -> list[str]:
     return [command.name for command in commands(made, lock=0)]
 
 

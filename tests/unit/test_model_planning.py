@@ -11,8 +11,9 @@ from protocol.facts import GIB
 from protocol.sockets import engine_address
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import build_parser
-from tools.commands.serve import Plan, commands, plan
+from tools.commands.serve import commands, plan
 from tools.failure import Failure
+from tools.processes.serve_plan import ServePlan
 from tools.processes.several_models import (
     PlannedModels,
     hosting,
@@ -22,7 +23,7 @@ from tools.processes.several_models import (
 )
 
 
-def serve(*words: str) -> Plan:
+def serve(*words: str) -> ServePlan:
     return plan(vars(build_parser("serve").parse_args(["serve", *words])))
 
 
@@ -37,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in paths]
 
 
-def planned(made: Plan) -> PlannedModels:
+def planned(made: ServePlan) -> PlannedModels:
     return plan_models(made.models, made.gateway.models, made.serve)
 
 

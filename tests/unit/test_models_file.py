@@ -8,8 +8,9 @@ import pytest
 
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import build_parser
-from tools.commands.serve import Plan, plan
+from tools.commands.serve import plan
 from tools.failure import Failure
+from tools.processes.serve_plan import ServePlan
 from tools.processes.several_models import plan_models
 
 SEVERAL = """
@@ -38,7 +39,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def serve(*words: str) -> Plan:
+def serve(*words: str) -> ServePlan:
     return plan(vars(build_parser("serve").parse_args(["serve", *words])))
 
 

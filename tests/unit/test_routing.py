@@ -147,7 +147,7 @@ def test_a_session_stays_with_its_replica_although_another_has_the_prefix() -> N
 
 
 def test_a_request_counts_once_between_sending_and_the_next_report() -> None:
-    load = ReplicaLoad("a")
+    load = ReplicaLoad()
     load.on_sent(100)
     assert load.tokens == 100 + RUNNING_TOKENS
     load.on_report(EngineLoad(0, 0, 0))  # sent before the replica received the request
@@ -159,7 +159,7 @@ def test_a_request_counts_once_between_sending_and_the_next_report() -> None:
 
 
 def test_a_refused_request_does_not_count() -> None:
-    load = ReplicaLoad("a")
+    load = ReplicaLoad()
     load.on_sent(100)
     load.on_answered(100, is_accepted=False)
     assert load.tokens == 0

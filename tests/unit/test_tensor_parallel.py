@@ -1,4 +1,4 @@
-"""What each rank of a tensor parallel group has, needs and is started with. No rank is started."""
+"""Share, memory and command of each rank of a tensor parallel group. No rank is started."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Post = Callable[[Callable[[float], list[PlacementAction]]], object]
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """What is the same for all engines of a launcher."""
+    """The settings that all engines of a launcher share."""
 
     need: Resources
     #: Arguments of `tidegate engine`, without address and key.

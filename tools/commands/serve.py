@@ -15,7 +15,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import msgspec
 
 from protocol import api_keys
 from protocol.cluster_key import write_cluster_key
-from protocol.config.cluster import ClusterConfig
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
@@ -43,7 +42,7 @@ from tools.cluster.command import (
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build
-from tools.http.web import KEY_VARIABLE, WebServer, local_url
+from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import (
@@ -61,8 +60,8 @@ from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
+from tools.processes.serve_plan import ServePlan, banner
 from tools.processes.several_models import (
-    PlannedModels,
     check_shared,
     engines_of_models,
     hosting,
@@ -77,7 +76,6 @@ from tools.processes.start_checks import (
 )
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import (
-    Engines,
     check_reachable,
     engines_of,
     num_gpus,
@@ -140,44 +138,13 @@ REPLICAS = "the engines"
 """The group of the engines of --replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The server to start: the configs of its processes, and its run directory."""
-
-    #: One engine as the options describe it. `engines` are the ones to start.
-    engine: EngineConfig
-    gateway: GatewayConfig
-    serve: ServeConfig
-    directory: Path
-    #: The supervisor's own API key for readiness checks; "" if the server has no keys.
-    key: str = ""
-    num_gpus: int = 0
-    #: The engines of models that are loaded and unloaded while the server runs, by the models'
-    #: names; empty if there is one model that is always loaded.
-    models: Mapping[str, EngineConfig] = field(default_factory=dict)
-    #: The same models after their files were checked.
-    planned: PlannedModels | None = None
-    #: The launcher of --cluster; None: there is none.
-    cluster: ClusterConfig | None = None
-
-    @property
-    def engines(self) -> Engines:
-        if self.models:
-            return {f"engine {name}": engine for name, engine in self.models.items()}
-        return engines_of(self.serve, self.engine, self.directory, self.num_gpus)
-
-    @property
-    def url(self) -> str:
-        return local_url(self.gateway.host, self.gateway.port)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
 
-def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
+def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
     """Return the plan that the options describe.
 
     style   format of the log lines of all processes
@@ -233,7 +200,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> Plan:
         response_store=store,
         metrics_directory=str(directory / run_lock.METRICS),
     )
-    return Plan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
+    return ServePlan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -253,7 +220,7 @@ def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
     )
 
 
-def commands(plan: Plan, *, lock: int) -> list[Command]:
+def commands(plan: ServePlan, *, lock: int) -> list[Command]:
     """Return the commands that start the child processes, in the order in which a drain stops them.
 
     lock   descriptor of the lock of the run directory, which the children inherit
@@ -262,7 +229,7 @@ def commands(plan: Plan, *, lock: int) -> list[Command]:
     return [gateway_command(plan, lock), *engine_commands(plan, lock), *launchers]
 
 
-def engine_commands(plan: Plan, lock: int) -> list[Command]:
+def engine_commands(plan: ServePlan, lock: int) -> list[Command]:
     group = REPLICAS if plan.serve.replicas > 1 else ""
     groups = list(plan.models) or [group] * len(plan.engines)
     return [
@@ -271,7 +238,7 @@ def engine_commands(plan: Plan, lock: int) -> list[Command]:
     ]
 
 
-def gateway_command(plan: Plan, lock: int) -> Command:
+def gateway_command(plan: ServePlan, lock: int) -> Command:
     # gunicorn adds the working directory to sys.path. The run directory contains no Python files.
     conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
     return Command(
@@ -331,7 +298,7 @@ def run(options: argparse.Namespace) -> int:
         return _serve(checked, start.children, lock, started, terminal)
 
 
-def _describe(lock: int, plan: Plan, names: Sequence[str | None]) -> None:
+def _describe(lock: int, plan: ServePlan, names: Sequence[str | None]) -> None:
     """Write the server's URL and the models' names into the lock, for other tools to find.
 
     names   names of the model, if there is only one
@@ -363,7 +330,7 @@ def _check_gateway(config: GatewayConfig) -> None:
         raise Failure(done.error, exit_code=ExitCode.USAGE)
 
 
-def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
+def _with_model_path(plan: ServePlan, terminal: Terminal) -> ServePlan:
     """Download the model if necessary, and return the plan with the model's path. Raises Failure if
     the model cannot be found or downloaded."""
     render_only = plan.serve.render_only
@@ -385,7 +352,7 @@ def _with_model_path(plan: Plan, terminal: Terminal) -> Plan:
     return replace(plan, engine=engine)
 
 
-def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -> Plan:
+def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
     """Check whether the model can be served, and return the plan with the gateway's final config.
 
     The processes are started meanwhile, each as soon as its config is known. Raises Failure if the
@@ -420,7 +387,7 @@ def _check_model(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -
     return checked
 
 
-def _check_models(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) -> Plan:
+def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
     """Do the same for the models in `plan.models`. Their engines are started after the check,
     because it decides the size of their K/V caches."""
     planned = plan_models(plan.models, plan.gateway.models, plan.serve)
@@ -445,7 +412,7 @@ def _check_models(plan: Plan, start: GatedStart, lock: int, terminal: Terminal) 
 
 
 def _serve(
-    plan: Plan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
+    plan: ServePlan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
@@ -458,7 +425,7 @@ def _serve(
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])
-        terminal.show(_banner(plan, model, time.monotonic() - started))
+        terminal.show(banner(plan, model, time.monotonic() - started))
 
     return supervise(
         commands(plan, lock=lock),
@@ -477,50 +444,6 @@ def _serve(
         ),
         on_ready=show_banner,
     )
-
-
-def _banner(plan: Plan, model: str | None, seconds: float) -> str:
-    if plan.serve.render_only:
-        return f"""
-Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
-
-Press Ctrl-C to stop.
-"""
-    header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return f"""
-Tidegate serves {", ".join(plan.models) or model} at {plan.url}  (ready in {seconds:.1f} s)
-
-  curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
-    -d '{body}'
-
-  tidegate chat --url {plan.url}
-{_addresses(plan)}
-
-Press Ctrl-C to stop.
-"""
-
-
-def _addresses(plan: Plan) -> str:
-    """Return the banner's lines with the addresses of the engines."""
-    if plan.models:
-        return "\n".join(f"  ZeroMQ: {e.address}  {name}" for name, e in plan.models.items())
-    if plan.cluster:
-        return f"  engines: placed by Ray; their addresses are in {plan.gateway.engines_file}"
-    if plan.gateway.engines_file:
-        return f"  engines: those in {plan.gateway.engines_file}"
-    if plan.gateway.engines:
-        return "\n".join(f"  ZeroMQ: {address}" for address in plan.gateway.engines)
-    if not plan.gateway.decode:
-        return f"  ZeroMQ: {plan.gateway.engine}"
-    threads = {}
-    if plan.serve.split:
-        threads = {c.address: f" ({c.worker.threads} threads)" for c in plan.engines.values()}
-    lines = [f"  prompts computed by {a}{threads.get(a, '')}" for a in plan.gateway.prefill]
-    lines += [f"  answers computed by {a}{threads.get(a, '')}" for a in plan.gateway.decode]
-    if plan.serve.split:
-        lines.append(f"  ZeroMQ: {plan.engine.address}")
-    return "\n".join(lines)
 
 
 def _folder_of(room: str) -> Path:

@@ -119,7 +119,7 @@ FleetAction = LoadModel | DrainModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """What the loaded models may use together."""
+    """The limits on all loaded models together."""
 
     #: Memory that all models together may use; 0: not limited.
     memory_bytes: int = 0

@@ -1,0 +1,58 @@
+"""One open request of a server with replicas: what was sent, where it is, and its answer so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.failover import Failover
+from gateway.engine.replica_set import ConnectedReplica
+from gateway.engine.routing import PrefixHash, ReplicaLoad
+from protocol.arrays import Int32
+from protocol.messages import Usage
+from protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class ReplicatedRequest:
+    """A caller's open request."""
+
+    #: The number that `generate` returned to the caller.
+    number: int
+    prompt: Int32
+    params: SamplingParams
+    subscriber: Subscriber
+    options: RoutedOptions
+    hashes: list[PrefixHash]
+    #: The session's name, with its namespace; "": none.
+    session: str
+    #: Digest of the model that computes the request.
+    digest: str
+    failover: Failover = field(default_factory=Failover)
+    #: The replica that has the request, and the request's number there.
+    replica: ConnectedReplica | None = None
+    inner: int = 0
+    #: The load of that replica, if it has not answered the request yet, and what it counts.
+    unanswered: ReplicaLoad | None = None
+    num_uncached: int = 0
+    #: Numbers of replicas that have refused the request, or were lost with it.
+    tried: set[int] = field(default_factory=set)
+    #: Tokens of the answer that the caller has received.
+    answer: list[int] = field(default_factory=list)
+    num_losses: int = 0
+    first_usage: Usage | None = None
+    #: The report that is emitted if no replica takes the request.
+    refusal: Report | None = None
+    #: Whether `abort_by_label` has named the request, so that it must not be moved.
+    is_stopped: bool = False
+    #: Whether it was therefore ended here, because no replica had it.
+    has_been_stopped: bool = False
+    arrived_at: float = field(default_factory=time.monotonic)
+    stranded_at: float = 0.0
+    on_freed: Callable[[], None] | None = None
+
+    @property
+    def labels(self) -> set[str]:
+        return set(self.options.get("labels", []))
