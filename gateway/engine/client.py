@@ -76,7 +76,7 @@ def _nothing() -> None:
 class ConnectedEngine:
     """One engine: its role and the client that is connected to it."""
 
-    #: "prefill" or "decode"; "" if there is only one engine.
+    #: "replica", "prefill" or "decode"; "" if there is only one engine.
     role: str
     client: ZmqEngineClient
 
