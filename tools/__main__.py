@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
 from tools.flags import OneLineParser
 from tools.other_servers import OPTIONS
@@ -26,7 +27,7 @@ from tools.terminal import Terminal, log_style
 DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a plain CPU."
 
 BENCH_STEP = "bench step"
-STARTERS = ("serve", "engine")
+STARTERS = ("serve", "engine", "config")
 """Commands that start engines. Their errors name replacements for options of other servers."""
 
 EXAMPLES = """\
@@ -55,6 +56,7 @@ class Tool(Protocol):
 
 COMMANDS = {
     "serve": "start a server",
+    "config": "show the options of a server, and where each comes from",
     "chat": "chat with a server",
     "status": "show whether a server is ready and how busy it is",
     "top": "watch an engine and its open requests",
@@ -144,18 +146,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         build_parser().print_help()
         return 0
-    log_format = None
+    log_format = settings = None
     try:
         _check_command(words)
         parser = build_parser(*([words[0]] if words[0] in COMMANDS else []))
         options, unknown = parser.parse_known_args(words)
         if unknown:
             options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
+        options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it
         code: int = options.run(options)
         sys.stdout.flush()
     except Failure as failure:
-        Terminal(log_style(log_format)).fail(str(failure))
+        origin = origin_note(str(failure), settings) if settings is not None else ""
+        Terminal(log_style(log_format)).fail(f"{failure}{origin}")
         return failure.exit_code
     except BrokenPipeError:  # the reader of stdout has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

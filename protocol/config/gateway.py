@@ -45,7 +45,9 @@ ExpectedCard = Annotated[
 ServedNames = Annotated[
     list[str], about("model name in the API; repeat for aliases. Default: the model's own")
 ]
-ChatTemplate = Annotated[str, about("file with a chat template to use in place of the model's own")]
+ChatTemplate = Annotated[
+    str, about("file with a chat template to use in place of the model's own", path=True)
+]
 DefaultTemplateKwargs = Annotated[
     str, about("JSON object of chat template variables for requests that do not set them")
 ]
@@ -155,13 +157,17 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = 1
     api_keys: Annotated[
         str,
-        about("file with the clients' API keys, made by `tidegate keys`; reloaded when it changes"),
+        about(
+            "file with the clients' API keys, made by `tidegate keys`; reloaded when it changes",
+            path=True,
+        ),
     ] = ""
     api_key: Annotated[
         list[str],
         about(
             "API key with all permissions; repeat for several. Prefer $TIDEGATE_API_KEY, "
-            "which is not visible in `ps`"
+            "which is not visible in `ps`",
+            secret=True,
         ),
     ] = []
     api_key_digests: Annotated[
@@ -268,7 +274,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores responses, shared by all gateways; none: do not store "
-            "them. Default: responses/PORT.db in $TIDEGATE_HOME"
+            "them. Default: responses/PORT.db in $TIDEGATE_HOME",
+            path=True,
         ),
     ] = ""
     response_store_mib: Annotated[

@@ -87,14 +87,16 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         str,
         about(
             "file with addresses of running engines, one per line; read again when it changes, so "
-            "engines can be added and removed"
+            "engines can be added and removed",
+            path=True,
         ),
     ] = ""
     models: Annotated[
         str,
         about(
             "file with several models in place of MODEL: TOML tables [[model]] with path, name, "
-            "alias, and options of this command (docs/several-models.md)"
+            "alias, and options of this command (docs/several-models.md)",
+            path=True,
         ),
     ] = ""
     load: Annotated[

@@ -211,7 +211,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory that keeps computed blocks across restarts, for its owner only; servers may "
-            "share it. Default: none"
+            "share it. Default: none",
+            path=True,
         ),
     ] = ""
     kv_disk_gib: Annotated[

@@ -106,6 +106,7 @@ ENVIRONMENT = {
     # Commands of the command line.
     "tools/commands/bench.py": "the API key",
     "tools/commands/chat.py": "the API key",
+    "tools/commands/config.py": "the API key",
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",

@@ -25,6 +25,7 @@ from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.commands.serve import engine_command
+from tools.config_file import add_config_option
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import ServerReadiness
@@ -63,7 +64,8 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, default=DEFAULT)
+    add_model(parser)
+    add_config_option(parser, CONFIGS)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
@@ -82,9 +84,8 @@ def plan(
         solo = build(SoloConfig, options)
         directory = directory_of(solo.address)
         address = f"ipc://{directory / 'worker.sock'}"
-        worker = build(
-            WorkerConfig, options, model=options["model"], address=address, log_format=style
-        )
+        model = options["model"] or DEFAULT
+        worker = build(WorkerConfig, options, model=model, address=address, log_format=style)
         engine = build(EngineConfig, options, worker=worker, address=solo.address, log_format=style)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None

@@ -40,6 +40,7 @@ from tools.cluster.command import (
     with_cluster,
 )
 from tools.commands.models import add_model, resolve
+from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer
@@ -140,6 +141,7 @@ REPLICAS = "the engines"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
+    add_config_option(parser, CONFIGS, several=True)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
@@ -272,7 +274,7 @@ def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
-    api_key = [*(options.api_key or []), *([own] if own else [])]
+    api_key = api_keys_in_effect(options, own)
     terminal = Terminal(log_style(options.log_format))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
     libraries = EXTRAS.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
