@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
-from tools.flags import OneLineParser
+from tools.flags import OneLineParser, take_late_argument
 from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
 
@@ -57,6 +57,7 @@ class Tool(Protocol):
 COMMANDS = {
     "serve": "start a server",
     "config": "show the options of a server, and where each comes from",
+    "run": "print one answer of a model",
     "chat": "chat with a server",
     "status": "show whether a server is ready and how busy it is",
     "top": "watch an engine and its open requests",
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_command(words)
         parser = build_parser(*([words[0]] if words[0] in COMMANDS else []))
         options, unknown = parser.parse_known_args(words)
-        if unknown:
+        if unknown and not take_late_argument(options, unknown):
             options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
         options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it

@@ -155,6 +155,23 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
+    """Let the user give the optional last argument also after options. argparse looks for it only
+    where the arguments before it are."""
+    parser.set_defaults(late_argument=argument)
+
+
+def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
+    """Return whether the arguments that the parser did not recognise are the one of `allow_late`,
+    which is then stored in `options`."""
+    name = getattr(options, "late_argument", "")
+    is_it = len(unknown) == 1 and not unknown[0].startswith("-")
+    if not (name and is_it and getattr(options, name) is None):
+        return False
+    setattr(options, name, unknown[0])
+    return True
+
+
 @cache
 def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
     """Return the options for the fields of a config struct, in order of declaration, without

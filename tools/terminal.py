@@ -77,6 +77,18 @@ def _is_plain(char: str) -> bool:
     return unicodedata.east_asian_width(char) not in ("W", "F")
 
 
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0)]
+_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_UNSAFE = dict.fromkeys([*_CONTROLS, *_DIRECTIONS, 0x2028, 0x2029], "?")
+_UNSAFE = {code: mark for code, mark in _UNSAFE.items() if chr(code) not in "\n\t"}
+
+
+def safe_text(text: str) -> str:
+    """Return `text` with "?" in place of characters that could control the terminal: escape
+    sequences, and marks that change the direction of text. Lines and tabs stay."""
+    return text.translate(_UNSAFE)
+
+
 def cut(text: str, width: int) -> str:
     """Return `text`, shortened to `width` characters if it is longer. The last one is then an
     ellipsis."""

@@ -107,6 +107,8 @@ ENVIRONMENT = {
     "tools/commands/bench.py": "the API key",
     "tools/commands/chat.py": "the API key",
     "tools/commands/config.py": "the API key",
+    "tools/commands/run.py": "the API key",
+    "tools/processes/private_server.py": "a server's processes'",
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",

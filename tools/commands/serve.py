@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.lifeline import attach_if_supervised
 from protocol.log_lines import LogStyle
 from protocol.model_card import CardFile, read_card
 from protocol.model_card import write_card as write_card_file
@@ -273,6 +275,7 @@ def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
+    attach_if_supervised(signal.SIGTERM)  # started by `tidegate run`
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
     api_key = api_keys_in_effect(options, own)
     terminal = Terminal(log_style(options.log_format))

@@ -112,15 +112,20 @@ class WebServer:
     def first_model(self) -> str | None:
         """Return the name of the server's first model; None if no model server answers. Raises
         Failure if the API key is missing or wrong."""
+        return next(iter(self.models()), None)
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models; none if no model server answers. Raises Failure
+        if the API key is missing or wrong."""
         answer = self.get("/v1/models")
         if answer is not None and answer[0] == http.client.UNAUTHORIZED:
             raise Failure(f"{self.url} requires a valid API key; set --api-key or ${KEY_VARIABLE}")
         if answer is None or answer[0] != http.client.OK:
-            return None
+            return []
         try:
-            return str(json.loads(answer[1])["data"][0]["id"])
+            return [str(each["id"]) for each in json.loads(answer[1])["data"]]
         except (ValueError, LookupError, TypeError):
-            return None
+            return []
 
 
 def no_server(server: WebServer) -> Failure:
