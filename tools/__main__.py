@@ -80,6 +80,7 @@ COMMANDS = {
     "pull": "download a model",
     "quantize": "write a model as a smaller GGUF file",
     "rm": "remove models from the cache",
+    "completion": "print the completion script of a shell",
     "fetch-kernels": "fetch a FlashAttention library for GPUs",
 }
 """Name and summary of each command, in the order of `--help`."""

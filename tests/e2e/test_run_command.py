@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT, SIGKILL
 
@@ -23,12 +22,12 @@ SHORT = ["--max-tokens", "5", "--temperature", "0"]
 
 
 @pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give the test run directories of its own, and yield their parent."""
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the test run directories of its own, and return their parent."""
     directory = tmp_path / "run"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-    yield directory / f"tidegate-{os.getuid()}"
+    return directory / f"tidegate-{os.getuid()}"
 
 
 def run(*words: str, said: str = "") -> subprocess.CompletedProcess[str]:
