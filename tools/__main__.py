@@ -60,6 +60,7 @@ COMMANDS = {
     "run": "print one answer of a model",
     "chat": "chat with a server",
     "status": "show whether a server is ready and how busy it is",
+    "logs": "show the log of a running server",
     "top": "watch an engine and its open requests",
     "abort": "abort requests",
     "ps": "list servers, and processes and sockets left behind",

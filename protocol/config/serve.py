@@ -33,6 +33,15 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "text"
 
+    log_file_mib: Annotated[
+        int,
+        about(
+            "largest size of the log in the run directory, which `tidegate logs` shows; 0: none",
+            ge=0,
+            le=1 << 16,
+        ),
+    ] = 8
+
     @property
     def max_restarts(self) -> int:
         """The number of restarts allowed within five minutes; 0 if `restart` is off."""

@@ -34,6 +34,7 @@ from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.children import Child
+from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_kv_disk
 from tools.processes.topology import check_reachable, in_cluster, with_model
 from tools.processes.watch import supervise
@@ -134,17 +135,25 @@ def run(options: argparse.Namespace) -> int:
     check_key(engine.cluster_key)
     check_kv_disk(engine.worker.kv_disk)
     check_device(engine.worker.device)
-    with run_lock.holding(directory, IN_USE) as lock:
+    with (
+        run_lock.holding(directory, IN_USE) as lock,
+        keeping(directory, solo.log_file_mib, terminal) as log,
+    ):
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None
         engine = with_model(engine, path, draft_path)
         log_limits(check_models(engine.checked_workers).plans, terminal)
-        return _serve(solo, engine, lock, started, terminal)
+        return _serve(solo, engine, lock, started, terminal, log)
 
 
 def _serve(
-    solo: SoloConfig, engine: EngineConfig, lock: int, started: float, terminal: Terminal
+    solo: SoloConfig,
+    engine: EngineConfig,
+    lock: int,
+    started: float,
+    terminal: Terminal,
+    log: ServerLog,
 ) -> int:
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
@@ -165,6 +174,7 @@ def _serve(
         on_started=log_start,
         on_listening=lambda: None,
         on_ready=show_banner,
+        log=log,
     )
 
 

@@ -64,6 +64,7 @@ from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
 from tools.processes.serve_plan import ServePlan, banner
+from tools.processes.server_log import ServerLog, keeping
 from tools.processes.several_models import (
     check_shared,
     engines_of_models,
@@ -287,7 +288,10 @@ def run(options: argparse.Namespace) -> int:
         check_kv_disk(planned.engine.worker.kv_disk)
         check_device(planned.engine.worker.device)
     _check_gateway(planned.gateway)
-    with run_lock.holding(planned.directory) as lock:
+    with (
+        run_lock.holding(planned.directory) as lock,
+        keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
+    ):
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
         if planned.serve.split:
             key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
@@ -298,9 +302,9 @@ def run(options: argparse.Namespace) -> int:
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
         check = _check_models if found.models else _check_model
-        with GatedStart() as start, start.interruptible():
+        with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
-        return _serve(checked, start.children, lock, started, terminal)
+        return _serve(checked, start.children, lock, started, terminal, log)
 
 
 def _describe(lock: int, plan: ServePlan, names: Sequence[str | None]) -> None:
@@ -417,7 +421,12 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
 
 
 def _serve(
-    plan: ServePlan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
+    plan: ServePlan,
+    children: Sequence[Child],
+    lock: int,
+    started: float,
+    terminal: Terminal,
+    log: ServerLog,
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
@@ -448,6 +457,7 @@ def _serve(
             f"listening at {plan.url}" + ("; the model is loading" if loads else "")
         ),
         on_ready=show_banner,
+        log=log,
     )
 
 
