@@ -16,6 +16,7 @@ from gateway.api import admin
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
+from gateway.api.infill import routes as infill
 from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body
@@ -78,6 +79,7 @@ ROUTES: tuple[Route, ...] = (
     *resume_routes.routes,
     *anthropic.routes,
     *tokens.routes,
+    *infill.routes,
     *rendering.routes,
     *admin.routes,
     *own_routes,

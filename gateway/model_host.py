@@ -132,17 +132,26 @@ class ModelHost:
     def facts(self) -> ListedModel | None:
         """Return the facts about the model for a list of models. Before its engine has reported it,
         they come from the card of the expected model; without one the result is None."""
-        served = self._served
+        served, fills = self._served, None
         if served is not None:
-            root, max_len, created_at = served.card.name, served.limits.max_len, served.created_at
+            card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
+            fills = served.infill is not None
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
-            root, defaults, output_format = card.name, self.options.defaults_of(card), None
+            defaults, output_format = self.options.defaults_of(card), None
         else:
             return None
-        names = self.names or [root]
-        return ListedModel(names, root, self.state, created_at, max_len, defaults, output_format)
+        return ListedModel(
+            self.names or [card.name],
+            card,
+            self.state,
+            created_at,
+            max_len,
+            defaults,
+            output_format,
+            fills,
+        )
 
     @cached_property
     def _expected(self) -> tuple[ModelCard, int] | None:
@@ -401,8 +410,8 @@ class ListedModel:
     """The facts about a model, loaded or not, that lists of models contain."""
 
     names: Sequence[str]
-    #: The model's own name.
-    root: str
+    #: The model's card. If the model has not been loaded yet, it has no facts about weights.
+    card: ModelCard
     #: `ModelHost.state`.
     state: str
     #: When this process started to serve the model, in seconds since 1970.
@@ -412,6 +421,13 @@ class ListedModel:
     defaults: SamplingDefaults
     #: How answers are parsed; None if the model has not been prepared yet.
     output_format: ModelOutputFormat | None
+    #: Whether the model can fill in the middle; None if it has not been prepared yet.
+    fills_in_middle: bool | None
+
+    @property
+    def root(self) -> str:
+        """The model's own name."""
+        return self.card.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from gateway.formats.model_format import ModelOutputFormat, check_names
+from gateway.prompt.infill import InfillFormat, infill_format
 from gateway.prompt.kwargs import effective_kwargs
 from gateway.prompt.render import ChatRenderer
 from gateway.prompt.template import TemplateLoader
@@ -113,6 +114,8 @@ class ModelText:
     renderer: ChatRenderer
     #: The formats by which the model's output is parsed.
     output_format: ModelOutputFormat
+    #: How the model is prompted to fill in the middle; None if it has no tokens for that.
+    infill: InfillFormat | None
 
     @classmethod
     def from_card(
@@ -129,7 +132,7 @@ class ModelText:
             options.reasoning_format,
             teachable=renderer.omits_tools,
         )
-        return cls(card, tokenizer, renderer, output_format)
+        return cls(card, tokenizer, renderer, output_format, infill_format(card, tokenizer))
 
     def fits(self, card: ModelCard) -> bool:
         """Return whether `card` would give the same parts, because it differs from `self.card` only
@@ -163,6 +166,8 @@ class ServedModel:
     renderer: ChatRenderer
     #: The formats by which the model's output is parsed.
     output_format: ModelOutputFormat
+    #: How the model is prompted to fill in the middle; None if it has no tokens for that.
+    infill: InfillFormat | None
     #: Values for sampling parameters that a request does not set. They come from
     #: --default-sampling, or else from the model card.
     defaults: SamplingDefaults
@@ -193,6 +198,7 @@ class ServedModel:
             tokenizer=text.tokenizer,
             renderer=text.renderer,
             output_format=text.output_format,
+            infill=text.infill,
             defaults=options.defaults_of(card),
             default_kwargs=options.template_kwargs,
             fingerprint=fingerprint_of(card),

@@ -72,6 +72,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     root     the model's own name
     state    ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
     formats  absent if the model has not been loaded yet
+    fill_in_middle  whether the model can write the text between a prefix and a suffix; absent if
+                    the model has not been loaded yet
     """
 
     id: str
@@ -84,6 +86,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     default_sampling: SamplingInEffect
     formats: Formats | UnsetType = UNSET
+    fill_in_middle: bool | UnsetType = UNSET
 
 
 class Sleeping(msgspec.Struct, frozen=True):
@@ -235,6 +238,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         state=facts.state,
         default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
         formats=formats,
+        fill_in_middle=UNSET if facts.fills_in_middle is None else facts.fills_in_middle,
     )
 
 

@@ -9,7 +9,8 @@ GIL. `encode` does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, cast
@@ -95,6 +96,41 @@ class Tokenizer:
         Raises ContextTooLong if the text is too long. Raises InvalidRequest if the tokenizer cannot
         encode it, or if the model does not have one of the tokens.
         """
+        num_bytes = self._check_length(text, param)
+        with _failures_refused(param):
+            if offload is None or num_bytes < INLINE_BYTES:
+                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = offload(lambda: self._encode_long(text, add_special_tokens))
+        self._check_ids(ids, param)
+        return ids
+
+    def encode_pieces(
+        self, pieces: Sequence[str], *, offload: Offload | None = None, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Return the token ids of each piece of a text, encoded on its own and without special
+        tokens at its ends. Raises the errors of `encode` about the whole text."""
+        num_bytes = self._check_length("".join(pieces), param)
+        found: list[list[int]] = []
+
+        def encode() -> list[int]:
+            found.extend(
+                each.ids
+                for each in self._inner.encode_batch_fast([*pieces], add_special_tokens=False)
+            )
+            return []
+
+        with _failures_refused(param):
+            if offload is None or num_bytes < INLINE_BYTES:
+                encode()
+            else:
+                offload(encode)
+        for ids in found:
+            self._check_ids(ids, param)
+        return found
+
+    def _check_length(self, text: str, param: str) -> int:
+        """Return the length of a text in bytes. Raises ContextTooLong if it is too long."""
         num_bytes = _num_bytes(text, param)
         if num_bytes > self.max_text_bytes:
             raise ContextTooLong(
@@ -103,19 +139,7 @@ class Tokenizer:
                 f"{self.max_text_bytes:,} bytes are rejected",
                 param=param,
             )
-        try:
-            if offload is None or num_bytes < INLINE_BYTES:
-                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                ids = offload(lambda: self._encode_long(text, add_special_tokens))
-        except BaseException as error:  # foreign code: see `_is_failure`
-            if not _is_failure(error):
-                raise
-            raise InvalidRequest(
-                f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
-            ) from None
-        self._check_ids(ids, param)
-        return ids
+        return num_bytes
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         """Raise InvalidRequest if the tokenizer returned an id that the model does not have."""
@@ -211,6 +235,19 @@ def _load(data: bytes) -> tokenizers.Tokenizer:
     inner.no_truncation()
     inner.no_padding()
     return inner
+
+
+@contextmanager
+def _failures_refused(param: str) -> Iterator[None]:
+    """Raise InvalidRequest, naming `param`, if the library `tokenizers` fails inside the block."""
+    try:
+        yield
+    except BaseException as error:  # foreign code: see `_is_failure`
+        if not _is_failure(error):
+            raise
+        raise InvalidRequest(
+            f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
+        ) from None
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.model_card import SamplingDefaults
+from protocol.model_card import InfillTokens, SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.text import TOOL_USE, TextFacts
@@ -294,7 +294,28 @@ def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
         tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
         defaults=_defaults(fields),
         license=fields.text("general.license", "") or None,
+        infill_tokens=_infill_tokens(fields, len(tokens)),
     )
+
+
+INFILL_KEYS = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "repository": ("fim_rep",),
+    "file": ("fim_sep",),
+}
+"""Field of InfillTokens -> the names in `tokenizer.ggml.NAME_token_id`, the newest first."""
+
+
+def _infill_tokens(fields: Fields, num_tokens: int) -> InfillTokens:
+    found: dict[str, int] = {}
+    for role, names in INFILL_KEYS.items():
+        ids = (_token_id(fields, name, num_tokens) for name in names)
+        if (token_id := next((each for each in ids if each is not None), None)) is not None:
+            found[role] = token_id
+    return InfillTokens(**found)
 
 
 def _token_id(fields: Fields, name: str, num_tokens: int) -> int | None:

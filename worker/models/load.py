@@ -186,6 +186,7 @@ def _card(
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
         license=text.license,
+        infill_tokens=text.infill_tokens,
         numerics=numerics,
     )
 

@@ -81,8 +81,8 @@ def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
 
 def check_completion(body: CompletionBody) -> None:
     _check_common(body)
-    if body.suffix:
-        raise unsupported("suffix")
+    if body.suffix and body.echo:
+        raise InvalidRequest.at("echo", "not available with suffix")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest.at("max_tokens", "0 requires echo to be true")
 
