@@ -80,7 +80,7 @@ from protocol.messages import (
     Usage,
     Welcome,
 )
-from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.model_card import InfillTokens, ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import (
@@ -159,6 +159,7 @@ CARD = ModelCard(
     license="apache-2.0",
     tool_use_template="{{ tools }}",
     numerics="0f1e2d3c",
+    infill_tokens=InfillTokens(prefix=4, suffix=5, middle=6, pad=7, repository=8, file=9),
 )
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
