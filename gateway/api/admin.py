@@ -185,7 +185,7 @@ def metrics(service: Service, context: RequestContext) -> Response:
     parameters=(_VERSION, *_PAGE),
 )
 def models(service: Service, context: RequestContext) -> Response:
-    listed = _listed(service)
+    listed = listed_models(service)
     if VERSION_HEADER in request.headers:
         return json_response(model_page(listed, request.args))
     entries = [_model(facts, name) for name, facts in listed.items()]
@@ -200,7 +200,7 @@ def models(service: Service, context: RequestContext) -> Response:
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
-    listed = _listed(service)
+    listed = listed_models(service)
     if name not in listed:
         raise service.unknown_model(name)
     if VERSION_HEADER in request.headers:
@@ -208,7 +208,7 @@ def model(service: Service, context: RequestContext, name: str) -> Response:
     return json_response(_model(listed[name], name))
 
 
-def _listed(service: Service) -> dict[str, ListedModel]:
+def listed_models(service: Service) -> dict[str, ListedModel]:
     """Return the models to list, by all names. Raises the error of all requests if none can be
     described, because its engine has not reported it."""
     hosts = service.hosts

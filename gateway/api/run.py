@@ -21,7 +21,7 @@ from gateway.generation.group import ChoiceGroup, ClientGone
 from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import CollectSink, Sink
 from gateway.http.client_socket import HangUp, Outlet
-from gateway.http.sse import EventStream
+from gateway.http.sse import EVENTS, EventStream, StreamFormat
 from gateway.model_host import ModelUse
 from gateway.observe.timings import measure
 from gateway.service import Service
@@ -195,9 +195,11 @@ def stream(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
+    form: StreamFormat = EVENTS,
 ) -> EventStream:
-    """Send all choices to the engine, and return a streamed response. `make_sink` creates the sink
-    that writes to the response's outlet. Raises the engine's refusal, or ClientGone."""
+    """Send all choices to the engine, and return a streamed response in the format `form`.
+    `make_sink` creates the sink that writes to the response's outlet. Raises the engine's refusal,
+    or ClientGone."""
     runner = GenerationRunner(service, use, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
@@ -213,7 +215,7 @@ def stream(
         runner.close()
         context.close(200)
 
-    return _event_stream(service, runner.hang_up, attach, group.abandon, end)
+    return _event_stream(service, runner.hang_up, attach, group.abandon, end, form)
 
 
 def detached(
@@ -279,6 +281,7 @@ def _event_stream(
     attach: Callable[[Outlet], None],
     abandon: Callable[[], None],
     close: Callable[[], None],
+    form: StreamFormat = EVENTS,
 ) -> EventStream:
     """Return a streamed response that ends when `hang_up` detects that the client disconnected.
     `EventStream` describes the callbacks."""
@@ -289,6 +292,7 @@ def _event_stream(
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
         send_timeout_s=service.config.send_timeout_s,
+        form=form,
     )
     hang_up.then = response.hang_up
     return response

@@ -21,12 +21,18 @@ name, the variables of the rule."""
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """A stream of server-sent events, as the OpenAPI document describes it."""
+    """A stream of server-sent events or of lines, as the OpenAPI document describes it."""
 
-    #: Struct of each event's data.
+    #: Struct of each event's data or of each line, or a tuple of structs if there are several.
     chunk: Any
     #: The data of the last event, if it is not a chunk; otherwise "".
     ends_with: str = ""
+    #: Whether each item is a line of JSON, and no server-sent event.
+    is_lines: bool = False
+
+    @property
+    def chunks(self) -> tuple[Any, ...]:
+        return self.chunk if isinstance(self.chunk, tuple) else (self.chunk,)
 
 
 class Parameter(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ routes = Routes("llama.cpp", ErrorAnswer)
     about="Write the text between a prefix and a suffix, as llama.cpp does.",
     takes=(InfillBody,),
     gives=(InfillAnswer, dict[str, Any]),
-    streams=Stream(InfillChunk | InfillAnswer),
+    streams=Stream((InfillChunk, InfillAnswer)),
 )
 def infill(service: Service, context: RequestContext) -> Response:
     body, unknown = service.bodies.parse_known(request, InfillBody)
