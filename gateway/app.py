@@ -17,6 +17,8 @@ from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
 from gateway.api.infill import routes as infill
+from gateway.api.ollama import routes as ollama
+from gateway.api.ollama.responses import error_body as ollama_error_body
 from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body
@@ -53,6 +55,7 @@ CANNOT_START = "the gateway cannot start: "
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
+OLLAMA = "/api"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 CLOSING_STATUSES = (408, 413)
 """Statuses of responses after which the connection is always closed: the body is not complete."""
@@ -80,6 +83,7 @@ ROUTES: tuple[Route, ...] = (
     *anthropic.routes,
     *tokens.routes,
     *infill.routes,
+    *ollama.routes,
     *rendering.routes,
     *admin.routes,
     *own_routes,
@@ -262,6 +266,8 @@ def _response(fault: HTTPFault) -> Response:
     """Return the error response in the shape of the client's API."""
     if _is_anthropic():
         body = anthropic_error_body(fault, _context().request_id)
+    elif _is_below(OLLAMA):
+        body = ollama_error_body(fault)
     else:
         body = error_body(fault)
     may_be_unread = fault.status in UNREAD_STATUSES
