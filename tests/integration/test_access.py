@@ -190,6 +190,27 @@ def test_an_errors_shape_is_that_of_the_api_that_was_asked(gateway: GatewayProce
     assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
     _, _, anthropic = ask(gateway, "POST", "/v1/messages", x_api_key=WATCH)
     assert anthropic["error"]["type"] == "permission_error"
+    _, _, ollama = ask(gateway, "POST", "/api/chat")
+    assert ollama.keys() == {"error"}
+    assert "an API key is required" in ollama["error"]
+
+
+def test_only_admins_unload_a_model_through_ollamas_api(gateway: GatewayProcess):
+    def unload(key: str) -> Told:
+        body = b'{"model": "scripted", "keep_alive": 0}'
+        head = ("POST /api/generate HTTP/1.1", "Host: localhost", "Connection: close")
+        return sent(
+            gateway,
+            *head,
+            f"Authorization: Bearer {key}",
+            f"Content-Length: {len(body)}",
+            body=body,
+        )
+
+    status, _, result = unload(USER)
+    assert (status, "scope 'admin'" in result["error"]) == (403, True)
+    status, _, result = unload(BOSS)
+    assert (status, "keeps its only model loaded" in result["error"]) == (400, True)
 
 
 def test_a_request_without_a_key_is_refused_before_its_body_is_read(gateway: GatewayProcess):

@@ -130,6 +130,19 @@ def thinking_card(**changes: Any) -> ModelCard:
     return scripted_card(**(fields | changes))
 
 
+INFILL_MARKERS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+"""The markers of a model that fills in the middle. Their ids follow those of `MARKERS`."""
+
+
+def infill_card(**changes: Any) -> ModelCard:
+    """Return the card of a model that also fills in the middle, with `INFILL_MARKERS` as tokens."""
+    fields = {
+        "vocab_size": 259 + len(MARKERS) + len(INFILL_MARKERS),
+        "tokenizer": byte_tokenizer((*MARKERS, *INFILL_MARKERS)).to_str().encode(),
+    }
+    return thinking_card(**(fields | changes))
+
+
 def ids_of(text: str) -> list[int]:
     return list(text.encode())
 

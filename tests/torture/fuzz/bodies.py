@@ -20,7 +20,7 @@ from typing import Any
 import requests
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
+from tests.support.scripted_engine import ScriptedEngine, infill_card, text_reply
 from tests.torture.fuzz.outcome import Outcome, watched
 from tests.torture.fuzz.values import changed, damaged
 
@@ -104,6 +104,31 @@ GENERATION = {
     **{"request_id": "r-1", "cache_salt": "s", "priority": 1, "output_mode": "text"},
 }
 
+OPTIONS = {
+    **{"num_predict": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7},
+    **{"stop": ["zz"], "repeat_penalty": 1.1, "num_ctx": 4096, "mirostat": 0},
+}
+OLLAMA_CHAT = {
+    **{"model": "scripted", "options": OPTIONS, "keep_alive": "5m", "think": True, "stream": True},
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "messages": [
+        {"role": "user", "content": "hi", "images": []},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "hm",
+            "tool_calls": [{"function": {"name": "look", "arguments": {"at": 2}}}],
+        },
+        {"role": "tool", "tool_name": "look", "content": "a sea"},
+    ],
+}
+OLLAMA_TEXT = {"model": "scripted:latest", "prompt": "hi", "options": OPTIONS, "stream": False}
+GAP = {
+    **{"input_prefix": "def f():", "input_suffix": "f()", "prompt": "    ", "n_predict": 5},
+    **{"input_extra": [{"filename": "a.py", "text": "x = 1"}], "top_k": 3, "stream": True},
+    **{"response_fields": ["content", "timings/prompt_n"], "return_tokens": True, "stop": ["zz"]},
+}
+
 RECORDED: dict[str, list[Any]] = {
     CHAT: [
         CHAT_BODY,
@@ -113,7 +138,15 @@ RECORDED: dict[str, list[Any]] = {
     f"{CHAT}/batch": [{"messages": [PLAIN_CHAT["messages"]] * 2, "max_tokens": 3}],
     f"{CHAT}/input_tokens": [CHAT_BODY],
     f"{CHAT}/render": [CHAT_BODY],
-    COMPLETIONS: [COMPLETION, {"prompt": [104, 105], "stream": True, "suffix": None}],
+    COMPLETIONS: [COMPLETION, {"prompt": [104, 105], "stream": True, "suffix": "c"}],
+    "/infill": [GAP],
+    "/api/chat": [OLLAMA_CHAT, {"model": "scripted", "messages": [], "keep_alive": 1}],
+    "/api/generate": [
+        {**OLLAMA_TEXT, "system": "Be brief.", "format": SCHEMA, "context": [104, 105]},
+        {**OLLAMA_TEXT, "suffix": "b", "raw": True, "logprobs": True, "top_logprobs": 1},
+    ],
+    "/api/show": [{"model": "scripted"}, {"name": "scripted:latest"}],
+    "/api/pull": [{"model": "scripted", "stream": False}],
     f"{COMPLETIONS}/render": [COMPLETION],
     MESSAGES: [MESSAGE, {"model": "scripted", "max_tokens": 3, "messages": PLAIN_CHAT["messages"]}],
     f"{MESSAGES}/count_tokens": [MESSAGE],
@@ -135,7 +168,7 @@ answers of other routes."""
 def scripted_gateway() -> Iterator[GatewayProcess]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        with ScriptedEngine(address, card=thinking_card(), max_len=2048) as engine:
+        with ScriptedEngine(address, card=infill_card(), max_len=2048) as engine:
             engine.script = lambda generate: text_reply(ANSWER, size=9, marked=True)
             config: dict[str, Any] = {
                 "engine": address,
