@@ -12,7 +12,7 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api import admin
+from gateway.api import admin, web
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
@@ -86,6 +86,7 @@ ROUTES: tuple[Route, ...] = (
     *ollama.routes,
     *rendering.routes,
     *admin.routes,
+    *web.routes,
     *own_routes,
 )
 """The routes of all APIs."""
@@ -180,7 +181,7 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
     def finish_request(response: Response) -> Response:
         """Add the headers that all responses have, and close the context."""
         context = _context()
-        response.headers.update(gate.cors_headers(request.environ[HEAD]))
+        response.headers.extend(gate.cors_headers(request.environ[HEAD]))
         response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id

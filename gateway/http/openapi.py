@@ -13,7 +13,7 @@ from gateway.http.route import Operation, Stream
 OPENAPI = "3.2.0"
 TITLE = "Tidegate"
 REFERENCES = "#/components/schemas/{name}"
-JSON, TEXT = "application/json", "text/plain"
+JSON = "application/json"
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
 _SECURITY = {
@@ -82,7 +82,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     summary, _, description = operation.about.partition("\n")
     entry: Json = {
-        "operationId": _identifier(operation),
+        "operationId": operation_id(operation),
         "tags": [operation.tag],
         "summary": summary,
         "responses": _responses(operation, schemas),
@@ -114,7 +114,7 @@ def _any_of(schemas: Sequence[Json]) -> Json:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _identifier(operation: Operation) -> str:
+def operation_id(operation: Operation) -> str:
     """Return the operation's unique id, such as `get_v1_models_name`."""
     words = re.findall(r"\w+", operation.rule.replace("path:", ""))
     return "_".join([operation.method, *words])
@@ -122,7 +122,7 @@ def _identifier(operation: Operation) -> str:
 
 def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     """Return the descriptions of all responses, by status."""
-    content: Json = {TEXT: {"schema": {"type": "string"}}}
+    content: Json = {kind: {"schema": {"type": "string"}} for kind in operation.text_types}
     if operation.given:
         content = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
     about = "The response."

@@ -62,6 +62,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     #: Struct of a response with status 200, or a tuple of structs if it depends on the request.
     #: None: the response is text.
     gives: Any = None
+    #: Content types of a response that is text.
+    text_types: tuple[str, ...] = ("text/plain",)
     #: The response if it is streamed; None if the route cannot stream.
     streams: Stream | None = None
     #: Struct of every error response, or a tuple of structs if it depends on a header.

@@ -204,6 +204,9 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         list[str],
         about("origin of web pages that may call this server, or * for any; repeat for several"),
     ] = []
+    web: Annotated[
+        bool, about("serve a web page at / with a chat and a reference of the API (docs/page.md)")
+    ] = True
     served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128

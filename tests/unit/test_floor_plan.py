@@ -46,6 +46,7 @@ FLASK_IN = (
     "gateway/app.py",
     "gateway/http/*.py",
     "gateway/api/admin.py",
+    "gateway/api/web.py",
     "gateway/api/*/*routes.py",
 )
 """The only files of the gateway that may import Flask."""
@@ -64,7 +65,7 @@ LEVELS = (
     {"generation", "served_model"},
     {"prompt", "formats", "sandbox"},
     {"engine"},
-    {"text", "http", "auth", "threads"},
+    {"text", "http", "auth", "threads", "web"},
 )
 """The modules and folders of the gateway in levels, from the entrances down. Each may import its
 own level and the levels below."""
