@@ -237,7 +237,7 @@ document.getElementById("actions").append(
   h("div", { id: "tab-header", class: "tab-header" }),
   keyButton(),
   themeButton(),
-  h("button", { type: "button", class: "icon-button", "aria-label": "Keyboard shortcuts", title: "Keyboard shortcuts (Alt + /)", onclick: showShortcuts }, "?"),
+  h("button", { type: "button", class: "icon-button shortcuts", "aria-label": "Keyboard shortcuts", title: "Keyboard shortcuts (Alt + /)", onclick: showShortcuts }, "?"),
 );
 onKeyNeeded(askForKey);
 document.addEventListener("click", onLink);
