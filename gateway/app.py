@@ -39,7 +39,7 @@ from gateway.http.errors import (
     internal_fault,
     plain_fault,
 )
-from gateway.http.openapi import document
+from gateway.http.openapi import document, operation_id
 from gateway.http.route import Operation, Route, Routes, json_response
 from gateway.observe import access_log
 from gateway.observe.tracing import HEADERS
@@ -93,6 +93,8 @@ ROUTES: tuple[Route, ...] = (
 PROBES = frozenset(route.endpoint for route in ROUTES if route.is_probe)
 """Endpoints of health checks and scrapes. Their requests arrive every few seconds, so they are
 counted but not logged."""
+OPERATION_IDS = {route.endpoint: operation_id(route.operation) for route in ROUTES}
+"""Endpoint -> the id of its operation in the OpenAPI document and in the page /docs."""
 
 
 def operations() -> list[Operation]:
@@ -185,11 +187,19 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
+        if service.config.web and 400 <= response.status_code < 500:
+            response.headers["Link"] = _help_link()
         if context.ignored:
             response.headers[IGNORED_HEADER] = ", ".join(context.ignored)
         if not context.is_streaming:  # a stream closes its context itself when it ends
             context.close(response.status_code)
         return response
+
+
+def _help_link() -> str:
+    """Return the Link header (RFC 8288) from an error to the reference of the route."""
+    name = OPERATION_IDS.get(request.endpoint or "")
+    return f'</docs#{name}>; rel="help"' if name else '</docs>; rel="help"'
 
 
 def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
