@@ -41,6 +41,7 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.masks import compute_masks
+from engine_core.history.history import History
 from engine_core.invariants import check_invariants
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
@@ -85,8 +86,9 @@ from protocol.messages import (
     RequestStatus,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineLoad, EngineStats, WorkerStatus
+from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import Masks, StepPlan, StepResult
+from protocol.timeline import EngineTimeline
 
 
 def draw_seed() -> int:
@@ -168,6 +170,8 @@ class Engine:
         self._accounts = Accounts()
         self._clock = EngineClock()
         self._deadlines = Deadlines()
+        #: The last steps and requests, for reports. No decision depends on it.
+        self.history = History(self._clock, limits.max_slots)
         self.admission = self._new_admission(draw_seed)
 
     def _new_admission(self, draw_seed: Callable[[], int]) -> Admission:
@@ -281,6 +285,8 @@ class Engine:
             if request not in schedule.partial:
                 self.kv_transfers.announce(request)
         self._step += 1
+        for request in schedule.admitted:
+            self.history.on_bound(request, self._step)
         releases = self.scheduler.slots.drain_releases()
         plan = build_plan(self._step, schedule, rows, releases, self._inflight.newest)
         self._inflight.on_sent(plan, rows.requests)
@@ -334,6 +340,7 @@ class Engine:
         if len(self.scheduler.waiting):
             self.throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0
+        self.history.on_step(step, num_computed, elapsed_s, self.scheduler.lack)
         self._release_ended()
         outputs = self._commit_rows(step, results)
         load = self.load
@@ -414,6 +421,8 @@ class Engine:
         self._counts["draft_tokens"] += row_result.num_drafts
         self._counts["accepted_tokens"] += committed.num_accepted
         self.scheduler.advance(request, committed.num_valid)
+        if committed.tokens and request.num_generated == len(committed.tokens):
+            self.history.on_first_token(request)
         if committed.finish is not None:
             return self._finish_request(request, committed.finish, committed)
         if committed.tokens:
@@ -436,6 +445,7 @@ class Engine:
         self._deadlines.remove(request)
         self.admission.on_request_ending(request)
         self._finished[finish] += 1
+        self.history.on_end(request, finish, last.usage)
         is_fetching = request.phase is RequestPhase.FETCHING
         request.move(RequestEvent.FINISH)
         if is_fetching:
@@ -540,7 +550,25 @@ class Engine:
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestStatus]]:
         """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
         oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_STATUS_ROWS))
-        return [(request.client, status_row(request)) for request in oldest]
+        lack = self.scheduler.lack
+        return [(request.client, status_row(request, lack)) for request in oldest]
+
+    def timelines(
+        self, names: Iterable[str], client_name: Callable[[bytes], str]
+    ) -> list[EngineTimeline]:
+        """Return the timelines of the open and recently ended requests with these names.
+        `client_name` returns the name of a client."""
+        return self.history.timelines(names, self.open_requests.find_by_name, client_name)
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        pool, leased = self.scheduler.pool, self.kv_transfers.leases.num_blocks
+        return BlockCounts(
+            requests=pool.total - pool.num_free - leased,
+            leased=leased,
+            cached=pool.num_cached,
+            free=pool.num_free - pool.num_cached,
+        )
 
     def worker_view(self) -> WorkerStatus:
         """Describe the step that the worker computes, which is the oldest plan in flight. The

@@ -21,6 +21,7 @@ from engine_core.engine import Engine
 from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
 from engine_core.health import Health
+from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
@@ -41,6 +42,7 @@ from protocol.messages import (
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -51,6 +53,7 @@ from protocol.messages import (
     Profile,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     ToEngine,
@@ -204,6 +207,8 @@ class EngineLoop:
                 self._profile(client, message)
             case GetStatus():
                 self._mailbox.send(client, self._status(message, now))
+            case GetTimeline():
+                self._mailbox.send(client, self._timelines(message))
             case Abort(requests=requests):
                 self._profiling.cancel(client, requests)
                 if self._engine is not None:
@@ -421,13 +426,28 @@ class EngineLoop:
             self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
     def _status(self, message: GetStatus, now: float) -> EngineStatus:
-        rows = [] if self._engine is None else self._engine.status_rows(message.max_rows)
+        engine = self._engine
+        if engine is None:
+            return EngineStatus(request=message.request, now_s=now, stats=self._stats())
+        after, history = message.after_step, engine.history
+        rows = engine.status_rows(message.max_rows)
         return EngineStatus(
             request=message.request,
             now_s=now,
             stats=self._stats(),
-            num_open=0 if self._engine is None else self._engine.num_open,
+            num_open=engine.num_open,
             rows=[replace(row, client=self._clients.get_name(owner)) for owner, row in rows],
+            blocks=engine.block_counts,
+            steps=[] if after is None else history.steps.after(after),
+            first_tokens=history.first_tokens,
+            gaps=history.gaps,
+        )
+
+    def _timelines(self, message: GetTimeline) -> RequestTimelines:
+        engine, names = self._engine, message.names
+        found = [] if engine is None else engine.timelines(names, self._clients.get_name)
+        return RequestTimelines(
+            request=message.request, timelines=found, kept=MAX_ENDED, kept_s=MAX_ENDED_S
         )
 
     def _check_worker(self, now: float) -> None:

@@ -22,16 +22,15 @@ from typing import Any, Self
 import zmq
 
 from protocol import sockets
-from protocol.client import BaseClient, OpenGeneration, checked_reply
+from protocol.client import BaseClient, Command, OpenGeneration, checked_reply
 from protocol.errors import WireError
 from protocol.messages import (
-    AbortByLabel,
     Aborted,
     Drain,
     EngineStatus,
-    GetStatus,
     Output,
     Profiled,
+    RequestTimelines,
 )
 
 TICK_S = 0.25
@@ -120,10 +119,21 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         )
         return aborted
 
-    async def get_status(self, max_rows: int = 100) -> EngineStatus:
+    async def get_status(
+        self, max_rows: int = 100, *, after_step: int | None = None
+    ) -> EngineStatus:
         """Return the status of the engine, as `Client.get_status` does."""
-        status: EngineStatus = await self._request_reply(lambda: self._session.get_status(max_rows))
+        status: EngineStatus = await self._request_reply(
+            lambda: self._session.get_status(max_rows, after_step)
+        )
         return status
+
+    async def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of requests, as `Client.get_timelines` does."""
+        timelines: RequestTimelines = await self._request_reply(
+            lambda: self._session.get_timeline(names)
+        )
+        return timelines
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record steps, as `Client.profile` does. Cancelling this coroutine ends the recording."""
@@ -143,7 +153,7 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         """Make the engine finish its open requests, refuse new ones, and exit."""
         self._send(Drain())
 
-    async def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
+    async def _request_reply(self, make_message: Callable[[], Command]) -> Any:
         _, reports = self._open(make_message)
         return checked_reply(await reports.get())
 

@@ -39,6 +39,7 @@ from protocol.messages import (
     EngineStatus,
     Generate,
     GetStatus,
+    GetTimeline,
     Hello,
     Limits,
     Output,
@@ -46,6 +47,7 @@ from protocol.messages import (
     Profile,
     Profiled,
     Refused,
+    RequestTimelines,
     ToClient,
     ToEngine,
 )
@@ -55,6 +57,8 @@ from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 AnyGeneration = TypeVar("AnyGeneration")
+Command = AbortByLabel | GetStatus | GetTimeline | Profile
+"""A message that gets one reply."""
 
 
 class OpenGeneration:
@@ -215,7 +219,8 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         """Send the messages in the outbox, or wake up the thread that sends them."""
 
     def _open(
-        self, make_message: Callable[[], Generate | AbortByLabel | GetStatus | Profile]
+        self,
+        make_message: Callable[[], Generate | Command],
     ) -> tuple[int, Any]:
         """Send the message that opens a request. Return its number and the queue of its reports."""
         with self._lock:
@@ -261,7 +266,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 def checked_reply(report: Any) -> Any:
     """Return the reply of the engine to a command, or raise the error that it contains."""
-    if isinstance(report, Aborted | EngineStatus | Profiled):
+    if isinstance(report, Aborted | EngineStatus | Profiled | RequestTimelines):
         return report
     raise error_from(report.error)
 
@@ -308,12 +313,22 @@ class Client(BaseClient[Generation]):
         aborted: Aborted = checked_reply(reports.get())
         return aborted
 
-    def get_status(self, max_rows: int = 100) -> EngineStatus:
+    def get_status(self, max_rows: int = 100, *, after_step: int | None = None) -> EngineStatus:
         """Return the status of the engine, with at most `max_rows` requests, the oldest first.
+
+        after_step   also report the steps after this one, as far as they are recorded
+
         Raises EngineError if there is no engine, or if the engine is lost before it answers."""
-        _, reports = self._open(lambda: self._session.get_status(max_rows))
+        _, reports = self._open(lambda: self._session.get_status(max_rows, after_step))
         status: EngineStatus = checked_reply(reports.get())
         return status
+
+    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of the open and recently ended requests of any client with one of
+        these names. Raises EngineError as `get_status` does."""
+        _, reports = self._open(lambda: self._session.get_timeline(names))
+        timelines: RequestTimelines = checked_reply(reports.get())
+        return timelines
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record the worker's next steps as a Chrome trace, and wait until its file is written.

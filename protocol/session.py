@@ -33,6 +33,7 @@ from protocol.messages import (
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     Limits,
@@ -45,6 +46,7 @@ from protocol.messages import (
     Profile,
     Profiled,
     Refused,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     ToClient,
@@ -61,16 +63,19 @@ MAX_LOADING_RETRY_S = 10.0
 MAX_TICK_GAP_S = 1.0
 """If more time passes between two calls of `tick`, this process was suspended or too busy."""
 
-RequestReport = tuple[int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus]
+RequestReport = tuple[
+    int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus | RequestTimelines
+]
 """A request, and a report on it."""
 
-Command = TypeVar("Command", Generate, AbortByLabel, Profile, GetStatus)
+Command = TypeVar("Command", Generate, AbortByLabel, Profile, GetStatus, GetTimeline)
 """A message that opens a request. If the engine is lost, the request ends with an error."""
 REPLY_TYPES: dict[type, tuple[type, ...]] = {
     Generate: (Accepted, Refused, Output),
     AbortByLabel: (Aborted,),
     Profile: (Profiled, Refused),
     GetStatus: (EngineStatus,),
+    GetTimeline: (RequestTimelines,),
 }
 """Command -> the reports that may answer it."""
 
@@ -158,10 +163,17 @@ class Session:
         send."""
         return self._opened(Profile(request=self._next_request, steps=steps, directory=directory))
 
-    def get_status(self, max_rows: int) -> GetStatus:
+    def get_status(self, max_rows: int, after_step: int | None = None) -> GetStatus:
         """Open a request for the status, which ends with an EngineStatus. Return the message to
         send."""
-        return self._opened(GetStatus(request=self._next_request, max_rows=max_rows))
+        return self._opened(
+            GetStatus(request=self._next_request, max_rows=max_rows, after_step=after_step)
+        )
+
+    def get_timeline(self, names: Sequence[str]) -> GetTimeline:
+        """Open a request for timelines, which ends with RequestTimelines. Return the message to
+        send."""
+        return self._opened(GetTimeline(request=self._next_request, names=list(names)))
 
     def _opened(self, message: Command) -> Command:
         """Record that the request of `message` is open. Return `message`."""
@@ -219,7 +231,7 @@ class Session:
             case Probe():
                 self._last_sent_at = float("-inf")  # Ping at the next tick
                 return []
-            case Refused() | Aborted() | Profiled() | EngineStatus():
+            case Refused() | Aborted() | Profiled() | EngineStatus() | RequestTimelines():
                 return self._on_last_reply(message)
             case ResourcesFreed():
                 return []  # the ends of these requests were reported already
@@ -290,7 +302,7 @@ class Session:
         return reports
 
     def _on_last_reply(
-        self, report: Refused | Aborted | Profiled | EngineStatus
+        self, report: Refused | Aborted | Profiled | EngineStatus | RequestTimelines
     ) -> list[RequestReport]:
         if not self._is_answer(report.request, report):
             return []

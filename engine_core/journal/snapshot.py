@@ -568,6 +568,7 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
     for block, content in part.cached.items():
         is_draft_computed = block in part.draft_computed
         pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
+    pool.num_cached = sum(block in pool.cache for block in part.free)
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

@@ -57,6 +57,7 @@ from protocol.messages import (
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -72,7 +73,7 @@ from protocol.messages import (
     Profiled,
     Refused,
     ReleaseKV,
-    RequestStatus,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     Times,
@@ -82,7 +83,7 @@ from protocol.messages import (
 )
 from protocol.model_card import InfillTokens, ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineLoad, EngineStats, WorkerStatus
+from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
 from protocol.steps import (
     Heartbeat,
     JoinRefused,
@@ -102,6 +103,8 @@ from protocol.steps import (
     WorkerReady,
     WorkerSettings,
 )
+from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
+from protocol.usage import RequestStatus
 
 PARAMS = SamplingParams(
     max_tokens=7,
@@ -255,7 +258,8 @@ MESSAGES: list[Message] = [
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
-    GetStatus(request=5, max_rows=20),
+    GetStatus(request=5, max_rows=20, after_step=34),
+    GetTimeline(request=6, names=["7"]),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
     Goodbye(),
@@ -328,8 +332,59 @@ MESSAGES: list[Message] = [
                 generated_tokens=10,
                 most_tokens=64,
                 preemptions=1,
+                waits_for="step",
             )
         ],
+        blocks=BlockCounts(requests=3, leased=4, cached=5, free=6),
+        steps=[StepSummary(33, 2, 5, 6, 7, 0.5, 0.25, 1000.25)],
+        first_tokens=[0, 1],
+        gaps=[2, 3],
+    ),
+    RequestTimelines(
+        request=6,
+        timelines=[
+            EngineTimeline(
+                name="7",
+                client="gateway-42",
+                account="alice",
+                finish="stop",
+                took_s=2.5,
+                ended_ago_s=1.5,
+                prompt_tokens=20,
+                cached_tokens=16,
+                fetched_tokens=8,
+                generated_tokens=10,
+                preemptions=1,
+                draft_tokens=3,
+                accepted_tokens=2,
+                first_token_s=0.5,
+                slots=64,
+                stages=[StageSpan(stage="queued", start_s=0.25, end_s=0.5)],
+                groups=[
+                    StepGroup(
+                        start_s=0.25,
+                        end_s=0.5,
+                        first_step=33,
+                        steps=2,
+                        busy_s=0.25,
+                        longest_s=0.125,
+                        own_prefill=4,
+                        own_decodes=1,
+                        own_drafts=3,
+                        other_decodes=63,
+                        other_prefill=512,
+                        other_drafts=5,
+                        lack="slot",
+                        prompts=[
+                            PromptShare(name="8", account="bob", tokens=512, prompt_tokens=7900)
+                        ],
+                    )
+                ],
+                has_lost_steps=True,
+            )
+        ],
+        kept=1000,
+        kept_s=900.0,
     ),
     Profiled(request=4, file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5),
     Aborted(request=3, aborted=["7"], unknown=["8"]),
