@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 Stage = Literal["grammar", "queued", "fetching", "prefill", "decode", "preempted"]
 """A stage of a request in the engine: the fields of `Times`, without their unit."""
@@ -69,6 +70,8 @@ class StepGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompts: list[PromptShare] = []
 
 
+HIDDEN_ACCOUNT = "another account"
+"""Stands for the name of an account that the reader of a timeline may not see."""
 MAX_SHARES = 4
 """Most prompts of others that one group of steps names."""
 MAX_GROUPS = 200
@@ -129,3 +132,16 @@ class ClientTimes(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     ended_s: float | None = None
     #: Time in which output waited because the client did not read.
     unread_s: float = 0.0
+
+
+def redacted(timeline: EngineTimeline) -> EngineTimeline:
+    """Return a timeline that its own account may see: without the names of other accounts and of
+    their requests, and without the client's name."""
+
+    def hide(share: PromptShare) -> PromptShare:
+        if share.account == timeline.account and share.account:
+            return share
+        return replace(share, name="", account=HIDDEN_ACCOUNT)
+
+    groups = [replace(group, prompts=[*map(hide, group.prompts)]) for group in timeline.groups]
+    return replace(timeline, client="", groups=groups)

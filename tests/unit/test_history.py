@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isclose
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_timeline_names_the_prompt_that_others_computed_meanwhile() -> None:
     found = bench.timeline("short")
     assert (found.account, found.client, found.finish) == ("alice", "client", "")
     behind, sharing, own = found.groups
-    long = {"name": "long", "account": "alice", "prompt_tokens": 20}
+    long: dict[str, Any] = {"name": "long", "account": "alice", "prompt_tokens": 20}
     assert behind.prompts == [PromptShare(tokens=8, **long)]
     assert sharing.prompts == [PromptShare(tokens=4, **long)]
     assert [group.own_prefill for group in found.groups] == [0, 3, 0]
