@@ -32,6 +32,7 @@ from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_w
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
+from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
 from gateway.sandbox.clients import TemplateProcesses
 from gateway.store.database import Interrupt
@@ -136,6 +137,7 @@ class Service:
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
         self.idle_connections = IdleConnections()
+        self.recent = RecentRequests()
         self.persistence = Persistence.from_config(config, interrupt)
         self.started_at = time.monotonic()
         self._groups: dict[ChoiceGroup, ModelHost] = {}

@@ -115,13 +115,16 @@ class GenerationRunner:
         ).minus(use.waited_s)
         use.check()
         names = [name for name in (options.label, context.request_id) if name]
+        labels = [label for name in names for label in caller.labels(name)]
+        context.timeline.load_s = use.waited_s
+        service.recent.add(labels, context.timeline)
         self.group = service.new_group(
             use.host,
             prompt_requests,
             context.timeline,
             namespace=caller.namespace(options.salt),
             priority=options.priority,
-            labels=[label for name in names for label in caller.labels(name)],
+            labels=labels,
             account=caller.account,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
             timeout_s=timeouts.timeout_s,

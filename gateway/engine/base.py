@@ -20,6 +20,7 @@ from protocol.messages import (
     Output,
     Profiled,
     Refused,
+    RequestTimelines,
 )
 from protocol.model_card import ModelCard, read_card
 from protocol.sampling import SamplingParams
@@ -37,7 +38,7 @@ class RoutedOptions(GenerateOptions, total=False):
     session: str
 
 
-Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus
+Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus | RequestTimelines
 """A message of the engine about one request."""
 Subscriber = Callable[[Report], None]
 """Receives the reports about one request, in order."""

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import zmq
 from gevent import get_hub
@@ -35,7 +35,10 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Account,
+    EngineStatus,
     Generate,
+    GetStatus,
+    GetTimeline,
     KeepKV,
     Limits,
     Output,
@@ -44,6 +47,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     ToClient,
     ToEngine,
@@ -55,6 +59,7 @@ from protocol.session import GenerateOptions, RequestReport, Session
 from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
+Reply = TypeVar("Reply", Aborted, EngineStatus, RequestTimelines)
 
 MAX_MESSAGES_PER_CALLBACK = 512
 MAX_TOKENS_PER_CALLBACK = 1024
@@ -158,10 +163,25 @@ class ZmqEngineClient:
 
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         self.start()
+        return self._reply(self.session.abort_by_label(labels), Aborted)
+
+    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of the open and recently ended requests of all clients with these
+        names. Raises EngineNotReady or EngineLost if the engine cannot be reached."""
+        self.start()
+        return self._reply(self.session.get_timeline(names), RequestTimelines)
+
+    def get_status(self, max_rows: int, after_step: int | None) -> EngineStatus:
+        """Return the engine's status (`GetStatus`). Raises as `get_timelines` does."""
+        self.start()
+        return self._reply(self.session.get_status(max_rows, after_step), EngineStatus)
+
+    def _reply(self, message: AbortByLabel | GetStatus | GetTimeline, kind: type[Reply]) -> Reply:
+        """Send a command, and wait for its reply, which is of this kind."""
         result: AsyncResult[Report] = AsyncResult()
-        self._open(self.session.abort_by_label(labels), result.set)
+        self._open(message, result.set)
         report = result.get()
-        if isinstance(report, Aborted):
+        if isinstance(report, kind):
             return report
         assert isinstance(report, Output)
         assert report.error is not None
@@ -243,7 +263,9 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(self, message: Generate | AbortByLabel, subscriber: Subscriber) -> None:
+    def _open(
+        self, message: Generate | AbortByLabel | GetStatus | GetTimeline, subscriber: Subscriber
+    ) -> None:
         """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:

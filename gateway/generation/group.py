@@ -131,6 +131,7 @@ class ChoiceGroup:
         if self.is_gone:
             return
         self._sink = self._attached = sink
+        self.timeline.note_read()
         self._buffer.drain(lambda: self._sink)
         while self._sink is sink and self._pending.emit_next(sink):
             pass
@@ -140,6 +141,7 @@ class ChoiceGroup:
         sink's outlet may call this while the sink handles an event."""
         if not self.is_gone:
             self._sink = self._pending
+            self.timeline.note_unread()
 
     def wait(self) -> None:
         """Wait until all choices have ended. Raises the error if one failed, or ClientGone."""

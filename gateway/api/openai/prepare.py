@@ -148,7 +148,7 @@ class Preparation:
         rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
         if not rendered.ids:
             raise empty_prompt(param)
-        return Prompt(rendered.text, rendered.ids, rendered.kwargs)
+        return Prompt(rendered.text, rendered.ids, rendered.kwargs, rendered.template_s)
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
