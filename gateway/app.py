@@ -26,6 +26,7 @@ from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
 from gateway.api.responses.events import interrupted_response
 from gateway.api.tokens import routes as tokens
+from gateway.api.watch import routes as watch
 from gateway.auth.gate import Gate, RequestHead, Scopes
 from gateway.auth.request_head import path_of, printable
 from gateway.context import REQUEST_ID_HEADER, RequestContext
@@ -86,6 +87,7 @@ ROUTES: tuple[Route, ...] = (
     *ollama.routes,
     *rendering.routes,
     *admin.routes,
+    *watch.routes,
     *web.routes,
     *own_routes,
 )

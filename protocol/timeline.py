@@ -116,6 +116,8 @@ class EngineTimeline(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 class ClientTimes(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The part of a timeline that the gateway measures. Seconds since the HTTP request arrived."""
 
+    #: Until the response was sent or the client disconnected; before that, until now.
+    took_s: float = 0.0
     #: Time spent waiting until the model was loaded.
     load_s: float = 0.0
     #: Time spent in the chat template.

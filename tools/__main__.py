@@ -62,6 +62,7 @@ COMMANDS = {
     "status": "show whether a server is ready and how busy it is",
     "logs": "show the log of a running server",
     "top": "watch an engine and its open requests",
+    "why": "explain what the time of a request went to",
     "abort": "abort requests",
     "ps": "list servers, and processes and sockets left behind",
     "stop": "stop servers and remove what was left behind",

@@ -59,6 +59,7 @@ from protocol.session import GenerateOptions, RequestReport, Session
 from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
+Command = AbortByLabel | GetStatus | GetTimeline
 Reply = TypeVar("Reply", Aborted, EngineStatus, RequestTimelines)
 
 MAX_MESSAGES_PER_CALLBACK = 512
@@ -176,7 +177,7 @@ class ZmqEngineClient:
         self.start()
         return self._reply(self.session.get_status(max_rows, after_step), EngineStatus)
 
-    def _reply(self, message: AbortByLabel | GetStatus | GetTimeline, kind: type[Reply]) -> Reply:
+    def _reply(self, message: Command, kind: type[Reply]) -> Reply:
         """Send a command, and wait for its reply, which is of this kind."""
         result: AsyncResult[Report] = AsyncResult()
         self._open(message, result.set)
@@ -263,9 +264,7 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(
-        self, message: Generate | AbortByLabel | GetStatus | GetTimeline, subscriber: Subscriber
-    ) -> None:
+    def _open(self, message: Generate | Command, subscriber: Subscriber) -> None:
         """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:

@@ -90,6 +90,7 @@ class Timeline:
     def client_times(self) -> ClientTimes:
         """Return the gateway's part of the request's timeline, so far."""
         return ClientTimes(
+            took_s=self.now_s,
             load_s=self.load_s,
             template_s=self.template_s,
             tokenize_s=self.tokenize_s - self.template_s,

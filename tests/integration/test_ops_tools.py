@@ -76,7 +76,14 @@ def test_requests_are_seen_aborted_and_let_finish(
         assert "slots" in text
         assert "\x1b" not in text
         last = rows[-1]["name"]
+        why = tool("why", last)
+        assert why.startswith(f"{last}: took ")
+        assert "for a slot: all 8 were in use" in why
+        (timeline,) = json.loads(tool("why", last, "--json"))
+        assert [span["stage"] for span in timeline["stages"]][-1] == "queued"
+        assert "keeps the last 1,000 requests" in tool("why", "nobody", code=1)
         assert tool("abort", last) == f"aborted  {last}\n"
+        assert "ended with 'abort'" in tool("why", last)
         assert "no open request" in tool("abort", last, code=1)
         assert "aborted  job-" in tool("abort", "--all")
         assert client.get_status().num_open == 0

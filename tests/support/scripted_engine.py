@@ -34,7 +34,10 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Drain,
+    EngineStatus,
     Generate,
+    GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -46,6 +49,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     Times,
     ToEngine,
@@ -55,6 +59,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineLoad, EngineStats
+from protocol.timeline import EngineTimeline
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -228,6 +233,8 @@ class ScriptedEngine:
     goodbyes         number of Goodbyes received
     ignored          types of the messages received while the engine was silent
     kept, released   handles of all KeepKV and ReleaseKV messages
+    timelines        name of a request -> its timeline
+    num_polls        number of GetStatus messages received
     """
 
     address: str
@@ -250,6 +257,8 @@ class ScriptedEngine:
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
+    timelines: dict[str, EngineTimeline] = field(default_factory=dict)
+    num_polls: int = 0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -268,6 +277,7 @@ class ScriptedEngine:
             setattr(self, name, value)
         for recorded in (self.generates, self.aborts, self.ignored, self.kept, self.released):
             recorded.clear()
+        self.timelines.clear()
         self.goodbyes = 0
 
     def __enter__(self) -> Self:
@@ -365,6 +375,20 @@ class ScriptedEngine:
             case Goodbye():
                 self.goodbyes += 1
                 self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
+            case GetTimeline():
+                found = [self.timelines[name] for name in message.names if name in self.timelines]
+                self._send(
+                    client,
+                    RequestTimelines(
+                        request=message.request, timelines=found, kept=1000, kept_s=900.0
+                    ),
+                )
+            case GetStatus():
+                self.num_polls += 1
+                status = EngineStatus(
+                    request=message.request, now_s=time.monotonic(), stats=self.stats
+                )
+                self._send(client, status)
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
 

@@ -51,9 +51,7 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
     if not choices:
         raise _unknown(name, kept, is_admin=is_admin)
     slowest = max(choices, key=lambda choice: choice.timeline.took_s)
-    took_s = slowest.timeline.took_s
-    if times is not None and times.ended_s is not None:
-        took_s = times.ended_s
+    took_s = slowest.timeline.took_s if times is None else times.took_s
     return TimelineAnswer(
         id=name,
         headline=headline(slowest.explanation, took_s),
