@@ -34,6 +34,7 @@ from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
 from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
+from gateway.observe.watch import WatchPoller
 from gateway.sandbox.clients import TemplateProcesses
 from gateway.store.database import Interrupt
 from gateway.store.runs import Persistence
@@ -138,6 +139,10 @@ class Service:
         self.tracing = tracing_to(config.otlp_traces_endpoint)
         self.idle_connections = IdleConnections()
         self.recent = RecentRequests()
+        self.watch = WatchPoller(
+            lambda: [(host.name, host.engine.connections) for host in self.hosts],
+            lambda: self.is_draining(),
+        )
         self.persistence = Persistence.from_config(config, interrupt)
         self.started_at = time.monotonic()
         self._groups: dict[ChoiceGroup, ModelHost] = {}
@@ -181,6 +186,7 @@ class Service:
                 gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
+        self.watch.close()
         if self.persistence is not None:
             self.persistence.close()
         if self.link is not None:
