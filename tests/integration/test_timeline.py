@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +209,23 @@ def test_a_client_that_reads_late_is_a_cause(engine: ScriptedEngine) -> None:
         assert "the client read slowly for" in causes(found)["client"]
         final = found["gateway"]["unread_s"]
         assert requests.get(url, timeout=20).json()["gateway"]["unread_s"] == final
+
+
+def test_the_engine_of_a_replicated_request_is_found(tmp_path: Path) -> None:
+    with (
+        ScriptedEngine(f"ipc://{tmp_path}/0") as first,
+        ScriptedEngine(f"ipc://{tmp_path}/1") as second,
+        GatewayProcess(engines=[first.address, second.address]) as gateway,
+    ):
+        url = f"{gateway.await_ready().url}/v1/requests"
+        second.timelines = {"one": ENDED}
+        (found,) = requests.get(f"{url}/one/timeline", timeout=20).json()["choices"]
+        assert (found["role"], found["engine"]) == ("replica", 1)
+        first.timelines = {"one": ENDED}  # a request that has moved is known to both
+        moved = requests.get(f"{url}/one/timeline", timeout=20).json()["choices"]
+        assert [each["engine"] for each in moved] == [0, 1]
+        first.is_silent = True
+        assert requests.get(f"{url}/one/timeline", timeout=20).status_code == 200
 
 
 def test_a_server_without_its_engine_says_so(engine: ScriptedEngine) -> None:

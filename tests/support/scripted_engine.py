@@ -234,7 +234,7 @@ class ScriptedEngine:
     ignored          types of the messages received while the engine was silent
     kept, released   handles of all KeepKV and ReleaseKV messages
     timelines        name of a request -> its timeline
-    num_polls        number of GetStatus messages received
+    num_polls        number of GetStatus messages received; num_pings: of Ping messages
     """
 
     address: str
@@ -259,6 +259,7 @@ class ScriptedEngine:
     kv_lease_s: float = 3.0
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
     num_polls: int = 0
+    num_pings: int = 0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -360,6 +361,7 @@ class ScriptedEngine:
                 answer = self._welcome() if self.welcomes else Loading(elapsed_s=self.loading_s)
                 self._send(client, answer)
             case Ping(num_early=num_early):
+                self.num_pings += 1
                 self.num_early += num_early
                 self._send(client, Pong(epoch=self.epoch, stats=self.stats))
             case Generate():
