@@ -41,7 +41,7 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.masks import compute_masks
-from engine_core.history.history import History
+from engine_core.history.history import EngineHistory
 from engine_core.invariants import check_invariants
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
@@ -171,7 +171,7 @@ class Engine:
         self._clock = EngineClock()
         self._deadlines = Deadlines()
         #: The last steps and requests, for reports. No decision depends on it.
-        self.history = History(self._clock, limits.max_slots)
+        self.history = EngineHistory(self._clock, limits.max_slots)
         self.admission = self._new_admission(draw_seed)
 
     def _new_admission(self, draw_seed: Callable[[], int]) -> Admission:

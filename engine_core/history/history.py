@@ -1,4 +1,4 @@
-"""`History`: the last steps and requests of one engine, and its latencies."""
+"""`EngineHistory`: the last steps and requests of one engine, and its latencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TIMELINES = 16
 """Most timelines in one answer. All choices of an HTTP request have the same names."""
 
 
-class History:
+class EngineHistory:
     """Records steps and requests. The engine calls the methods `on_*`; the times are those of its
     clock."""
 

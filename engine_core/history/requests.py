@@ -65,9 +65,6 @@ class RequestHistories:
         #: Slot -> (first step, request) of each request that had it, oldest first.
         self._owners: dict[int, list[tuple[int, RequestHistory]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open) + len(self._ended)
-
     def get(self, request: Request) -> RequestHistory:
         """Return the history of an open request. One that never had a slot has none yet, so that
         waiting costs nothing; a new one is returned then, but not kept."""

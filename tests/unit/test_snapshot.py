@@ -218,7 +218,7 @@ SENT = {"Engine": "_aborted freed", "KVTransfers": "commands", "Fetch": "error s
 
 OBSERVED = {
     "Engine": "history",
-    "History": "_clock _requests _slots first_tokens gaps steps",
+    "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
     "RequestHistories": "_ended _ended_by_name _open _owners",
     "RequestHistory": "account arrived_at binds client ended_at finish first_token_at name names "
     "prompt_tokens spans usage",
