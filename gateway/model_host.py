@@ -136,10 +136,11 @@ class ModelHost:
         if served is not None:
             card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
-            fills = served.infill is not None
+            fills, max_slots = served.infill is not None, served.limits.max_slots
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
             defaults, output_format = self.options.defaults_of(card), None
+            max_slots = 0
         else:
             return None
         return ListedModel(
@@ -148,6 +149,7 @@ class ModelHost:
             self.state,
             created_at,
             max_len,
+            max_slots,
             defaults,
             output_format,
             fills,
@@ -418,6 +420,8 @@ class ListedModel:
     created_at: int
     #: Most tokens of a prompt and its answer together.
     max_len: int
+    #: Number of requests that an engine computes at the same time; 0 if it is not known yet.
+    max_slots: int
     defaults: SamplingDefaults
     #: How answers are parsed; None if the model has not been prepared yet.
     output_format: ModelOutputFormat | None

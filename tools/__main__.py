@@ -74,6 +74,7 @@ COMMANDS = {
     "doctor": "check whether this machine can run a server",
     "bench": "measure the latency and throughput of a server",
     BENCH_STEP: "measure one step of the worker",
+    "run-batch": "answer all lines of a file, each exactly once",
     "simulate": "predict how a cluster serves a workload",
     "keys": "add, list and revoke API keys",
     "profile": "trace the worker of a running server",

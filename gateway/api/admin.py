@@ -68,12 +68,14 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
-    id       one of the model's served names, perhaps the operator's alias
-    root     the model's own name
-    state    ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
-    formats  absent if the model has not been loaded yet
+    id         one of the model's served names, perhaps the operator's alias
+    root       the model's own name
+    state      ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
+    max_slots  number of requests that an engine computes at the same time; absent if the model has
+               not been loaded yet, or has no engine
+    formats    absent if the model has not been loaded yet
     fill_in_middle  whether the model can write the text between a prefix and a suffix; absent if
-                    the model has not been loaded yet
+               the model has not been loaded yet
     """
 
     id: str
@@ -85,6 +87,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     state: str
     default_sampling: SamplingInEffect
+    max_slots: int | UnsetType = UNSET
     formats: Formats | UnsetType = UNSET
     fill_in_middle: bool | UnsetType = UNSET
 
@@ -237,6 +240,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         max_model_len=facts.max_len,
         state=facts.state,
         default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
+        max_slots=facts.max_slots or UNSET,
         formats=formats,
         fill_in_middle=UNSET if facts.fills_in_middle is None else facts.fills_in_middle,
     )

@@ -189,7 +189,7 @@ class ChatTerminal:
     def _choose_model(self, name: str) -> None:
         """Continue with another model of the server; without a name, list the models."""
         conversation = self._conversation
-        names = conversation.server.models()
+        names = conversation.server.model_names()
         if name and name not in names:
             raise Failure(f"the server has no model {name!r}; it has {', '.join(names)}")
         conversation.model = name or conversation.model

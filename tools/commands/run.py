@@ -130,7 +130,7 @@ def _server(options: argparse.Namespace) -> Iterator[tuple[WebServer, str]]:
 def _has(server: WebServer, model: str) -> bool:
     """Return whether a server answers with `model`. It does not if its API key is another one."""
     try:
-        return model in server.models()
+        return model in server.model_names()
     except Failure:
         return False
 

@@ -276,7 +276,7 @@ def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    attach_if_supervised(signal.SIGTERM)  # started by `tidegate run`
+    attach_if_supervised(signal.SIGTERM)  # started by a command, for the time of its run
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
     api_key = api_keys_in_effect(options, own)
     terminal = Terminal(log_style(options.log_format))
