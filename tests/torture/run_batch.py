@@ -17,7 +17,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.support.batches import complaints, completion_lines, jsonl, results_in
@@ -48,19 +50,23 @@ class KilledRun:
 
 
 def killed_run(
-    server: Server, folder: Path, count: int, kills: int, engine_kills: int
+    url: str, folder: Path, count: int, kills: int, engine_kills: Sequence[Callable[[], None]] = ()
 ) -> KilledRun:
-    """Run a batch of `count` lines to its end, with kills at random moments."""
+    """Run a batch of `count` lines to its end, with kills at random moments.
+
+    kills          how often the run is killed
+    engine_kills   functions that kill the server's engine, each called once
+    """
     dice = random.Random()
     lines = completion_lines(count)
     source, output, reference = (folder / name for name in ("in.jsonl", "out.jsonl", "ref.jsonl"))
     source.write_text(jsonl(lines))
     found = KilledRun()
-    victims = ["run"] * kills + ["engine"] * engine_kills
+    victims: list[Callable[[], None] | None] = [None] * kills + [*engine_kills]
     dice.shuffle(victims)
     moments = sorted(dice.sample(range(1, count), len(victims)))
     started_at = time.monotonic()
-    program = run_batch(source, output, "--url", server.url)
+    program = run_batch(source, output, "--url", url)
     for victim, moment in zip(victims, moments, strict=True):
         is_due = eventually(
             lambda: num_lines(output) >= moment or program.process.poll() is not None,  # noqa: B023
@@ -71,15 +77,14 @@ def killed_run(
             found.wrong.append(f"the run ended early: {program.output}")
             break
         found.kills.append(num_lines(output))
-        if victim == "engine":
-            family = descendants_of(server.process.pid)
-            os.kill(next(pid for pid, line in family if "-m engine_core" in line), signal.SIGKILL)
+        if victim is not None:
+            victim()
             print(f"{found.kills[-1]} results; the engine is killed", flush=True)
             continue
         program.process.kill()
         program.end()
         print(f"{found.kills[-1]} results; the run is killed", flush=True)
-        program = run_batch(source, output, "--url", server.url)
+        program = run_batch(source, output, "--url", url)
     with program:
         if (code := program.end(timeout_s=RUN_S)) != 0:
             found.wrong.append(f"the last run ended with {code}: {program.output}")
@@ -87,7 +92,7 @@ def killed_run(
     print(program.out[-1] if program.out else "", flush=True)
     results = results_in(output)
     found.wrong += complaints(lines, results)[:10]
-    with run_batch(source, reference, "--url", server.url) as program:
+    with run_batch(source, reference, "--url", url) as program:
         if program.end(timeout_s=RUN_S) != 0:
             found.wrong.append(f"the uninterrupted run failed: {program.output}")
     texts = [
@@ -100,6 +105,11 @@ def killed_run(
     return found
 
 
+def kill_engine(server: Server) -> None:
+    family = descendants_of(server.process.pid)
+    os.kill(next(pid for pid, line in family if "-m engine_core" in line), signal.SIGKILL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--lines", type=int, default=5000)
@@ -110,7 +120,8 @@ def main() -> int:
         folder = Path(name)
         limit = ("--restart", "--restart-limit", str(options.engine_kills + 1))
         with Server(*limit, model=str(write_roomy_llama(folder))) as server:
-            found = killed_run(server, folder, options.lines, options.kills, options.engine_kills)
+            engine_kills = [partial(kill_engine, server)] * options.engine_kills
+            found = killed_run(server.url, folder, options.lines, options.kills, engine_kills)
     print(f"{options.lines} lines in {found.seconds:.1f} s; killed at {found.kills} results")
     print("\n".join(found.wrong) or "each line was answered exactly once")
     return 1 if found.wrong else 0

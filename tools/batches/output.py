@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Set
@@ -66,6 +67,8 @@ class BatchOutput:
             raise self._unusable(error) from None
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(os.close, self._fd)
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise Failure(f"{path} is not a regular file", exit_code=ExitCode.USAGE)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -116,12 +119,15 @@ class BatchOutput:
             self._count(result)
 
     def close(self) -> None:
-        """Sync and close the file. A result that is being appended is written first."""
+        """Sync and close the file. A result that is being appended is written first. Raises Failure
+        if the file cannot be synced."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 try:
                     os.fsync(self._fd)
+                except OSError as error:
+                    raise self._unusable(error) from None
                 finally:
                     os.close(self._fd)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from protocol.batches import BatchFailure, BatchResponse
 
-MAX_TRIES = 8
+MAX_TRIES = 5
 """Number of times that a line is sent although the connection or the engine was lost each time."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 """The pause after the first failure in a row, which doubles with each further one."""
