@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from protocol.lifeline import Lifeline
 from tools.failure import Failure
@@ -64,7 +65,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _failure(output: tempfile._TemporaryFileWrapper[bytes]) -> str:
+def _failure(output: IO[bytes]) -> str:
     output.seek(0)
     lines = output.read().decode(errors="replace").splitlines()
     return last_error_line(lines).removeprefix("tidegate: ") or "the server did not start"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import http.client
 import uuid
-from collections.abc import Mapping
 
+from protocol.batch_retries import LineOutcome
 from protocol.batches import BatchLine, BatchResponse, json_of
-from tools.batches.retries import LineOutcome
 from tools.http.web import WebServer, hang_up
 
 CONNECT_TIMEOUT_S = 10.0
@@ -49,7 +48,7 @@ class LineSender:
             self.close()
         request_id = answer.getheader(REQUEST_ID_HEADER) or uuid.uuid4().hex
         response = BatchResponse(answer.status, request_id, json_of(data))
-        return LineOutcome(response, _seconds(answer.headers))
+        return LineOutcome(response, _seconds(answer.getheader("Retry-After")))
 
     def _connected(self) -> http.client.HTTPConnection:
         if self._connection is None:
@@ -70,7 +69,7 @@ class LineSender:
             self._connection = None
 
 
-def _seconds(headers: Mapping[str, str]) -> float | None:
+def _seconds(header: str | None) -> float | None:
     """Return the header Retry-After in seconds; None if it is absent or is a date."""
-    text = headers.get("Retry-After") or ""
-    return float(text) if text.isascii() and text.isdigit() else None
+    is_number = header is not None and header.isascii() and header.isdigit()
+    return float(header) if header is not None and is_number else None

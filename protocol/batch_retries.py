@@ -96,7 +96,7 @@ class RetryPolicy:
             if self._num_lost >= MAX_TRIES:
                 return None
         self._num_in_a_row += 1
-        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_in_a_row - 1, 16))
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * float(1 << min(self._num_in_a_row - 1, 16)))
         least_s = min(MAX_RETRY_AFTER_S, outcome.retry_after_s or 0.0)
         return max(least_s, pause_s) * self._dice.uniform(1.0, 1.25)
 
