@@ -19,6 +19,8 @@ from gateway.api.anthropic.responses import error_body as anthropic_error_body
 from gateway.api.infill import routes as infill
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
+from gateway.api.batches import batch_routes, file_routes
+from gateway.api.batches.runner import BatchRunner
 from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body
@@ -39,6 +41,13 @@ from gateway.http.errors import (
     fault_of,
     internal_fault,
     plain_fault,
+)
+from gateway.http.internal_call import (
+    InternalAnswer,
+    InternalOrigin,
+    call_internally,
+    internal_environ,
+    internal_origin,
 )
 from gateway.http.openapi import document, operation_id
 from gateway.http.route import Operation, Route, Routes, json_response
@@ -81,6 +90,8 @@ ROUTES: tuple[Route, ...] = (
     *openai.routes,
     *responses.routes,
     *resume_routes.routes,
+    *file_routes.routes,
+    *batch_routes.routes,
     *anthropic.routes,
     *tokens.routes,
     *infill.routes,
@@ -138,7 +149,22 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
         raise AppImportError(f"{CANNOT_START}{error}") from None
     _add_request_hooks(app, service, gate)
     _handle_errors(app)
+    if service.files is not None:
+        service.background.append(
+            BatchRunner(service, service.files, partial(_internal_answer, app))
+        )
     return app
+
+
+def _internal_answer(app: Flask, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
+    """Answer a POST request that this process makes itself. If its greenlet is killed, the request
+    ends as if its client had disconnected."""
+    environ = internal_environ(path, body, origin)
+    try:
+        return call_internally(app.wsgi_app, environ)
+    finally:
+        if (context := environ.get(CONTEXT)) is not None:
+            context.close(CLIENT_CLOSED_REQUEST)  # no effect if the request has ended
 
 
 def _add_route(app: Flask, service: Service, route: Route) -> None:
@@ -178,7 +204,12 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         if gate.is_allowed_preflight(head):
             gate.check_head(head)
             return flask.Response(status=204)
-        context.caller = gate.admit(head)
+        origin = internal_origin(request.environ)
+        if origin is None:
+            context.caller = gate.admit(head)
+        else:
+            context.caller = gate.admit_as(head, origin.caller)
+            context.is_background = origin.is_background
         return None
 
     @app.after_request

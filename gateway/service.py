@@ -36,11 +36,13 @@ from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
 from gateway.observe.watch import WatchPoller
 from gateway.sandbox.clients import TemplateProcesses
+from gateway.store.batch_database import BatchDatabase
 from gateway.store.database import Interrupt
-from gateway.store.runs import Persistence
+from gateway.store.runs import DAY_S, Persistence
+from gateway.store.sqlite_file import Store
 from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
-from protocol.config.gateway import GatewayConfig, ModelConfig
+from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
 from protocol.sockets import engine_address
@@ -82,6 +84,21 @@ def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) 
     return client(model.engine or engine_address(config.port))
 
 
+def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
+    """Return the store of files and batches, which opens its file on first use; None if the
+    operator turned it off."""
+    if config.file_store in ("", NO_STORE):
+        return None
+    return Store(
+        partial(
+            BatchDatabase,
+            config.file_store,
+            max_bytes=config.file_store_mib << 20,
+            max_age_s=config.file_days * DAY_S,
+        )
+    )
+
+
 class TimeoutFields(Protocol):
     """The time limits in a request's body, in seconds; None: the operator's limits apply."""
 
@@ -89,6 +106,16 @@ class TimeoutFields(Protocol):
     def timeout_s(self) -> float | None: ...
     @property
     def queue_timeout_s(self) -> float | None: ...
+
+
+class BackgroundWork(Protocol):
+    """Work of this process that no connection waits for."""
+
+    def start(self) -> None: ...
+    def wake(self) -> None:
+        """Look for new work now."""
+
+    def close(self) -> None: ...
 
 
 class NoTimeouts:
@@ -144,6 +171,9 @@ class Service:
             lambda: self.is_draining(),
         )
         self.persistence = Persistence.from_config(config, interrupt)
+        #: Files and batches; None if the operator turned storing them off.
+        self.files = open_file_store(config)
+        self.background: list[BackgroundWork] = []
         self.started_at = time.monotonic()
         self._groups: dict[ChoiceGroup, ModelHost] = {}
         self._watch: gevent.Greenlet[..., None] | None = None
@@ -168,6 +198,8 @@ class Service:
                 host.start()
             if self.link is not None:
                 self.link.start()
+            for work in self.background:
+                work.start()
             self._watch = gevent.spawn(self._keep_watch)
             for host in self.hosts:
                 if host.config.load == "start":  # others are prepared while they load
@@ -179,6 +211,8 @@ class Service:
 
         The server calls this after all its connections have ended.
         """
+        for work in self.background:
+            work.close()
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
@@ -189,6 +223,8 @@ class Service:
         self.watch.close()
         if self.persistence is not None:
             self.persistence.close()
+        if self.files is not None:
+            self.files.close()
         if self.link is not None:
             self.link.close()
         for host in self.hosts:

@@ -33,6 +33,8 @@ S = TypeVar("S", bound=Sink)
 SESSION_HEADER = "X-Session-ID"
 """Requests with the same value are sent to the same replica. Routers use this name, too."""
 MAX_SESSION_CHARS = 256
+BACKGROUND_PRIORITY = 100
+"""Priority of the requests of batches. Requests that set no priority have 0 and come first."""
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """Headers with the client's own timeout. The first one with a valid number of seconds is used."""
 
@@ -123,7 +125,9 @@ class GenerationRunner:
             prompt_requests,
             context.timeline,
             namespace=caller.namespace(options.salt),
-            priority=options.priority,
+            priority=max(options.priority, BACKGROUND_PRIORITY)
+            if context.is_background
+            else options.priority,
             labels=labels,
             account=caller.account,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],

@@ -106,7 +106,10 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         ]
     if operation.takes:
         schema = _any_of([schemas[body] for body in operation.takes])
-        entry["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        entry["requestBody"] = {
+            "required": True,
+            "content": {operation.takes_type: {"schema": schema}},
+        }
     return entry
 
 

@@ -56,13 +56,15 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     #: A summary in one line. Further lines are the description.
     about: str
+    #: Media type of the request body.
+    takes_type: str = "application/json"
     #: Structs of the request body. If there are several, the body's fields decide which one it is.
     #: Empty: the request has no body.
     takes: tuple[type, ...] = ()
     #: Struct of a response with status 200, or a tuple of structs if it depends on the request.
-    #: None: the response is text.
+    #: None: the response is not JSON.
     gives: Any = None
-    #: Content types of a response that is text.
+    #: Media types of a response that is not JSON.
     text_types: tuple[str, ...] = ("text/plain",)
     #: The response if it is streamed; None if the route cannot stream.
     streams: Stream | None = None

@@ -81,6 +81,7 @@ BROAD_EXCEPTS = {
     "worker/process.py": "reports the cause to the engine",
     "worker/kv/report_queue.py": "raises a thread's exception in the loop",
     # The boundary of a request.
+    "gateway/api/batches/runner.py": "a batch that fails is continued later",
     "gateway/api/render/replay.py": "a forged state may make any parser fail",
     "gateway/api/responses/stream.py": "the client must not wait forever",
     "gateway/generation/group.py": "a parser's failure ends its own request only",

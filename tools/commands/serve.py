@@ -197,12 +197,14 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
     has_name = bool(name and (engines or options["model"] or serve.render_only)) and not models
     names = gateway.served_name or ([name] if name and has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
+    files = gateway.file_store or str(home() / "files" / f"{gateway.port}.db")
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")
     gateway = msgspec.structs.replace(
         gateway,
         served_name=names,
         response_store=store,
+        file_store=files,
         metrics_directory=str(directory / run_lock.METRICS),
     )
     return ServePlan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
