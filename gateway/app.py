@@ -16,11 +16,11 @@ from gateway.api import admin, web
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
+from gateway.api.batches import batch_routes, file_routes
+from gateway.api.batches.runner import BatchRunner
 from gateway.api.infill import routes as infill
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
-from gateway.api.batches import batch_routes, file_routes
-from gateway.api.batches.runner import BatchRunner
 from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body

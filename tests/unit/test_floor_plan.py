@@ -110,7 +110,7 @@ ENVIRONMENT = {
     "tools/commands/chat.py": "the API key",
     "tools/commands/config.py": "the API key",
     "tools/commands/run.py": "the API key",
-    "tools/processes/private_server.py": "a server's processes'",
+    "tools/commands/run_batch.py": "the API key",
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",
@@ -119,6 +119,7 @@ ENVIRONMENT = {
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",
     "tools/processes/children.py": "a server's processes'",
+    "tools/processes/private_server.py": "a server's processes'",
     # Variables of libraries, which read them when they are imported.
     "gateway/gunicorn_conf.py": "prometheus_client's directory",
     "gateway/observe/metrics.py": "prometheus_client's directory",

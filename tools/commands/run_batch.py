@@ -16,13 +16,13 @@ from protocol.config.worker import WorkerConfig
 from tools.batches.config import BatchRunConfig
 from tools.batches.input import BatchInput, InputFacts
 from tools.batches.output import BatchOutput
-from tools.batches.own_server import own_server
 from tools.batches.progress import RunProgress, duration
 from tools.batches.run import BatchRun
 from tools.failure import Failure
 from tools.flags import add_flags, build, to_arguments
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
 from tools.processes.discovery import add_server, server_url
+from tools.processes.private_server import PrivateServer
 
 DESCRIPTION = """\
 Answer each line of INPUT, in OpenAI's batch format, and append the results to OUTPUT. If the run is
@@ -136,9 +136,9 @@ def _server(
             raise no_server(server)
         return server
     names = [f"--served-name={name}" for name in facts.models]
-    arguments = [options.model, "--restart", "--no-log-requests", *names, *serve_arguments]
+    arguments = ["--restart", "--no-log-requests", *names, *serve_arguments]
     print(f"starting a server of {options.model}", file=sys.stderr, flush=True)
-    return stack.enter_context(own_server(arguments, key))
+    return stack.enter_context(PrivateServer(options.model, arguments)).web
 
 
 def _concurrency(server: WebServer) -> int:
