@@ -184,7 +184,7 @@ def test_a_silent_stream_is_kept_alive_without_empty_lines(
 ) -> None:
     says(engine, "Hi")
     engine.is_paused = True
-    body = {"model": "scripted", "messages": HI}
+    body: Any = {"model": "scripted", "messages": HI}
     with requests.post(gateway.url + CHAT, json=body, stream=True, timeout=20) as answer:
         data = b""
         for piece in answer.iter_content(chunk_size=1):

@@ -138,7 +138,7 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     context: list[TokenId] | None = None
 
 
-class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
+class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a request about one model.
 
     name  older spelling of `model`
@@ -148,7 +148,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
 
 
-class OllamaPullBody(NamedModel, frozen=True, kw_only=True):
+class OllamaPullBody(NamedModelBody, frozen=True, kw_only=True):
     """The body of POST /api/pull.
 
     stream  true by default

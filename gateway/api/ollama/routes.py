@@ -17,7 +17,7 @@ from gateway.api import run
 from gateway.api.admin import listed_models
 from gateway.api.ollama import models, responses
 from gateway.api.ollama.requests import (
-    NamedModel,
+    NamedModelBody,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -56,7 +56,7 @@ from gateway.service import Service
 from protocol.errors import InvalidRequest, RequestError
 from protocol.sampling import check_token_ids
 
-Body = TypeVar("Body", NamedModel, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
+Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
 
 routes = Routes("Ollama", responses.OllamaError)
 
@@ -264,11 +264,11 @@ def running(service: Service, context: RequestContext) -> Response:
 @routes.post(
     "/api/show",
     about="Describe one served model.",
-    takes=(NamedModel,),
+    takes=(NamedModelBody,),
     gives=responses.ShownModel,
 )
 def show(service: Service, context: RequestContext) -> Response:
-    name = _named(_body(service, context, NamedModel))
+    name = _named(_body(service, context, NamedModelBody))
     listed = listed_models(service)
     served = models.served_name(name, listed)
     if served not in listed:
@@ -285,7 +285,7 @@ def api_version(service: Service, context: RequestContext) -> Response:
     return json_response(responses.ApiVersion(version=responses.API_VERSION, tidegate=version()))
 
 
-def _named(body: NamedModel) -> str:
+def _named(body: NamedModelBody) -> str:
     name = body.model or body.name
     if not name:
         raise InvalidRequest.at("model", "this field is required")

@@ -70,7 +70,7 @@ class OllamaEnvelope:
         """Return a record with the content of `part`."""
         return new_record(self.model, part, is_generated=self.is_generated, **members)
 
-    def last(self, group: ChoiceGroup, reader: AnswerReader, part: AnswerPart) -> AnswerLine:
+    def last(self, group: ChoiceGroup, reader: PartReader, part: AnswerPart) -> AnswerLine:
         """Return the last record."""
         assert reader.finished is not None, "an answer that has ended has a Finished event"
         members = last_members(group, reader.finished, self.waited_s)
@@ -115,7 +115,7 @@ def new_record(
     return OllamaChatAnswer(message=message, **common)
 
 
-class AnswerReader:
+class PartReader:
     """Turns the events of one answer into parts. `keeps_ids`: collect the token ids, too."""
 
     def __init__(self, *, keeps_ids: bool) -> None:
@@ -189,7 +189,7 @@ class LineWriter:
         self._envelope = envelope
         self._write = write
         self._finish = finish
-        self._reader = AnswerReader(keeps_ids=envelope.has_context)
+        self._reader = PartReader(keeps_ids=envelope.has_context)
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         part = self._reader.part(delta)
@@ -210,6 +210,6 @@ class LineWriter:
 def whole_record(group: ChoiceGroup, collected: CollectSink, envelope: OllamaEnvelope) -> bytes:
     """Return the record of a group that ended without an error, as JSON."""
     whole = collected.whole[0]
-    reader = AnswerReader(keeps_ids=envelope.has_context)
+    reader = PartReader(keeps_ids=envelope.has_context)
     record = envelope.last(group, reader, reader.part(whole))
     return encode(msgspec.structs.replace(record, **envelope.logprobs(whole)))
