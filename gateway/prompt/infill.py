@@ -22,6 +22,7 @@ from typing import Literal
 
 from gateway.text.plain_text import PlainTextEncoder
 from gateway.text.tokenizer import Offload, Tokenizer
+from protocol.errors import InvalidRequest
 from protocol.model_card import InfillTokens, ModelCard
 
 InfillOrder = Literal["prefix first", "suffix first"]
@@ -199,4 +200,7 @@ def infill_format(card: ModelCard, tokenizer: Tokenizer) -> InfillFormat | None:
         file=first(FILE_MARKERS) if named.file is None else named.file,
     )
     ends = [each for each in map(token, END_MARKERS) if each is not None]
-    return InfillFormat(card, tokenizer, tokens, order, ends)
+    try:
+        return InfillFormat(card, tokenizer, tokens, order, ends)
+    except InvalidRequest:  # the tokenizer cannot encode even the shortest texts
+        return None
