@@ -41,8 +41,9 @@ class PlainTextEncoder:
             {*markers, *tokenizer.special_ids, *tokenizer.eos_token_ids}
             | {token_id for token_id, text in added.items() if _CONTROL.fullmatch(text)}
         )
-        spelled = (tokenizer.token_piece(token_id) for token_id in self._control)
-        self._spellings = prefix_pattern([text for text in spelled if len(text) > 1])
+        pieces = [tokenizer.token_piece(token_id) for token_id in self._control]
+        pieces += [piece.replace(SPACE, " ") for piece in pieces]
+        self._spellings = prefix_pattern({piece for piece in pieces if len(piece) > 1})
         self._anchor = self._anchor_ids()
 
     def _anchor_ids(self) -> list[int] | None:
