@@ -346,6 +346,17 @@ def test_the_content_type_does_not_matter(gateway: GatewayProcess, engine: Scrip
         assert answer.json()["message"]["content"] == "Hi"
 
 
+def test_a_page_of_another_site_gains_nothing_by_that(
+    gateway: GatewayProcess, engine: ScriptedEngine
+) -> None:
+    """A browser sends such a body without asking the server first, and always names the page."""
+    data = json.dumps({"model": "scripted", "messages": HI})
+    headers = {"Content-Type": "text/plain", "Origin": "https://evil.example"}
+    answer = requests.post(gateway.url + CHAT, data, headers=headers, timeout=20)
+    assert (answer.status_code, answer.json().keys()) == (403, {"error"})
+    assert not engine.generates
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
