@@ -151,12 +151,12 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
     _handle_errors(app)
     if service.files is not None:
         service.background.append(
-            BatchRunner(service, service.files, partial(_internal_answer, app))
+            BatchRunner(service, service.files, partial(answer_internally, app))
         )
     return app
 
 
-def _internal_answer(app: Flask, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
+def answer_internally(app: Flask, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
     """Answer a POST request that this process makes itself. If its greenlet is killed, the request
     ends as if its client had disconnected."""
     environ = internal_environ(path, body, origin)

@@ -82,6 +82,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.model_card import InfillTokens, ModelCard, SamplingDefaults
+from protocol.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady, OfflineRequest
 from protocol.sampling import SamplingParams
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
 from protocol.steps import (
@@ -525,4 +526,8 @@ MESSAGES: list[Message] = [
     KVLive(),
     KVExpired(),
     KVUnlike(reason="the peer's cache is of another model"),
+    OfflineRequest(request=7, path="/v1/completions", body=b"{}"),
+    OfflineAbort(requests=[7, 8]),
+    OfflineReady(model="m", max_len=512, max_slots=8),
+    OfflineAnswer(request=7, status=200, body=b"{}"),
 ]

@@ -48,6 +48,7 @@ FLASK_IN = (
     "gateway/api/admin.py",
     "gateway/api/web.py",
     "gateway/api/*/*routes.py",
+    "gateway/offline/process.py",
 )
 """The only files of the gateway that may import Flask."""
 
@@ -58,7 +59,7 @@ PURE = ("prompt", "text", "formats")
 """Folders of the gateway without sockets, threads, greenlets or request objects."""
 
 LEVELS = (
-    {"app", "gunicorn_conf", "unparsed", "check"},
+    {"app", "gunicorn_conf", "unparsed", "check", "offline"},
     {"api"},
     {"service", "model_host", "context"},
     {"store", "observe"},
@@ -116,6 +117,8 @@ ENVIRONMENT = {
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
     "engine_core/worker_process.py": "a worker's",
+    "protocol/offline.py": "that of the processes of an LLM",
+    "tools/batches/own_server.py": "a server's",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",
     "tools/processes/children.py": "a server's processes'",
@@ -133,6 +136,7 @@ LIGHT_ENTRANCES = {
     "gateway.sandbox.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
+    "protocol.offline": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "tqdm"},
     "tools.__main__": HEAVY
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
