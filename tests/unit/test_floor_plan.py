@@ -118,7 +118,6 @@ ENVIRONMENT = {
     # The environment of a child process.
     "engine_core/worker_process.py": "a worker's",
     "protocol/offline.py": "that of the processes of an LLM",
-    "tools/batches/own_server.py": "a server's",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",
     "tools/processes/children.py": "a server's processes'",

@@ -26,6 +26,7 @@ from tests.torture.fuzz.values import changed, damaged
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
+FILES, BATCHES = "/v1/files", "/v1/batches"
 PATIENCE_S = 60.0
 NUM_CLIENTS = 4
 UNREADY, STARVED = 503, b"engine_lost"
@@ -129,6 +130,16 @@ GAP = {
     **{"response_fields": ["content", "timings/prompt_n"], "return_tokens": True, "stop": ["zz"]},
 }
 
+FORM_TYPE = "multipart/form-data; boundary=b"
+LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "hi"}}
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n'
+    + json.dumps(LINE).encode()
+    + b"\r\n--b--\r\n"
+)
 RECORDED: dict[str, list[Any]] = {
     CHAT: [
         CHAT_BODY,
@@ -159,9 +170,11 @@ RECORDED: dict[str, list[Any]] = {
     "/inference/v1/abort_requests": [{"request_ids": ["r-1", "r-2"]}],
     "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
+    FILES: [FORM],
+    f"{BATCHES}/batch_1/cancel": [{}],
 }
-"""Valid bodies by path. Those of the derender routes are missing: `_derenders` makes them from
-answers of other routes."""
+"""Valid bodies by path. A body of bytes is a form. Those of the derender routes and of batches are
+missing: `_derenders` and `_batches` make them from answers of other routes."""
 
 
 @contextmanager
@@ -176,7 +189,11 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
                 "max_n": 8,
                 "max_prompts": 8,
             }
-            with GatewayProcess(**config, response_store=f"{folder}/responses.db") as process:
+            stores = {
+                "response_store": f"{folder}/responses.db",
+                "file_store": f"{folder}/files.db",
+            }
+            with GatewayProcess(**config, **stores) as process:
                 yield process.await_ready()
                 assert "Traceback" not in process.log, process.log[-10_000:]
 
@@ -188,16 +205,18 @@ def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
     200 and 404. A 404 means that the request names something that does not exist.
     """
     pairs = [(path, body) for path, bodies in RECORDED.items() for body in bodies]
-    pairs += _derenders(gateway)
-    for path, body in pairs:
-        answer = gateway.post(path, body)
-        assert answer.status_code in (200, 404), (path, answer.text)
+    pairs += [*_derenders(gateway), *_batches(gateway)]
+    with closing(_connection(gateway)) as connection:
+        for path, body in pairs:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            status, answer = _post(connection, path, data)
+            assert status in (200, 404), (path, answer)
     assert {_rule(path) for path, _ in pairs} == _posted(gateway)
     return pairs
 
 
 def _rule(path: str) -> str:
-    return path.replace("resp_1", "{response_id}")
+    return path.replace("resp_1", "{response_id}").replace("batch_1", "{batch_id}")
 
 
 def _posted(gateway: GatewayProcess) -> set[str]:
@@ -226,6 +245,14 @@ def _derenders(gateway: GatewayProcess) -> list[tuple[str, Any]]:
             {"completion_request": text, "generate_responses": [answers[1]]},
         ),
     ]
+
+
+def _batches(gateway: GatewayProcess) -> list[tuple[str, Any]]:
+    with closing(_connection(gateway)) as connection:
+        file = json.loads(_post(connection, FILES, FORM)[1])["id"]
+    fields = {"endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": "b"}}
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    return [(BATCHES, {"input_file_id": file, **fields, "output_expires_after": expiry})]
 
 
 def bodies(count: int, seed: int) -> Outcome:
@@ -268,8 +295,7 @@ def _ask(
     """Send `count` changed bodies over one connection. Return the number of answers by status."""
     chance, statuses = Random(seed), Counter[int]()
     order = chain.from_iterable(chance.sample(pairs, len(pairs)) for _ in cycle([0]))
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
-    with closing(connection):
+    with closing(_connection(gateway)) as connection:
         for path, body in islice(order, count):
             data = _mutilated(body, chance)
             status, answer = _post(connection, path, data)
@@ -281,7 +307,13 @@ def _ask(
     return statuses
 
 
+def _connection(gateway: GatewayProcess) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+
+
 def _mutilated(body: Any, chance: Random) -> bytes:
+    if isinstance(body, bytes):
+        return damaged(body, chance)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         body = changed(body, chance)
     data = json.dumps(body).encode()
@@ -293,7 +325,8 @@ def _post(connection: http.client.HTTPConnection, path: str, data: bytes) -> tup
     connection."""
     for is_first in (True, False):
         try:
-            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            kind = FORM_TYPE if path == FILES else "application/json"
+            connection.request("POST", path, data, {"Content-Type": kind})
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
