@@ -32,6 +32,8 @@ from tests.support.processes import descendants_of
 from tests.support.scripted_engine import Reply, ScriptedEngine
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
