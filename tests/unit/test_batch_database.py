@@ -125,7 +125,7 @@ def test_every_status_can_be_reached_and_every_open_one_can_end() -> None:
     assert {status for status, _ in NEXT_STATUS} == set(BatchStatus) - FINAL
 
 
-@pytest.mark.parametrize(("status", "event"), itertools.product(BatchStatus, BatchEvent))
+@pytest.mark.parametrize(("status", "event"), list(itertools.product(BatchStatus, BatchEvent)))
 def test_a_move_that_is_not_in_the_table_is_refused(status: BatchStatus, event: BatchEvent) -> None:
     if (status, event) in NEXT_STATUS:
         assert next_status(status, event) is NEXT_STATUS[status, event]
