@@ -122,7 +122,8 @@ class ChatTab {
     this.scrollToEnd();
   }
 
-  send(text) {
+  async send(text) {
+    if (!this.conversation.model) await this.loading; // the visitor was faster than the list of models
     if (!text.trim() || !this.tryTo(() => chats.send(this.conversation, text))) return;
     this.input.value = "";
     this.resize();
@@ -162,13 +163,12 @@ class ChatTab {
 
   // ---- models and settings
 
-  async loadModels() {
-    try {
-      await fetchModels();
-      this.showModels();
-    } catch (error) {
-      this.showProblem(error);
-    }
+  loadModels() {
+    this.loading = fetchModels().then(
+      () => this.showModels(),
+      (error) => this.showProblem(error),
+    );
+    return this.loading;
   }
 
   showModels() {

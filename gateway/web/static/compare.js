@@ -41,7 +41,7 @@ class CompareTab {
     this.maxTokens = h("input", { id: "compare-max", type: "number", min: 1, step: 1, value: values.maxTokens });
     this.button = h("button", { type: "submit", class: "button primary" });
     this.problem = h("div", {});
-    this.verdict = h("p", { class: "verdict", role: "status" });
+    this.verdict = h("p", { class: "verdict" });
     this.table = h("table", { class: "plain facts-table" });
     const dice = h("button", { type: "button", class: "button", onclick: () => (this.seed.value = newSeed()) }, "New seed");
     const form = h(

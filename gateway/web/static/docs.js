@@ -265,6 +265,7 @@ function hintsFor(models) {
     model: models[0]?.id ?? "MODEL",
     messages: (schema) => (isListOfLists(schema) ? [[message]] : [message]),
     max_tokens: 32,
+    max_output_tokens: 32,
     prompt: "Once upon a time",
     input: "Hello!",
   };

@@ -133,9 +133,21 @@ function nested(schema, document, isOpen = false) {
   return details;
 }
 
+/** Of each of these groups, an example of a request has a field: a required one, or else the first that its schema has. */
+const USUAL = [["model"], ["messages", "input", "prompt"], ["max_output_tokens", "max_tokens"]];
+
+function exampleNames({ properties, required = [] }, hints) {
+  const wanted = new Set(required);
+  for (const group of USUAL) {
+    const first = group.find((name) => name in properties && name in hints);
+    if (first && !group.some((name) => wanted.has(name))) wanted.add(first);
+  }
+  return Object.keys(properties).filter((name) => wanted.has(name));
+}
+
 /**
- * Return an example of a schema. `hints` maps the names of fields to values or to functions that get
- * the field's schema; fields that are neither required nor in `hints` are left out.
+ * Return an example of a schema, with its required fields and a few others. `hints` maps the names of
+ * fields to their values, or to functions that get the field's schema; {} for examples of responses.
  */
 export function exampleOf(schema, document, hints = {}, depth = 0) {
   const found = resolve(schema, document);
@@ -146,8 +158,7 @@ export function exampleOf(schema, document, hints = {}, depth = 0) {
   if (choices) return exampleOf(choices.find(({ type }) => type !== "null") ?? {}, document, hints, depth);
   if (depth > MAX_EXAMPLE_DEPTH) return null;
   if (found.properties) {
-    const wanted = Object.keys(found.properties).filter((name) => found.required?.includes(name) || name in hints);
-    return Object.fromEntries(wanted.map((name) => {
+    return Object.fromEntries(exampleNames(found, hints).map((name) => {
       const hint = hints[name];
       if (hint === undefined) return [name, exampleOf(found.properties[name], document, hints, depth + 1)];
       return [name, typeof hint === "function" ? hint(found.properties[name]) : hint];

@@ -108,7 +108,7 @@ export class SettingsForm {
     const options = EFFORTS.map(([value, label]) => h("option", { value }, label));
     const select = h("select", { onchange: () => this.set("reasoning_effort", select.value) }, options);
     select.value = this.settings.reasoning_effort ?? "";
-    return this.field("reasoning_effort", "Reasoning", select);
+    return this.field("reasoning_effort", "Reasoning effort", select);
   }
 
   check(name, label) {
