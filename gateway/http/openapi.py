@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.field_docs import describe
 from gateway.http.route import Operation, Stream
 
 OPENAPI = "3.2.0"
@@ -76,7 +77,9 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
             used += operation.streams.chunks
         types.update(dict.fromkeys(used))
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
-    return dict(zip(types, found, strict=True)), dict(components)
+    components = dict(components)
+    describe(components, types)
+    return dict(zip(types, found, strict=True)), components
 
 
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:

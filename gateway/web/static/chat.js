@@ -37,7 +37,7 @@ class ChatTab {
     });
     this.model = h("select", { class: "model", "aria-label": "Model", onchange: () => this.chooseModel() });
     this.thread = h("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
-    this.toEnd = h("button", { type: "button", class: "button small to-end", hidden: true, onclick: () => this.scrollToEnd() }, "To the end");
+    this.toEnd = iconButton("down", "To the end", () => this.scrollToEnd(), { class: "icon-button to-end", hidden: true });
     this.input = h("textarea", { rows: 1, id: "prompt", placeholder: "Write a message", "aria-label": "Message", enterkeyhint: "send" });
     this.sendButton = h("button", { type: "submit", class: "button primary send", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
     this.problem = h("div", { class: "problem" });

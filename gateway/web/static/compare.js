@@ -36,7 +36,7 @@ class CompareTab {
 
   build(root) {
     const { values } = this;
-    this.prompt = h("textarea", { id: "compare-prompt", rows: 3, placeholder: "The message that both answer", value: values.prompt });
+    this.prompt = h("textarea", { id: "compare-prompt", rows: 2, placeholder: "The message that both answer", value: values.prompt });
     this.seed = h("input", { id: "compare-seed", type: "number", min: 0, step: 1, value: values.seed });
     this.maxTokens = h("input", { id: "compare-max", type: "number", min: 1, step: 1, value: values.maxTokens });
     this.button = h("button", { type: "submit", class: "button primary" });

@@ -68,7 +68,8 @@ class Reference {
     const { operationId: id, path, method, summary } = operation;
     const badge = () => h("span", { class: `method ${method}` }, method === "delete" ? "DEL" : method.toUpperCase());
     const address = new URL(`docs#${id}`, BASE).href;
-    const link = h("li", {}, h("a", { href: address }, badge(), h("span", {}, path)));
+    const parts = path.split(/(?=[/_])/).map((part) => [h("wbr"), part]); // a long path breaks here
+    const link = h("li", {}, h("a", { href: address }, badge(), h("span", {}, parts)));
     const head = h("summary", { id: `head-${id}` }, badge(), h("code", {}, path), h("span", { class: "summary" }, summary));
     const details = h("details", { class: "operation", id }, head);
     const draw = () => {

@@ -35,6 +35,7 @@ const ICONS = {
   close: "M6 6l12 12M18 6L6 18",
   code: "M8 8l-4 4 4 4M16 8l4 4-4 4",
   copy: "M9 9h10v11H9zM5 15V4h10",
+  down: "M12 5v14M6 13l6 6 6-6",
   download: "M12 4v11m0 0l-4-4m4 4l4-4M5 20h14",
   edit: "M4 20h4L19 9l-4-4L4 16z",
   key: "M14.5 9.5a4 4 0 1 1-2.2-3.6 4 4 0 0 1 2.2 3.6zM13 12l7 7M17 16l2-2",

@@ -47,29 +47,6 @@ function number(value) {
   return Number.isSafeInteger(value) ? value.toLocaleString("en") : String(value);
 }
 
-/**
- * Split a description into its prose and what it says about fields. In the server's descriptions, a
- * line "name, other  text" describes fields, and the lines below it that are indented continue it.
- */
-export function splitDescription(text = "") {
-  const prose = [];
-  const fields = new Map();
-  let current = null;
-  for (const line of text.split("\n")) {
-    const found = line.match(/^([\w, ]*\w) {2,}(\S.*)$/);
-    if (found) {
-      current = found[1].split(/, */);
-      for (const name of current) fields.set(name, found[2]);
-    } else if (current && line.startsWith("  ")) {
-      for (const name of current) fields.set(name, `${fields.get(name)} ${line.trim()}`);
-    } else {
-      current = null;
-      prose.push(line);
-    }
-  }
-  return { prose: prose.join("\n").trim(), fields };
-}
-
 /** Return the schemas below a type that have fields of their own. */
 function partsOf(schema, document) {
   if (schema.$ref) {
@@ -92,23 +69,21 @@ export function schemaView(schema, document) {
 }
 
 function fieldsView(schema, document) {
-  const { prose, fields } = splitDescription(schema.description);
   const required = new Set(schema.required);
   const names = Object.keys(schema.properties).sort((a, b) => required.has(b) - required.has(a));
   const rows = names.map((name) => {
     const field = schema.properties[name];
     const facts = [typeName(field), ...boundsOf(field)];
     if (field.default !== undefined && field.default !== null) facts.push(`default ${JSON.stringify(field.default)}`);
-    const about = fields.get(name) ?? field.description;
     return h(
       "li",
       {},
       h("div", { class: "row" }, h("code", { class: "name" }, name), required.has(name) ? h("span", { class: "badge warn" }, "required") : null, h("span", { class: "schema-type" }, facts.join(", "))),
-      about ? h("p", {}, about) : null,
+      field.description ? h("p", {}, field.description) : null,
       partsOf(field, document).map((part) => nested(part, document)),
     );
   });
-  return h("div", {}, prose ? h("p", { class: "prose" }, prose) : null, h("ul", { class: "fields" }, rows));
+  return h("div", {}, schema.description ? h("p", { class: "prose" }, schema.description) : null, h("ul", { class: "fields" }, rows));
 }
 
 /** Return the name of a type, or what tells an object from others: 'object with role "user"'. */
