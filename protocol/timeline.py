@@ -118,6 +118,8 @@ class ClientTimes(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     #: Until the response was sent or the client disconnected; before that, until now.
     took_s: float = 0.0
+    #: Seconds from the arrival until now, whether the request has ended or not.
+    arrived_ago_s: float = 0.0
     #: Time spent waiting until the model was loaded.
     load_s: float = 0.0
     #: Time spent in the chat template.

@@ -91,6 +91,7 @@ class Timeline:
         """Return the gateway's part of the request's timeline, so far."""
         return ClientTimes(
             took_s=self.now_s,
+            arrived_ago_s=time.monotonic() - self._at[TimelineMoment.STARTED],
             load_s=self.load_s,
             template_s=self.template_s,
             tokenize_s=self.tokenize_s - self.template_s,

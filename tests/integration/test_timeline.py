@@ -101,6 +101,13 @@ def test_an_ended_request_has_its_stages_steps_and_times_in_the_gateway(
     assert named["choices"][0]["timeline"]["groups"] == line["groups"], "the response's id"
 
 
+def test_an_id_that_is_used_again_names_the_last_request(server: GatewayProcess) -> None:
+    for max_tokens in (2, 5):
+        assert generate(server, "alice", "again", max_tokens=max_tokens).status_code == 200
+    (choice,) = timeline(server, "alice", "again").json()["choices"]
+    assert choice["timeline"]["generated_tokens"] == 5
+
+
 def test_each_choice_has_a_timeline(server: GatewayProcess) -> None:
     assert generate(server, "bob", "both", n=2).status_code == 200
     assert len(timeline(server, "bob", "both").json()["choices"]) == 2

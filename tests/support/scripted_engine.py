@@ -60,6 +60,7 @@ from protocol.messages import (
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineLoad, EngineStats
 from protocol.timeline import EngineTimeline
+from protocol.usage import RequestStatus
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -234,6 +235,7 @@ class ScriptedEngine:
     ignored          types of the messages received while the engine was silent
     kept, released   handles of all KeepKV and ReleaseKV messages
     timelines        name of a request -> its timeline
+    rows             open requests in a status
     num_polls        number of GetStatus messages received; num_pings: of Ping messages
     """
 
@@ -258,6 +260,7 @@ class ScriptedEngine:
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
+    rows: list[RequestStatus] = field(default_factory=list)
     num_polls: int = 0
     num_pings: int = 0
 
@@ -279,6 +282,7 @@ class ScriptedEngine:
         for recorded in (self.generates, self.aborts, self.ignored, self.kept, self.released):
             recorded.clear()
         self.timelines.clear()
+        self.rows = []
         self.goodbyes = 0
 
     def __enter__(self) -> Self:
@@ -387,10 +391,16 @@ class ScriptedEngine:
                 )
             case GetStatus():
                 self.num_polls += 1
-                status = EngineStatus(
-                    request=message.request, now_s=time.monotonic(), stats=self.stats
+                self._send(
+                    client,
+                    EngineStatus(
+                        request=message.request,
+                        now_s=time.monotonic(),
+                        stats=self.stats,
+                        num_open=len(self.rows),
+                        rows=self.rows,
+                    ),
                 )
-                self._send(client, status)
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
 

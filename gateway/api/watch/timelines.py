@@ -18,10 +18,12 @@ from protocol.timeline import ClientTimes, EngineTimeline, redacted
 
 OTHER_PROCESS = "another process of this server has handled the request, or it was too long ago"
 MAX_SHOWN_CHARS = 64
+CLOCK_SLACK_S = 0.1
+"""The two times that `of_last_request` compares are read at slightly different moments."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """An engine, and its reply; None if it cannot be reached."""
 
     model: str
@@ -42,14 +44,18 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
     kept = _kept(service, sources)
     is_admin = "admin" in caller.scopes
     times = service.recent.find(label)
-    choices = [
-        _choice(source, timeline if is_admin else redacted(timeline), times)
+    found = [
+        (source, timeline)
         for source in sources
         if source.reply is not None
         for timeline in source.reply.timelines
     ]
-    if not choices:
+    if not found:
         raise _unknown(name, kept, is_admin=is_admin)
+    choices = [
+        _choice(source, timeline if is_admin else redacted(timeline), times)
+        for source, timeline in of_last_request(found, times)
+    ]
     slowest = max(choices, key=lambda choice: choice.timeline.took_s)
     took_s = slowest.timeline.took_s if times is None else times.took_s
     return TimelineAnswer(
@@ -62,7 +68,26 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
     )
 
 
-def _ask_all(service: Service, label: str) -> Iterator[_Source]:
+def of_last_request(
+    found: list[tuple[Source, EngineTimeline]], times: ClientTimes | None
+) -> list[tuple[Source, EngineTimeline]]:
+    """Return the timelines that belong to the request with these times in the gateway.
+
+    Clients may use an id again. The gateway knows the last request with it. Timelines that began
+    before it was sent belong to earlier ones.
+    """
+    if times is None or times.sent_s is None:
+        return found
+    sent_ago_s = times.arrived_ago_s - times.sent_s + CLOCK_SLACK_S
+    last = [
+        (source, timeline)
+        for source, timeline in found
+        if timeline.took_s + timeline.ended_ago_s <= sent_ago_s
+    ]
+    return last or found
+
+
+def _ask_all(service: Service, label: str) -> Iterator[Source]:
     """Ask all engines at once, and yield each with its reply."""
     places = [
         (host.name, number, connection)
@@ -72,7 +97,7 @@ def _ask_all(service: Service, label: str) -> Iterator[_Source]:
     asked = [gevent.spawn(_ask, connection, label) for _, _, connection in places]
     gevent.joinall(asked)
     for (model, number, connection), greenlet in zip(places, asked, strict=True):
-        yield _Source(model, number, connection, greenlet.value)
+        yield Source(model, number, connection, greenlet.value)
 
 
 def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | None:
@@ -82,7 +107,7 @@ def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | None:
         return None
 
 
-def _kept(service: Service, sources: list[_Source]) -> Kept:
+def _kept(service: Service, sources: list[Source]) -> Kept:
     """Return how long the engines keep timelines. Raises the server's trouble if no engine has
     replied."""
     replies = [source.reply for source in sources if source.reply is not None]
@@ -95,7 +120,7 @@ def _kept(service: Service, sources: list[_Source]) -> Kept:
     )
 
 
-def _choice(source: _Source, timeline: EngineTimeline, times: ClientTimes | None) -> ChoiceTimeline:
+def _choice(source: Source, timeline: EngineTimeline, times: ClientTimes | None) -> ChoiceTimeline:
     return ChoiceTimeline(
         model=source.model,
         role=source.connection.role,
