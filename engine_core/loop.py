@@ -37,7 +37,9 @@ from protocol.messages import (
     Abort,
     AbortByLabel,
     Aborted,
+    Accepted,
     Drain,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
@@ -61,7 +63,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import StepResult, TokenizerRead, Traced, WorkerReady
+from protocol.steps import EncodeResult, StepResult, TokenizerRead, Traced, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -201,8 +203,8 @@ class EngineLoop:
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._clients.add(client, now, message.name)
                 self._welcome(client)
-            case Generate():
-                self._generate(client, message)
+            case Generate() | Encode():
+                self._add(client, message)
             case Profile():
                 self._profile(client, message)
             case GetStatus():
@@ -239,12 +241,15 @@ class EngineLoop:
                 log.info("client %s requests a drain", client.hex())
                 self._drain(f"at the request of client {self._clients.get_name(client)!r}")
 
-    def _generate(self, client: bytes, message: Generate) -> None:
+    def _add(self, client: bytes, message: Generate | Encode) -> None:
+        reply: Accepted | Refused | None
         if client not in self._clients or self._engine is None:
-            self._mailbox.send(
-                client, Refused(request=message.request, error=self._not_ready_error())
-            )
-        elif (reply := self._engine.add(client, message)) is not None:
+            reply = Refused(request=message.request, error=self._not_ready_error())
+        elif isinstance(message, Encode):
+            reply = self._engine.add_encode(client, message)
+        else:
+            reply = self._engine.add(client, message)
+        if reply is not None:
             self._mailbox.send(client, reply)
 
     def _profile(self, client: bytes, message: Profile) -> None:
@@ -326,7 +331,7 @@ class EngineLoop:
     def _on_worker_message(self, now: float) -> None:
         message = self._worker.receive()
         match message:
-            case StepResult():
+            case StepResult() | EncodeResult():
                 self._on_step_result(message, now)
             case KVReport():
                 assert self._engine is not None
@@ -405,12 +410,15 @@ class EngineLoop:
         """Return the seconds since the oldest step in flight was started, or 0."""
         return 0.0 if self._step_started_at is None else now - self._step_started_at
 
-    def _on_step_result(self, result: StepResult, now: float) -> None:
+    def _on_step_result(self, result: StepResult | EncodeResult, now: float) -> None:
         assert self._engine is not None
         elapsed_s = self._step_s(now)
         # The next step starts now. `_next_step` resets the time if there is no next step.
         self._step_started_at = now
-        outputs = self._engine.commit(result, elapsed_s)
+        if isinstance(result, EncodeResult):
+            outputs = self._engine.commit_encoded(result, elapsed_s)
+        else:
+            outputs = self._engine.commit(result, elapsed_s)
         self._send_masks(self._engine)  # first: the worker may already be waiting for them
         self._send_kv_commands(self._engine)
         self._mailbox.send_each(outputs)

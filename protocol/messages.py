@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.kv_window import KVGroups
@@ -114,6 +115,25 @@ class Generate(Message, frozen=True, kw_only=True):
             raise ValueError("prompt must be a list of at least one token id")
         if self.answer is not None and len(self.answer.shape) != 1:
             raise ValueError("answer must be a list of token ids")
+
+
+class Encode(Message, frozen=True, kw_only=True):
+    """Client -> engine. Encode inputs, of which each is a text or a pair of texts.
+
+    The engine answers as it answers `Generate`. The last `Output` of a request that succeeds has
+    finish "stop" and `vectors`. Fields that `Generate` has too mean the same.
+    """
+
+    request: int
+    inputs: EncodeInputs
+    priority: int = 0
+    labels: list[str] = []
+    account: Account | None = None
+    timeout_s: Seconds = 0.0
+    queue_timeout_s: Seconds = 0.0
+    #: Whether another engine had accepted the request before it was lost. Such a request is not
+    #: refused because of load or of its account's limits.
+    is_moved: bool = False
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -366,6 +386,8 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: ErrorInfo | None = None
     #: Sent with finish="length" for a request with `kv_readers`.
     kv_handle: str = ""
+    #: [number of inputs, size of a result], with finish="stop", of an `Encode`.
+    vectors: Float32 | None = None
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -410,6 +432,7 @@ class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
 ToEngine = (
     Hello
     | Generate
+    | Encode
     | Abort
     | AbortByLabel
     | KeepKV

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.encoding import EncodingCard
 from protocol.sampling import SamplingParams
 
 
@@ -121,6 +122,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     #: Empty: the bits of a position's logits also depend on how the engine computes the position.
     numerics: str = ""
     infill_tokens: InfillTokens = InfillTokens()
+    #: Whether the model generates text.
+    generates: bool = True
+    #: What the model encodes; None: nothing.
+    encoding: EncodingCard | None = None
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):

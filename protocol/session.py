@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TypedDict, TypeVar, Unpack
 
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
 from protocol.grammar import Grammar
 from protocol.messages import (
@@ -29,6 +30,7 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Account,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
@@ -68,10 +70,11 @@ RequestReport = tuple[
 ]
 """A request, and a report on it."""
 
-Command = TypeVar("Command", Generate, AbortByLabel, Profile, GetStatus, GetTimeline)
+Command = TypeVar("Command", Generate, Encode, AbortByLabel, Profile, GetStatus, GetTimeline)
 """A message that opens a request. If the engine is lost, the request ends with an error."""
 REPLY_TYPES: dict[type, tuple[type, ...]] = {
     Generate: (Accepted, Refused, Output),
+    Encode: (Accepted, Refused, Output),
     AbortByLabel: (Aborted,),
     Profile: (Profiled, Refused),
     GetStatus: (EngineStatus,),
@@ -94,6 +97,17 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
     queue_timeout_s: float
     answer: Int32 | None
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Optional fields of `Encode`, with the meanings and defaults declared there."""
+
+    priority: int
+    labels: list[str]
+    account: Account | None
+    timeout_s: float
+    queue_timeout_s: float
+    is_moved: bool
 
 
 class Session:
@@ -145,6 +159,12 @@ class Session:
         return self._opened(
             Generate(request=self._next_request, prompt=prompt, params=params, **options)
         )
+
+    def encode(self, inputs: EncodeInputs, **options: Unpack[EncodeOptions]) -> Encode:
+        """Open a request that encodes `inputs`. Return the message to send. Raises as `generate`
+        does."""
+        self._check_ready()
+        return self._opened(Encode(request=self._next_request, inputs=inputs, **options))
 
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> AbortByLabel:
         """Open a request that aborts requests of any client by name. Return the message to send.

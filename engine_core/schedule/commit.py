@@ -125,16 +125,22 @@ def final_output(
 ) -> Output:
     """Return the final Output of a request, with the tokens of its last step."""
     is_first = request.num_generated == len(committed.tokens)
+    vectors, stop_token = None, None
+    if finish == "stop" and request.encode is not None:
+        vectors = request.encode.vectors()
+    elif finish == "stop":
+        stop_token = _stop_token(request, model)
     return Output(
         request=request.number,
         tokens=committed.tokens,
         logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first and finish != "abort" else [],
         finish=finish,
-        stop_token=_stop_token(request, model) if finish == "stop" else None,
+        stop_token=stop_token,
         usage=request_usage(request),
         error=(committed.error or request_failure(request)).info() if finish == "error" else None,
         kv_handle=committed.kv_handle,
+        vectors=vectors,
     )
 
 

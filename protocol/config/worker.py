@@ -16,6 +16,7 @@ AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
 KVDtype = Literal["auto", "int8"]
+PoolingOption = Literal["auto", "cls", "mean", "last"]
 
 MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
 TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
@@ -143,6 +144,13 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
             "holds about twice as many tokens, at a small loss of quality "
             "(docs/performance.md); auto: --dtype"
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        PoolingOption,
+        about(
+            "serve /v1/embeddings with the vector of the first token (cls), the mean of all tokens "
+            "or the last token; auto: as the model's files say, so a chat model has no embeddings"
         ),
     ] = "auto"
     measurements: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.encoding import EncodeInputs, EncodingCard
 from protocol.errors import ErrorInfo
 from protocol.grammar import (
     Either,
@@ -53,6 +54,7 @@ from protocol.messages import (
     Accepted,
     Account,
     Drain,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
@@ -86,6 +88,8 @@ from protocol.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady,
 from protocol.sampling import SamplingParams
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
 from protocol.steps import (
+    EncodePlan,
+    EncodeResult,
     Heartbeat,
     JoinRefused,
     Logprobs,
@@ -164,7 +168,19 @@ CARD = ModelCard(
     tool_use_template="{{ tools }}",
     numerics="0f1e2d3c",
     infill_tokens=InfillTokens(prefix=4, suffix=5, middle=6, pad=7, repository=8, file=9),
+    generates=False,
+    encoding=EncodingCard(
+        task="score",
+        max_tokens=256,
+        size=2,
+        pooling="mean",
+        normalizes=True,
+        similarity="dot",
+        prompts={"query": "q: "},
+        default_prompt="query",
+    ),
 )
+INPUTS = EncodeInputs(tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1]))
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
 )
@@ -254,6 +270,16 @@ MESSAGES: list[Message] = [
         queue_timeout_s=2.5,
         answer=Int32.of([7]),
     ),
+    Encode(
+        request=2,
+        inputs=INPUTS,
+        priority=-1,
+        labels=["embd-7"],
+        account=Account(name="alice"),
+        timeout_s=30.0,
+        queue_timeout_s=2.5,
+        is_moved=True,
+    ),
     Abort(requests=[1, 2]),
     AbortByLabel(request=3, names=["7", "8"], everything=True),
     KeepKV(handles=["aGFuZGxl"]),
@@ -309,6 +335,7 @@ MESSAGES: list[Message] = [
                     ),
                 ),
                 error=ERROR,
+                vectors=Float32.of([0.5], (1, 1)),
                 kv_handle="aGFuZGxl",
             )
         ],
@@ -439,6 +466,13 @@ MESSAGES: list[Message] = [
     KVCancel(job=5),
     KVStore(blocks=Int32.of([7]), hashes=[b"h" * 32]),
     KVUsed(hashes=[b"h" * 32]),
+    EncodePlan(step=4, inputs=INPUTS),
+    EncodeResult(
+        step=4,
+        vectors=Float32.of([0.5, 0.25, 1.0, 2.0], (2, 2)),
+        failed=Int32.of([1]),
+        compute_s=0.25,
+    ),
     StepResult(
         step=3,
         tokens=Int32.of([9, 4, 10]),

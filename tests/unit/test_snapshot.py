@@ -19,7 +19,7 @@ from msgspec import inspect
 from engine_core.engine import Engine
 from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
 from tests.support.engines import Bench, a_card
-from tests.support.storm import RequestStorm, SmallCacheStorm, WindowStorm
+from tests.support.storm import EncodeStorm, RequestStorm, SmallCacheStorm, WindowStorm
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
@@ -79,7 +79,8 @@ def storms() -> Iterator[RequestStorm]:
     drafts, steps in flight, tiers or windows."""
     plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
     windows = [WindowStorm(103), WindowStorm(103, 2)]
-    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), *windows]:
+    encoding = [EncodeStorm(4), EncodeStorm(5)]
+    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), *windows, *encoding]:
         for number in range(120):
             storm.bench.engine.tick(number / 8)
             storm.operate()
@@ -128,6 +129,9 @@ STORED = {
     "BlockPool": "_free holders",
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
+    "EncodeProgress": "lengths num_done num_planned results splits",
+    "EncodeScheduler": "continues inflight is_next started",
+    "EncodeStep": "parts plan",
     "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
     "EngineClock": "now",
     "FairShare": "_by_name _last _last_at _level _other_at",
@@ -141,11 +145,11 @@ STORED = {
     "OpenRequests": "_by_number",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
-    "Request": "account account_usage arrived_at blocks client deadline drafting grammar hashes "
-    "labels matcher max_total_tokens namespace num_accepted num_cached num_charged num_computed "
-    "num_draft_computed num_drafts num_fetched num_in_flight num_pending num_preemptions "
-    "num_passed num_passed_sent num_published num_scheduled number order params phase "
-    "priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
+    "Request": "account account_usage arrived_at blocks client deadline drafting encode grammar "
+    "hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
+    "num_computed num_draft_computed num_drafts num_fetched num_in_flight num_pending "
+    "num_preemptions num_passed num_passed_sent num_published num_scheduled number order params "
+    "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
     "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
@@ -154,7 +158,7 @@ STORED = {
     "StageTimer": "_has_token _since _spent _stage",
     "StepTime": "count mean",
     "StepTimes": "drafted plain",
-    "Throughput": "admitted busy_s computed prompts",
+    "Throughput": "admitted busy_s computed encoded prompts",
     "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored",
     "TierIndex": "_load_s _tiers",
     "WaitingQueue": "_queues",
@@ -179,6 +183,7 @@ CONFIGURED = {
     "Admission": "_config _draw_seed _limits _model",
     "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
+    "EncodeScheduler": "_token_budget",
     "Engine": "_cache_events _config _model limits",
     "FairShare": "_costs max_credit shared_prefill_budget",
     "Fetches": "_send _suppliers _timeout_s",
@@ -197,10 +202,11 @@ CONFIGURED = {
 }
 """Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
-    "Admission": "_accounts _clock _deadlines _fair_share _grammars _kv_transfers _open "
+    "Admission": "_accounts _clock _deadlines _encoding _fair_share _grammars _kv_transfers _open "
     "_speculation _throughput _waiting",
     "BlockPool": "cache",
-    "Engine": "_accounts _clock _deadlines _inflight _speculation admission kv_transfers "
+    "EncodeScheduler": "_fair_share waiting",
+    "Engine": "_accounts _clock _deadlines _inflight _speculation admission encoding kv_transfers "
     "open_requests scheduler throughput",
     "KVTransfers": "_peers fetches leases tiers",
     "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
