@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from protocol.exit_codes import ExitCode
+from worker.encoders.families.registry import find_encoder
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import read_json
 from worker.loading.gguf_file import MAGIC, architecture_at_start
@@ -34,7 +35,9 @@ def check_config(file: Path) -> None:
             gguf_family(architecture)
         return
     config = read_json(file)
-    if fallback(config) is None:
+    if (encoder := find_encoder(config)) is not None:
+        encoder.spec(config)
+    elif fallback(config) is None:
         find_family(config).spec(config)
 
 
