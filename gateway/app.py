@@ -18,6 +18,7 @@ from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
 from gateway.api.batches import batch_routes, file_routes
 from gateway.api.batches.runner import BatchRunner
+from gateway.api.encode import routes as encode
 from gateway.api.infill import routes as infill
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
@@ -93,6 +94,7 @@ ROUTES: tuple[Route, ...] = (
     *file_routes.routes,
     *batch_routes.routes,
     *anthropic.routes,
+    *encode.routes,
     *tokens.routes,
     *infill.routes,
     *ollama.routes,

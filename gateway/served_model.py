@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -203,6 +203,36 @@ class ServedModel:
             default_kwargs=options.template_kwargs,
             fingerprint=fingerprint_of(card),
         )
+
+
+Ability = Literal["generate", "embed", "score"]
+"""What a request needs of its model."""
+_ROUTES: dict[Ability, str] = {
+    "generate": "chats and completions",
+    "embed": "/v1/embeddings, /v1/rerank and /v1/score",
+    "score": "/v1/rerank and /v1/score",
+}
+
+
+def check_ability(card: ModelCard, ability: Ability, name: str) -> None:
+    """Raise InvalidRequest, naming what the model can do, if it cannot do what a request needs.
+
+    name  the model's name in the API
+    """
+    found: list[Ability] = ["generate"] if card.generates else []
+    if card.encoding is not None:
+        found.append(card.encoding.task)
+    if ability in found or (ability == "score" and "embed" in found):
+        return
+    lacks = "does not generate text" if ability == "generate" else "has no embeddings"
+    advice = ""
+    if card.generates:
+        advice = "; to have embeddings, it must be served with --pooling last, or mean"
+        lacks = "generates text, and has no embeddings"
+    elif ability == "embed":
+        lacks = "scores pairs of texts, and has no embeddings"
+    serves = ", and ".join(_ROUTES[each] for each in found)
+    raise InvalidRequest.at("model", f"{name!r} {lacks}; it serves {serves}{advice}")
 
 
 def fingerprint_of(card: ModelCard) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, Unpack
+from typing import Protocol, TypeVar, Unpack
 
 import gevent
 from gevent import get_hub
@@ -36,6 +36,7 @@ from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
 from gateway.observe.watch import WatchPoller
 from gateway.sandbox.clients import TemplateProcesses
+from gateway.served_model import Ability, check_ability
 from gateway.store.batch_database import BatchDatabase
 from gateway.store.database import Interrupt
 from gateway.store.runs import DAY_S, Persistence
@@ -53,7 +54,10 @@ KEYS_POLL_S = 1.0
 """Interval at which the file of API keys is checked for changes."""
 
 
-def offload(work: Callable[[], list[int]]) -> list[int]:
+T = TypeVar("T")
+
+
+def offload(work: Callable[[], T]) -> T:
     """Run `work` in gevent's thread pool and return its result. Other greenlets run meanwhile."""
     return result_of(get_hub().threadpool, work)
 
@@ -292,15 +296,22 @@ class Service:
         raise self.unknown_model(name)
 
     def use(
-        self, context: RequestContext, name: str | None, body: TimeoutFields | None = None
+        self,
+        context: RequestContext,
+        name: str | None,
+        body: TimeoutFields | None = None,
+        *,
+        ability: Ability = "generate",
     ) -> ModelUse:
         """Return the use of the model `name` by a request. If the model is not loaded, have it
         loaded and wait.
 
-        name  the request's `model`; None: the only model
-        body  the request's body, if it may set time limits; otherwise the operator's limits apply
+        name     the request's `model`; None: the only model
+        body     the request's body, if the engine is to compute it; it may set time limits.
+                 Otherwise the operator's limits apply
+        ability  what a request with a body needs of the model
 
-        Raises the errors of `host` and of `ModelHost.use`.
+        Raises the errors of `host`, of `ModelHost.use` and of `check_ability`.
         """
         if (draining := self._draining()) is not None:
             raise draining
@@ -313,6 +324,8 @@ class Service:
         use = self.host(name).use(context, limits)
         if name is not None and name not in use.model.names:
             raise self.unknown_model(name)
+        if body is not None:
+            check_ability(use.model.card, ability, name or use.model.names[0])
         return use
 
     def unknown_model(self, name: str) -> UnknownModel:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import NoEngine, ServingError
 from protocol.messages import (
     Aborted,
@@ -24,7 +25,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, read_card
 from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions
+from protocol.session import EncodeOptions, GenerateOptions
 from protocol.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ Subscriber = Callable[[Report], None]
 """Receives the reports about one request, in order."""
 
 
+class RoutedEncodeOptions(EncodeOptions, total=False):
+    """The options of a request that encodes, to an engine client."""
+
+    #: As in `RoutedOptions`.
+    session: str
+
+
 class RequestSender(Protocol):
     """The methods of an engine client that `ChoiceGroup` uses."""
 
@@ -60,6 +68,15 @@ class RequestSender(Protocol):
         a ServingError, such as EngineNotReady, EngineLost or NoEngine, if the request cannot be
         sent.
         """
+
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        """Send a request that encodes, and return its number. `subscriber` and the errors are those
+        of `generate`."""
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         """Abort `request` if it is open. Its subscriber gets no more reports.
@@ -187,6 +204,9 @@ class NullEngineClient:
         raise NoEngine(
             "this server has no engine (--render-only); it only renders, derenders and tokenizes"
         )
+
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        self.generate()
 
     def abort_by_label(self, labels: Sequence[str]) -> NoReturn:
         self.generate()

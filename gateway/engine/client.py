@@ -24,17 +24,19 @@ import zmq
 from gevent import get_hub
 from gevent.event import AsyncResult
 
-from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.base import Report, RoutedEncodeOptions, RoutedOptions, Subscriber
 from gateway.engine.coalesce import coalesce
 from gateway.engine.refusal_cache import RefusalCache
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
+from protocol.encoding import EncodeInputs
 from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
 from protocol.messages import (
     AbortByLabel,
     Aborted,
     Account,
+    Encode,
     EngineStatus,
     Generate,
     GetStatus,
@@ -55,7 +57,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions, RequestReport, Session
+from protocol.session import EncodeOptions, GenerateOptions, RequestReport, Session
 from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
@@ -162,6 +164,18 @@ class ZmqEngineClient:
         self._open(message, subscriber)
         return message.request
 
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        self.start()
+        options.pop("session", "")  # only a choice between engines needs it
+        message = self.session.encode(inputs, **cast(EncodeOptions, options))
+        self._open(message, subscriber)
+        return message.request
+
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         self.start()
         return self._reply(self.session.abort_by_label(labels), Aborted)
@@ -264,7 +278,7 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(self, message: Generate | Command, subscriber: Subscriber) -> None:
+    def _open(self, message: Generate | Encode | Command, subscriber: Subscriber) -> None:
         """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:

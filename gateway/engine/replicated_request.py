@@ -11,6 +11,7 @@ from gateway.engine.failover import Failover
 from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.messages import Usage
 from protocol.sampling import SamplingParams
 
@@ -30,6 +31,8 @@ class ReplicatedRequest:
     session: str
     #: Digest of the model that computes the request.
     digest: str
+    #: The inputs of a request that encodes, whose tokens `prompt` has; None: it generates.
+    inputs: EncodeInputs | None = None
     failover: Failover = field(default_factory=Failover)
     #: The replica that has the request, and the request's number there.
     replica: ConnectedReplica | None = None

@@ -27,7 +27,7 @@ from gateway.text.detokenizer import (
     WindowDetokenizer,
     WindowState,
 )
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.errors import ContextTooLong, InvalidRequest, ServingError
 from protocol.model_card import ModelCard
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
@@ -80,6 +80,11 @@ class Tokenizer:
             True: TokenTable(codec, spelling, self.special_ids),
         }
 
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library. It is shared, and must not be changed."""
+        return self._inner
+
     def encode(
         self,
         text: str,
@@ -97,7 +102,7 @@ class Tokenizer:
         encode it, or if the model does not have one of the tokens.
         """
         num_bytes = self._check_length(text, param)
-        with _failures_refused(param):
+        with library_failures(param):
             if offload is None or num_bytes < INLINE_BYTES:
                 ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
             else:
@@ -120,7 +125,7 @@ class Tokenizer:
             )
             return []
 
-        with _failures_refused(param):
+        with library_failures(param):
             if offload is None or num_bytes < INLINE_BYTES:
                 encode()
             else:
@@ -131,7 +136,7 @@ class Tokenizer:
 
     def _check_length(self, text: str, param: str) -> int:
         """Return the length of a text in bytes. Raises ContextTooLong if it is too long."""
-        num_bytes = _num_bytes(text, param)
+        num_bytes = text_bytes(text, param)
         if num_bytes > self.max_text_bytes:
             raise ContextTooLong(
                 f"{param} is {num_bytes:,} bytes long; this model takes "
@@ -238,12 +243,13 @@ def _load(data: bytes) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def _failures_refused(param: str) -> Iterator[None]:
-    """Raise InvalidRequest, naming `param`, if the library `tokenizers` fails inside the block."""
+def library_failures(param: str) -> Iterator[None]:
+    """Raise InvalidRequest, naming the field, if the library `tokenizers` fails inside the
+    block."""
     try:
         yield
     except BaseException as error:  # foreign code: see `_is_failure`
-        if not _is_failure(error):
+        if isinstance(error, ServingError) or not _is_failure(error):
             raise
         raise InvalidRequest(
             f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
@@ -266,7 +272,7 @@ def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
     return codec_of(json.loads(state))
 
 
-def _num_bytes(text: str, param: str) -> int:
+def text_bytes(text: str, param: str) -> int:
     """Return the length of a text in UTF-8. Raises InvalidRequest for half a surrogate pair."""
     if text.isascii():
         return len(text)
