@@ -91,6 +91,8 @@ class EncodeScheduler:
         #: Requests of which some inputs are in plans, and others are not.
         self.started: list[Request] = []
         self.inflight: deque[EncodeStep] = deque()
+        #: Number of requests that were added and have not ended.
+        self.num_open = 0
         #: Whether the next step encodes, if there is work of both kinds.
         self.is_next = True
         #: Whether the next step first continues started requests.
@@ -101,10 +103,6 @@ class EncodeScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.started or len(self.waiting))
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.inflight)
 
     @property
     def num_started(self) -> int:
@@ -119,10 +117,12 @@ class EncodeScheduler:
         return sum(len(each.tokens) - each.num_scheduled for each in self.started)
 
     def add(self, request: Request) -> None:
+        self.num_open += 1
         self.waiting.push(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request that has ended. Its results of steps in flight are dropped."""
+        self.num_open -= 1
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.started:

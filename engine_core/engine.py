@@ -267,7 +267,7 @@ class Engine:
     @property
     def num_in_flight(self) -> int:
         """The number of plans that were sent to the worker and not committed yet."""
-        return len(self._inflight) + self.encoding.num_in_flight
+        return len(self._inflight) + len(self.encoding.inflight)
 
     @property
     def is_idle(self) -> bool:
@@ -276,9 +276,11 @@ class Engine:
     def plan(self) -> StepPlan | EncodePlan | None:
         """Decide the next step and allocate what it needs. Return None if there is nothing to
         compute, or if a plan in flight must commit first."""
+        encoding = self.encoding
+        if not encoding.num_open and not encoding.inflight:
+            return None if self._inflight.is_full else self._plan_generation()
         if self.num_in_flight >= self._config.steps_in_flight:
             return None
-        encoding = self.encoding
         if encoding.has_work and (encoding.is_next or not self.scheduler.has_work):
             return self._plan_encoding()
         plan = self._plan_generation()
@@ -647,14 +649,15 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is. It takes constant time, because it is sent after each step."""
-        scheduler = self.scheduler
+        scheduler, encoding = self.scheduler, self.encoding
+        num_started, tokens = 0, scheduler.waiting.tokens + scheduler.num_prefill_tokens
+        if encoding.num_open:
+            num_started = encoding.num_started
+            tokens += encoding.waiting.tokens + encoding.num_started_tokens
         return EngineLoad(
-            running=len(scheduler.running) + len(scheduler.unbound) + self.encoding.num_started,
+            running=len(scheduler.running) + len(scheduler.unbound) + num_started,
             waiting=self.admission.num_waiting,
-            queued_tokens=scheduler.waiting.tokens
-            + scheduler.num_prefill_tokens
-            + self.encoding.waiting.tokens
-            + self.encoding.num_started_tokens,
+            queued_tokens=tokens,
         )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:

@@ -172,5 +172,6 @@ def check_encoding(encoding: EncodeScheduler, requests: Collection[Request]) -> 
         assert progress.num_done + in_flight == progress.num_planned <= len(progress.lengths), (
             f"{number}: lost an input"
         )
+    assert encoding.num_open == len(requests), "requests that encode are miscounted"
     assert len(encoding.started) <= MAX_STARTED, "too many requests are started"
     assert set(encoding.started) <= set(requests), "an ended request is still started"

@@ -170,6 +170,7 @@ class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
     started: list[int]
     #: Steps in flight, oldest first.
     inflight: list[EncodeStepSnapshot]
+    num_open: int
     is_next: bool
     continues: bool
 
@@ -460,6 +461,7 @@ def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> E
             )
             for step in encoding.inflight
         ],
+        num_open=encoding.num_open,
         is_next=encoding.is_next,
         continues=encoding.continues,
     )
@@ -619,6 +621,7 @@ def _restore_encoding(
         for step in part.inflight
     )
     encoding.is_next, encoding.continues = part.is_next, part.continues
+    encoding.num_open = part.num_open
 
 
 def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:

@@ -94,7 +94,10 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests, including those whose grammar is still being compiled."""
-        return len(self._waiting) + self._grammars.num_waiting + len(self._encoding.waiting)
+        num_waiting = len(self._waiting) + self._grammars.num_waiting
+        if self._encoding.num_open:
+            num_waiting += len(self._encoding.waiting)
+        return num_waiting
 
     @property
     def templates(self) -> Mapping[bytes, MatcherTemplate]:

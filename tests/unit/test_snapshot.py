@@ -130,7 +130,7 @@ STORED = {
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
-    "EncodeScheduler": "continues inflight is_next started",
+    "EncodeScheduler": "continues inflight is_next num_open started",
     "EncodeStep": "parts plan",
     "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
     "EngineClock": "now",
