@@ -58,7 +58,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = folder / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}w1")
     stores = [f"--{name}-store={folder / name}.db" for name in ("response", "file")]
-    with Server("--chat-template", str(template), *stores, model=str(folder)) as server:
+    options = ("--chat-template", str(template), "--pooling", "last", *stores)
+    with Server(*options, model=str(folder)) as server:
         yield server
 
 

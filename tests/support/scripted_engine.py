@@ -7,17 +7,20 @@ replies.
         engine.script = lambda generate: text_reply("Hello", size=2)
 
 A request with `kv_readers` is answered with a handle, unless `computes` replies otherwise. The
-prompt of a request with a handle is reported as fetched.
+prompt of a request with a handle is reported as fetched. A request that encodes gets the results of
+`scripted_vector`, if the card says that the model encodes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any, Self
 
 import msgspec
@@ -26,6 +29,7 @@ import zmq
 from tokenizers import decoders, models, pre_tokenizers
 
 from protocol import sockets, wire
+from protocol.arrays import Float32
 from protocol.errors import ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -34,6 +38,7 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Drain,
+    Encode,
     EngineStatus,
     Generate,
     GetStatus,
@@ -202,17 +207,33 @@ def text_reply(
     return TokenReply(steps, finish, EOS if finish == "stop" else None, error)
 
 
+def scripted_vector(tokens: Sequence[int], size: int) -> list[float]:
+    """Return the scripted result of one input, which has length 1 and depends on all its tokens."""
+    raw = [1.0 + sum(token % (place + 3) for token in tokens) for place in range(size)]
+    length = math.hypot(*raw)
+    return [number / length for number in raw]
+
+
 @dataclass
 class _Talk:
     client: bytes
-    message: Generate
+    message: Generate | Encode
     steps: deque[list[int]]
     reply: TokenReply
     num_generated: int = 0
     has_output: bool = False
 
 
-BEHAVIOUR = ("script", "computes", "step_s", "is_paused", "ignores_aborts", "is_silent", "welcomes")
+BEHAVIOUR = (
+    "script",
+    "computes",
+    "refuses",
+    "step_s",
+    "is_paused",
+    "ignores_aborts",
+    "is_silent",
+    "welcomes",
+)
 
 
 @dataclass
@@ -227,7 +248,9 @@ class ScriptedEngine:
     is_silent        whether it answers nothing, as if the process hung
     welcomes         whether it answers Hello with Welcome; else with Loading, which reports
                      `loading_s`
+    refuses          returns the refusal of an Encode; None: it is accepted
     generates        all requests received
+    encodes          the same for those that encode
     aborts           number of each aborted request -> time of its Abort
     num_steps        steps made
     num_early        requests that gateways refused from their cache, as their pings report
@@ -242,6 +265,7 @@ class ScriptedEngine:
     address: str
     script: Script = lambda generate: text_reply("Hello, world!")
     computes: Script = lambda generate: prefill_reply()
+    refuses: Callable[[Encode], ErrorInfo | None] = lambda encode: None
     card: ModelCard = field(default_factory=scripted_card)
     step_s: float = 0.0005
     max_len: int = 512
@@ -251,6 +275,7 @@ class ScriptedEngine:
     welcomes: bool = True
     loading_s: float = 3.0
     generates: list[Generate] = field(default_factory=list)
+    encodes: list[Encode] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
     num_early: int = 0
@@ -279,7 +304,14 @@ class ScriptedEngine:
         remain."""
         for name, value in self._first.items():
             setattr(self, name, value)
-        for recorded in (self.generates, self.aborts, self.ignored, self.kept, self.released):
+        for recorded in (
+            self.generates,
+            self.encodes,
+            self.aborts,
+            self.ignored,
+            self.kept,
+            self.released,
+        ):
             recorded.clear()
         self.timelines.clear()
         self.rows = []
@@ -370,6 +402,8 @@ class ScriptedEngine:
                 self._send(client, Pong(epoch=self.epoch, stats=self.stats))
             case Generate():
                 self._generate(client, message)
+            case Encode():
+                self._encode(client, message)
             case Abort(requests=numbers):
                 self._abort(client, numbers)
             case AbortByLabel():
@@ -447,17 +481,44 @@ class ScriptedEngine:
         self._talks[client, message.request] = talk
         self._send(client, Accepted(request=message.request))
 
+    def _encode(self, client: bytes, message: Encode) -> None:
+        self.encodes.append(message)
+        if (refusal := self.refuses(message)) is not None:
+            self._send(client, Refused(request=message.request, error=refusal))
+            return
+        talk = _Talk(client, message, deque(), TokenReply([]))
+        self._talks[client, message.request] = talk
+        self._send(client, Accepted(request=message.request))
+
     def _step(self) -> None:
         by_client: dict[bytes, list[Output]] = {}
         self.num_steps += bool(self._talks)  # first: all steps are counted once no talk is open
         for key, talk in list(self._talks.items()):
-            output = _output(talk)
+            output = (
+                self._encoded(talk.message) if isinstance(talk.message, Encode) else _output(talk)
+            )
             by_client.setdefault(talk.client, []).append(output)
             if output.finish is not None:
                 del self._talks[key]
         for client, outputs in by_client.items():
             load = EngineLoad(len(self._talks), 0, 0)
             self._send(client, Outputs(step=self.num_steps, outputs=outputs, load=load))
+
+    def _encoded(self, message: Encode) -> Output:
+        encoding, inputs = self.card.encoding, message.inputs
+        assert encoding is not None
+        lengths, tokens = inputs.lengths.tolist(), inputs.tokens.tolist()
+        ends = [*accumulate(lengths)]
+        rows = [
+            scripted_vector(tokens[end - length : end], encoding.size)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+        return Output(
+            request=message.request,
+            finish="stop",
+            vectors=Float32.of(chain.from_iterable(rows), (len(rows), encoding.size)),
+            usage=Usage(prompt_tokens=ends[-1], generated_tokens=0, times=TIMES),
+        )
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         try:
@@ -468,6 +529,7 @@ class ScriptedEngine:
 
 
 def _output(talk: _Talk) -> Output:
+    assert isinstance(talk.message, Generate)
     params, prompt = talk.message.params, talk.message.prompt.tolist()
     tokens = talk.steps.popleft() if talk.steps else []
     room = None if params.max_tokens is None else params.max_tokens - talk.num_generated

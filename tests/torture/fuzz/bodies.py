@@ -19,6 +19,7 @@ from typing import Any
 
 import requests
 
+from protocol.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, infill_card, text_reply
 from tests.torture.fuzz.outcome import Outcome, watched
@@ -140,6 +141,21 @@ FORM = (
     + json.dumps(LINE).encode()
     + b"\r\n--b--\r\n"
 )
+EMBEDDINGS = {
+    **{
+        "model": "scripted",
+        "input": ["a text", "another"],
+        "encoding_format": "float",
+        "user": "me",
+    },
+    **{"dimensions": 3, "truncate_prompt_tokens": 5, "prompt_name": "query", "priority": 1},
+}
+RERANK = {
+    **{"query": "a sea", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
+    "max_tokens_per_doc": 8,
+}
+SCORE = {"text_1": "a", "text_2": ["b", "c"]}
+
 RECORDED: dict[str, list[Any]] = {
     CHAT: [
         CHAT_BODY,
@@ -168,6 +184,14 @@ RECORDED: dict[str, list[Any]] = {
     f"{RESPONSES}/resp_1/cancel": [{}],
     GENERATE: [GENERATION, {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}],
     "/inference/v1/abort_requests": [{"request_ids": ["r-1", "r-2"]}],
+    "/v1/embeddings": [
+        EMBEDDINGS,
+        {"input": [[104, 105], [106]], "encoding_format": "base64"},
+        {"input": "hi", "add_special_tokens": False},
+    ],
+    **{path: [RERANK] for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    "/v1/score": [SCORE, {"queries": ["a", "b"], "documents": ["c", "d"]}],
+    "/score": [{"data_1": "a", "data_2": "b"}],
     "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
     FILES: [FORM],
@@ -181,7 +205,11 @@ missing: `_derenders` and `_batches` make them from answers of other routes."""
 def scripted_gateway() -> Iterator[GatewayProcess]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        with ScriptedEngine(address, card=infill_card(), max_len=2048) as engine:
+        encoding = EncodingCard(
+            task="embed", max_tokens=512, size=4, normalizes=True, prompts={"query": "q: "}
+        )
+        card = infill_card(encoding=encoding)
+        with ScriptedEngine(address, card=card, max_len=2048) as engine:
             engine.script = lambda generate: text_reply(ANSWER, size=9, marked=True)
             config: dict[str, Any] = {
                 "engine": address,
