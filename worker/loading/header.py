@@ -17,11 +17,13 @@ from typing import Any
 from protocol.config.worker import PoolingOption
 from protocol.encoding import EncodingCard
 from worker.encoders.families.registry import find_encoder
+from worker.encoders.gguf import ENCODERS, gguf_encoder, pooling_type
 from worker.encoders.header import EncoderHeader, config_encoder, directory_encoder
 from worker.encoders.modules import MODULES, VectorSpec, read_modules
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_file import GGMLType, GGUFFile
+from worker.loading.gguf_config import Metadata
+from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.quantization import PACKED_AS, Quantization, read_quantization
@@ -149,6 +151,8 @@ def encoder_header(path: Path) -> EncoderHeader | None:
         config = read_json(path)
         family = find_encoder(config)
         return None if family is None else config_encoder(path, config, family)
+    if path.is_file() and architecture_at_start(path) in ENCODERS:
+        return gguf_encoder(GGUFFile(path))
     return None
 
 
@@ -310,7 +314,11 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    return ModelHeader(path.stem, tensors, file, kinds, text, [path])
+    pooling = pooling_type(Metadata(file))
+    vectors = None if pooling is None else VectorSpec(pooling=pooling)
+    return ModelHeader(
+        path.stem, tensors, file, kinds, text, [path], vectors=vectors, generates=vectors is None
+    )
 
 
 def _untied_if_heads_differ(tensors: ModelTensors, files: SafetensorsFiles) -> ModelTensors:

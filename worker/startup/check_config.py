@@ -12,6 +12,7 @@ from pathlib import Path
 
 from protocol.exit_codes import ExitCode
 from worker.encoders.families.registry import find_encoder
+from worker.encoders.gguf import ENCODERS
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import read_json
 from worker.loading.gguf_file import MAGIC, architecture_at_start
@@ -31,7 +32,8 @@ def check_config(file: Path) -> None:
     if file.suffix == ".gguf":
         if not _is_gguf(file):
             raise UnusableModel("the file that the server sends is not a GGUF file")
-        if architecture := architecture_at_start(file):
+        architecture = architecture_at_start(file)
+        if architecture and architecture not in ENCODERS:
             gguf_family(architecture)
         return
     config = read_json(file)
