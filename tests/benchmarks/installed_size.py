@@ -1,8 +1,8 @@
 """Sizes of what an installation of `tidegate[all]` puts on a disk: for each package the size of its
 installed files, the size of Tidegate's own wheel by package, and the whole environment.
 
-    python -m tests.benchmarks.installed_size            # Markdown tables, as in docs/performance.md
-    python -m tests.benchmarks.installed_size --wheel    # also build our wheel (minutes of compiling)
+    python -m tests.benchmarks.installed_size           # Markdown tables
+    python -m tests.benchmarks.installed_size --wheel   # also build our wheel, which takes minutes
 
 The requirements are those of setup.py for this Python and this machine, and theirs in turn, as they
 are installed in the environment that runs the program. Bytecode is not counted. A package that is
@@ -37,7 +37,7 @@ def declared_requirements(extra: str) -> list[str]:
     import configparser
     from unittest.mock import patch
 
-    import setuptools
+    import setuptools  # type: ignore[import-untyped]
 
     found: dict[str, Any] = {}
     with patch.object(setuptools, "setup", lambda **options: found.update(options)):
@@ -101,7 +101,17 @@ def source_bytes() -> Counter[str]:
 def wheel_bytes() -> tuple[int, Counter[str]]:
     """Build our wheel. Return its size, and the compressed sizes of its packages."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "-w",
+            folder,
+            str(ROOT),
+        ]
         subprocess.run(command, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         sizes: Counter[str] = Counter()
@@ -121,10 +131,12 @@ def table(title: str, sizes: Iterable[tuple[str, int | None]], small_bytes: int 
         large.append((f"{len(small)} smaller ones", sum(small)))
     total = sum(size for _, size in rows if size)
     lines = [f"| {title} | MiB |", "|---|---|"]
-    lines += [
-        f"| {name} | {'-' if size is None else f'{size / MIB:.2f}'} |" for name, size in large
-    ]
-    return [*lines, f"| together | {total / MIB:.1f} |"]
+    lines += [f"| {name} | {_in_mib(size)} |" for name, size in large]
+    return [*lines, f"| together | {_in_mib(total)} |"]
+
+
+def _in_mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.2f}"
 
 
 def main() -> int:
@@ -133,7 +145,9 @@ def main() -> int:
     options = parser.parse_args()
     packages = needed(declared_requirements(EXTRA))
     print(f"requirements of tidegate[{EXTRA}]: {len(packages)} packages\n")
-    sizes = [(name, own and installed_bytes(own)) for name, own in packages.items()]
+    sizes = [
+        (name, None if own is None else installed_bytes(own)) for name, own in packages.items()
+    ]
     print("\n".join(table("package", sizes, SMALL)))
     print()
     print("\n".join(table("Tidegate's sources", list(source_bytes().items()))))
@@ -141,9 +155,8 @@ def main() -> int:
         total, parts = wheel_bytes()
         print(f"\nour wheel: {total / MIB:.1f} MiB\n")
         print("\n".join(table("part of the wheel", list(parts.items()))))
-    print(
-        f"\nthis environment, with what else is installed in it: {environment_bytes() / MIB:.0f} MiB"
-    )
+    whole = environment_bytes() / MIB
+    print(f"\nthis environment, with what else is installed in it: {whole:.0f} MiB")
     return 0
 
 

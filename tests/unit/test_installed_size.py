@@ -13,7 +13,7 @@ REQUIRED = {
     *("gguf", "numpy", "safetensors", "torch"),
     "huggingface_hub",
 }
-"""The packages that Tidegate itself requires. A new one needs a reason in the change that adds it."""
+"""The packages that Tidegate itself requires. A new one needs a reason beside it."""
 
 
 def test_only_listed_packages_are_required() -> None:
