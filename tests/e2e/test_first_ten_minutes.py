@@ -16,7 +16,6 @@ from pathlib import Path
 from signal import SIGTERM
 
 import pytest
-import requests
 
 from tests.support.docs_blocks import FIRST_TEN_MINUTES, blocks_of
 from tests.support.processes import ROOT, descendants_of, free_port, is_alive
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.long
 MARK = "::end of command::"
 OMITTED = "..."
 MODEL_ANSWERS = "<!-- answers differ between machines -->"
-NEEDS = re.compile(r"<!-- needs: GET (\S+) -->")
 BLOCK_S = 240.0
 
 
@@ -41,8 +39,6 @@ class ShownCommand:
     shown: list[str]
     #: Whether the lines are an answer of the model.
     is_answer: bool
-    #: The route that it needs; "": any server has what it needs.
-    route: str
 
 
 def shown_commands() -> list[ShownCommand]:
@@ -53,7 +49,6 @@ def shown_commands() -> list[ShownCommand]:
         if block.language != "console":
             continue
         note = lines[block.line - 3]  # above the block's fence
-        route = NEEDS.fullmatch(note)
         command: list[str] = []
         shown: list[str] = []
         parts = [(command, shown)]
@@ -69,9 +64,7 @@ def shown_commands() -> list[ShownCommand]:
             else:
                 shown.append(line)
         found += [
-            ShownCommand(
-                "\n".join(command), shown, note == MODEL_ANSWERS, route[1] if route else ""
-            )
+            ShownCommand("\n".join(command), shown, note == MODEL_ANSWERS)
             for command, shown in parts[1:]
         ]
     return found
@@ -92,7 +85,7 @@ def skeleton(line: str) -> str:
     return " ".join(line.split())
 
 
-class Session:
+class PastingShell:
     """A shell that runs commands one after the other, in a home of its own."""
 
     def __init__(self, folder: Path, port: int) -> None:
@@ -142,30 +135,22 @@ class Session:
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
+def session(tmp_path: Path) -> Iterator[PastingShell]:
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
-    session = Session(tmp_path, free_port())
+    session = PastingShell(tmp_path, free_port())
     yield session
     os.killpg(session.process.pid, SIGTERM)  # its servers, too
     session.process.kill()
     session.process.communicate()
 
 
-def has_route(port: int, route: str) -> bool:
-    """Return whether the server documents the route."""
-    paths = requests.get(f"http://127.0.0.1:{port}/openapi.json", timeout=10).json()["paths"]
-    return route in paths
-
-
 @pytest.mark.timeout(600)
-def test_the_first_ten_minutes_go_as_the_page_says(tmp_path: Path, session: Session) -> None:
+def test_the_first_ten_minutes_go_as_the_page_says(tmp_path: Path, session: PastingShell) -> None:
     commands = shown_commands()
     assert len(commands) > 15
     family = []
     for each in commands:
-        if each.route and not has_route(session.port, each.route):
-            continue
         code, printed = session.run(each.text)
         family += descendants_of(session.process.pid)
         result = f"$ {each.text}\n" + "\n".join(printed)
