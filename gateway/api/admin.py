@@ -71,7 +71,7 @@ class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     task        embed: vectors of texts; score: scores of pairs of texts
     max_tokens  most tokens of an input
-    size        numbers in a vector, or labels of a score
+    size        numbers in a vector; 1 for a model that scores
     pooling     how a vector is made of those of the tokens; null for a model that scores
     prompts     names for the field `prompt_name`
     """
