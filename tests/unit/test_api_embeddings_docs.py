@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.api.encode.requests import EmbeddingsBody, EncodeFields, RerankBody, ScoreBody
+from gateway.api.encode.requests import SIDES, EmbeddingsBody, EncodeFields, RerankBody
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-embeddings.md").read_text()
 
@@ -22,7 +22,9 @@ def test_every_field_of_embeddings_is_listed() -> None:
     assert set(EmbeddingsBody.__struct_fields__) <= named("Embeddings")
 
 
-@pytest.mark.parametrize(("title", "body"), [("Rerank", RerankBody), ("Score", ScoreBody)])
+@pytest.mark.parametrize(
+    ("title", "body"), [("Rerank", RerankBody), *(("Score", body) for body in SIDES)]
+)
 def test_every_own_field_of_the_other_routes_is_listed(
     title: str, body: type[EncodeFields]
 ) -> None:
