@@ -17,7 +17,6 @@
 //   path            what follows the tab in the address: "r-17" for /#watch/r-17
 //   setPath(path)   changes that part of the address
 //   announce(text)  makes screen readers say a text
-//   header(node)    shows controls of the tab in the bar, such as a choice of the model
 //
 // A tab may also return an object { unmount, onPath(path) } instead of a function. Then `onPath` is
 // called when the user changes the address, in place of a new mount.
@@ -72,7 +71,6 @@ async function show() {
   current = { id, path };
   document.title = `${tab.label} · Tidegate`;
   const root = h("div", { class: `tab ${id}` });
-  fill(document.getElementById("tab-header"));
   fill(main, root);
   const context = {
     path,
@@ -81,9 +79,6 @@ async function show() {
       if (current?.id !== id) return;
       current.path = next;
       history.replaceState(null, "", addressOf(id, next));
-    },
-    header: (...nodes) => {
-      if (own === visit) fill(document.getElementById("tab-header"), nodes);
     },
   };
   try {
@@ -278,7 +273,6 @@ document
     ...TABS.map(({ id, label }) => h("a", { href: addressOf(id).href, "data-tab": id }, label)),
   );
 document.getElementById("actions").append(
-  h("div", { id: "tab-header", class: "tab-header" }),
   keyButton(),
   themeButton(),
   h(
