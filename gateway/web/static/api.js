@@ -81,19 +81,20 @@ export class ApiError extends Error {
  * Send a request and return the response, whatever its status.
  *
  * path     relative to the server, without a slash at its start: "v1/models"
- * options  method (default: POST if there is a body, else GET), body (an object, or JSON text),
+ * options  method (default: POST if there is a body, else GET), body (an object, JSON text, or a form),
  *          headers, signal
  */
 export async function send(path, { method, body, headers = {}, signal } = {}) {
   const all = { Accept: "application/json, text/event-stream, */*", ...headers };
   const key = storedKey();
   if (key) all.Authorization = `Bearer ${key}`;
-  if (body !== undefined) all["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData; // the browser adds its content type
+  if (body !== undefined && !isForm) all["Content-Type"] = "application/json";
   try {
     return await fetch(new URL(path, BASE), {
       method: method ?? (body === undefined ? "GET" : "POST"),
       headers: all,
-      body: body === undefined || typeof body === "string" ? body : JSON.stringify(body),
+      body: isForm || body === undefined || typeof body === "string" ? body : JSON.stringify(body),
       signal,
       cache: "no-store",
       credentials: "omit",

@@ -1,6 +1,6 @@
 // The chat tab: the list of conversations, the thread, and the settings.
 
-import { asCurl, asPython, streamed } from "./requests.js";
+import { asPython, chatCurl, streamed } from "./requests.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
 import { ConversationList } from "./conversation-list.js";
@@ -275,7 +275,7 @@ class ChatTab {
       edit: (message, text) => this.tryTo(() => chats.edit(this.conversation, message, text)),
       retry: (message) => this.tryTo(() => chats.retry(this.conversation, message)),
       answerCalls: (results) => this.tryTo(() => chats.answerCalls(this.conversation, results)),
-      curl: (message) => asCurl(streamed(chats.bodyOf(this.conversation, message))),
+      curl: (message) => chatCurl(streamed(chats.bodyOf(this.conversation, message))),
       python: (message) => asPython(chats.bodyOf(this.conversation, message)),
     };
     const kept = new Map(

@@ -1,21 +1,24 @@
 // The reference: all routes of this server, from its own OpenAPI document.
 
-import { BASE, errorBox, getJson, send } from "./api.js";
-import { copyButton, fill, h, iconButton, loadStyle } from "./dom.js";
+import { BASE, errorBox, getJson } from "./api.js";
+import { fill, h, loadStyle } from "./dom.js";
 import { codeBlock } from "./markdown.js";
-import { pretty } from "./message-view.js";
 import { fetchModels } from "./models.js";
-import { asCurl } from "./requests.js";
 import { exampleOf, resolve, schemaView, typeName } from "./schema.js";
+import { tryForm } from "./try-it.js";
 
-const TAGS = ["OpenAI", "Responses", "Anthropic", "Tokens", "Rendering", "Operators"];
+/** The groups that come first. */
+const TAGS = [
+  ...["OpenAI", "Responses", "Anthropic", "Embeddings", "Files and batches"],
+  ...["Ollama", "llama.cpp", "Tokens", "Rendering", "Operators"],
+];
+const EVENTS = "text/event-stream";
 const SCOPES = {
   public: "no key needed",
   inference: "scope inference",
   metrics: "scope metrics",
   admin: "scope admin",
 };
-const MAX_SHOWN_CHARS = 1_000_000;
 
 export async function mount(root, context) {
   await Promise.all([loadStyle("chat.css"), loadStyle("docs.css")]);
@@ -152,7 +155,7 @@ class Reference {
 
   /** Return the words by which an operation is found, which include the fields of its body. */
   searchText(operation) {
-    const body = operation.requestBody?.content?.["application/json"]?.schema;
+    const { schema: body } = bodyOf(operation);
     const forms = body?.anyOf ?? (body ? [body] : []);
     const fields = forms.flatMap((form) => Object.keys(resolve(form, this.spec).properties ?? {}));
     return [
@@ -193,8 +196,8 @@ class Reference {
   // ---- one operation
 
   body(operation) {
-    const { description, parameters = [], requestBody, responses } = operation;
-    const schema = requestBody?.content?.["application/json"]?.schema;
+    const { description, parameters = [], responses } = operation;
+    const { type, schema } = bodyOf(operation);
     return h(
       "div",
       { class: "operation-body" },
@@ -203,11 +206,11 @@ class Reference {
       parameters.length ? [h("h3", {}, "Parameters"), parametersView(parameters)] : null,
       schema
         ? [
-            h("h3", {}, "Body ", h("span", { class: "muted" }, typeName(schema))),
+            h("h3", {}, "Body ", h("span", { class: "muted" }, `${typeName(schema)}, ${type}`)),
             schemaView(schema, this.spec),
           ]
         : null,
-      this.tryIt(operation, schema),
+      tryForm(operation, this.spec, this.hints, this.abort.signal),
       h("h3", {}, "Responses"),
       Object.entries(responses).map(([status, response]) => this.response(status, response)),
     );
@@ -225,7 +228,7 @@ class Reference {
       if (details.childElementCount > 1) return;
       details.append(
         ...kinds.map(([type, { schema, itemSchema }]) =>
-          this.media(type, schema ?? eventData(itemSchema)),
+          this.media(type, schema ?? (type === EVENTS ? eventData(itemSchema) : itemSchema)),
         ),
       );
     });
@@ -241,66 +244,16 @@ class Reference {
       "div",
       { class: "media" },
       h("p", { class: "muted" }, type),
-      type.startsWith("text/") && type !== "text/event-stream"
-        ? null
-        : schemaView(schema, this.spec),
+      schema.type === "string" ? null : schemaView(schema, this.spec),
       example,
     );
   }
+}
 
-  // ---- try it
-
-  tryIt(operation, schema) {
-    const { operationId: id, method, path, parameters = [] } = operation;
-    const inputs = parameters.map((parameter) => ({
-      parameter,
-      input: h("input", { id: `${id}-${parameter.name}`, placeholder: parameter.in }),
-    }));
-    const example = schema
-      ? JSON.stringify(exampleOf(schema, this.spec, this.hints), null, 2)
-      : null;
-    const body = schema
-      ? h("textarea", {
-          id: `${id}-body`,
-          class: "mono",
-          rows: Math.min(16, example.split("\n").length + 1),
-          spellcheck: "false",
-          value: example,
-        })
-      : null;
-    const result = h("div", { class: "result", "aria-live": "polite" });
-    const button = h("button", { type: "submit", class: "button primary" }, "Send");
-    const target = () => targetOf(path, inputs);
-    const command = copyButton("Copy as curl", () =>
-      asCurl(parsed(body?.value), target().path, method.toUpperCase()),
-    );
-    const form = h(
-      "form",
-      { class: "card try" },
-      h("h3", {}, "Try it"),
-      inputs.map(({ parameter, input }) =>
-        h("div", { class: "field" }, h("label", { for: input.id }, parameter.name), input),
-      ),
-      body ? h("div", { class: "field" }, h("label", { for: body.id }, "Body"), body) : null,
-      h("div", { class: "row" }, button, command),
-      result,
-    );
-    let running = null;
-    form.addEventListener("submit", async (event) => {
-      event.preventDefault();
-      if (running) return running.abort();
-      running = new AbortController();
-      fill(button, "Stop");
-      const { path: full, headers } = target();
-      const signal = AbortSignal.any([running.signal, this.abort.signal]);
-      await showResponse(result, () =>
-        send(full, { method: method.toUpperCase(), body: body?.value, headers, signal }),
-      );
-      running = null;
-      return fill(button, "Send");
-    });
-    return form;
-  }
+/** Return the media type and the schema of an operation's body; {} if it has none. */
+function bodyOf({ requestBody }) {
+  const [[type, { schema }] = [undefined, {}]] = Object.entries(requestBody?.content ?? {});
+  return { type, schema };
 }
 
 function parametersView(parameters) {
@@ -328,79 +281,6 @@ function eventData(item = {}) {
   return parts.length === 1 ? parts[0] : { anyOf: parts };
 }
 
-/** Return the path with its variables and its query, and the headers, that were entered. */
-function targetOf(path, inputs) {
-  const query = new URLSearchParams();
-  const headers = {};
-  let full = path.slice(1);
-  for (const { parameter, input } of inputs) {
-    const value = input.value.trim();
-    if (parameter.in === "path")
-      full = full.replace(`{${parameter.name}}`, encodeURIComponent(value || parameter.name));
-    else if (value && parameter.in === "query") query.set(parameter.name, value);
-    else if (value) headers[parameter.name] = value;
-  }
-  return { path: query.size ? `${full}?${query}` : full, headers };
-}
-
-/** Send a request and show its response as it arrives. */
-async function showResponse(element, fetchResponse) {
-  const started = performance.now();
-  fill(element, h("p", { class: "muted" }, "Sending…"));
-  try {
-    const response = await fetchResponse();
-    const status = h(
-      "span",
-      { class: `badge ${response.ok ? "good" : "bad"}` },
-      `${response.status} ${response.statusText}`,
-    );
-    const took = h("span", {}, "…");
-    const facts = h(
-      "p",
-      { class: "facts" },
-      status,
-      took,
-      h("span", {}, "Request ", h("code", {}, response.headers.get("x-request-id") ?? "?")),
-    );
-    const code = h("code");
-    const close = iconButton("close", "Close the response", () => fill(element));
-    fill(
-      element,
-      h("div", { class: "row" }, facts, close),
-      h("pre", { class: "shown", tabindex: 0 }, code),
-    );
-    let text = "";
-    for await (const part of chunksOf(response.body)) {
-      text += part;
-      if (text.length <= MAX_SHOWN_CHARS) code.append(part);
-    }
-    if (text.length <= MAX_SHOWN_CHARS) code.textContent = pretty(text);
-    took.textContent = `${Math.round(performance.now() - started)} ms`;
-  } catch (error) {
-    if (error.name === "AbortError") element.append(h("p", { class: "muted" }, "Stopped."));
-    else fill(element, errorBox(error));
-  }
-}
-
-async function* chunksOf(stream) {
-  if (!stream) return;
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    yield value;
-  }
-}
-
-function parsed(text) {
-  if (text === undefined) return undefined;
-  try {
-    return JSON.parse(text);
-  } catch {
-    return text;
-  }
-}
-
 /** Return values for the fields of examples, so that they can be sent as they are. */
 function hintsFor(models) {
   const message = { role: "user", content: "Hello!" };
@@ -413,5 +293,10 @@ function hintsFor(models) {
     max_output_tokens: 32,
     prompt: "Once upon a time",
     input: "Hello!",
+    completion_window: "24h",
+    query: "What is a tide?",
+    documents: ["The sea rises and falls.", "A fruit is sweet."],
+    text_1: "What is a tide?",
+    text_2: "The sea rises and falls.",
   };
 }

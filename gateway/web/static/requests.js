@@ -89,16 +89,22 @@ export function apiMessages(messages) {
   });
 }
 
-/** Return a curl command that sends a request. The key is read from the environment. */
-export function asCurl(body, path = PATH, method = "POST") {
-  const isUsual = method === (body === undefined ? "GET" : "POST");
+/** Return a curl command that sends a chat request. */
+export function chatCurl(body) {
+  return asCurl(PATH, "POST", curlJson(JSON.stringify(body, null, 2)));
+}
+
+/** Return a curl command. `body` is its arguments for the body. It reads the key from the environment. */
+export function asCurl(path, method, body = []) {
+  const isUsual = method === (body.length ? "POST" : "GET");
   const lines = [`curl ${isUsual ? "" : `-X ${method} `}${shellQuoted(new URL(path, BASE).href)}`];
   if (storedKey()) lines.push('-H "Authorization: Bearer $TIDEGATE_API_KEY"');
-  if (body !== undefined) {
-    lines.push("-H 'Content-Type: application/json'");
-    lines.push(`-d ${shellQuoted(JSON.stringify(body, null, 2))}`);
-  }
-  return lines.join(" \\\n  ");
+  return [...lines, ...body].join(" \\\n  ");
+}
+
+/** Return curl's arguments for a body of JSON text. */
+export function curlJson(text) {
+  return ["-H 'Content-Type: application/json'", `-d ${shellQuoted(text)}`];
 }
 
 export function shellQuoted(text) {

@@ -147,7 +147,10 @@ function nested(schema, document, isOpen = false) {
 }
 
 /** An example of a request has a field of each group: a required one, or else the first one. */
-const USUAL = [["model"], ["messages", "input", "prompt"], ["max_output_tokens", "max_tokens"]];
+const USUAL = [
+  ...[["model"], ["messages", "input", "prompt"], ["max_output_tokens", "max_tokens"]],
+  ...[["text_1"], ["text_2"]],
+];
 
 function exampleNames({ properties, required = [] }, hints) {
   const wanted = new Set(required);
