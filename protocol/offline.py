@@ -206,7 +206,7 @@ class LLM:
     ) -> Any:
         """Complete each prompt, and return the results in the order of the prompts.
 
-        prompts   texts or lists of token ids; or one text
+        prompts   texts or lists of token ids; or one text or list of token ids
         params    fields of POST /v1/completions for all prompts, such as max_tokens; `options` too
         progress  whether to show the progress on stderr; None: if it is a terminal
         raises    whether an error of a prompt ends the call; otherwise it is the prompt's result
@@ -214,7 +214,8 @@ class LLM:
         Raises the first error of a prompt, such as InvalidRequest, and EngineLost if a process
         has ended.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        listed: Sequence[Any] = [prompts] if is_one else prompts
         bodies = [{**(params or {}), **options, "prompt": prompt} for prompt in listed]
         return self._answers(COMPLETIONS, bodies, progress, raises=raises)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -19,7 +19,8 @@ from tests.support.scripted_engine import Reply, ScriptedEngine, text_reply
 from tests.support.waiting import eventually
 
 FINAL = ("completed", "failed", "expired", "cancelled")
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS: Final = "/v1/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 def uploaded(client: OpenAI, lines: Sequence[dict[str, Any]] | bytes) -> str:
