@@ -82,7 +82,7 @@ def test_with_keys_a_batch_of_no_key_is_nobodys() -> None:
 
 class Rule:
     rule = "/v1/completions"
-    methods: set[str] | None = {"POST"}  # noqa: RUF012
+    methods: set[str] | None = {"POST"}
 
 
 class Declared:

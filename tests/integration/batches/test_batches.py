@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 COMPLETIONS: Final = "/v1/completions"
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/responses", "/v1/embeddings"
 
 
 def uploaded(client: OpenAI, lines: Sequence[dict[str, Any]] | bytes) -> str:
@@ -97,6 +97,10 @@ BODIES = {
     COMPLETIONS: {"prompt": ["a", "bc"], "echo": True, "logprobs": 1, "seed": 3},
     CHAT: CHAT_BODY,
     RESPONSES: {"input": "hi", "store": False, "temperature": 0.5},
+    EMBEDDINGS: {"input": ["hi", "sea"], "encoding_format": "base64"},
+}
+BAD = dict.fromkeys((COMPLETIONS, CHAT, RESPONSES), {"temperature": 99}) | {
+    EMBEDDINGS: {"dimensions": 99}
 }
 OWN = {"id", "created", "created_at", "completed_at"}
 """Fields that differ between two answers to the same request."""
@@ -113,7 +117,7 @@ def test_a_line_gets_the_answer_that_a_request_over_http_gets(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess, url: str
 ) -> None:
     engine.script = echo
-    bad = {**BODIES[url], "temperature": 99}
+    bad = {**BODIES[url], **BAD[url]}
     unknown = {**BODIES[url], "model": "nobody's"}
     bodies = {"good": BODIES[url], "bad": bad, "unknown": unknown}
     done = awaited(client, created(client, [batch_line(*e, url) for e in bodies.items()], url).id)
