@@ -93,14 +93,17 @@ CHAT_BODY = {
     "top_logprobs": 1,
     "max_tokens": 12,
 }
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": ["a", "bc"], "echo": True, "logprobs": 1, "seed": 3},
     CHAT: CHAT_BODY,
     RESPONSES: {"input": "hi", "store": False, "temperature": 0.5},
     EMBEDDINGS: {"input": ["hi", "sea"], "encoding_format": "base64"},
 }
-BAD = dict.fromkeys((COMPLETIONS, CHAT, RESPONSES), {"temperature": 99}) | {
-    EMBEDDINGS: {"dimensions": 99}
+BAD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"temperature": 99},
+    CHAT: {"temperature": 99},
+    RESPONSES: {"temperature": 99},
+    EMBEDDINGS: {"dimensions": 99},
 }
 OWN = {"id", "created", "created_at", "completed_at"}
 """Fields that differ between two answers to the same request."""
