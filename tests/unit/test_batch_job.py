@@ -7,7 +7,7 @@ from typing import Any
 import gevent
 import pytest
 
-from gateway.api.batches.job import LineSlots
+from gateway.api.batches.job import LineSlot, LineSlots
 from gateway.auth.caller import Caller
 from gateway.auth.gate import Forbidden, Gate, RequestHead, Scopes
 from gateway.auth.keys import Keyring, KeyWatch
@@ -46,6 +46,38 @@ def test_a_job_that_stops_waiting_loses_no_slot() -> None:
     assert slots.acquire(60)
     assert not slots.acquire(0.001)
     slots.release()
+    assert slots.acquire(60)
+
+
+def test_a_killed_job_loses_no_slot() -> None:
+    slots = LineSlots(lambda: 1)
+    assert slots.acquire(60)
+    waiting = gevent.spawn(slots.acquire, 60)
+    gevent.sleep(0)
+    waiting.kill()
+    admitted = gevent.spawn(slots.acquire, 60)
+    gevent.sleep(0)
+    slots.release()
+    admitted.kill()
+    if admitted.value is True:  # it had the slot already
+        slots.release()
+    assert slots.acquire(60)
+
+
+def test_the_slot_of_a_line_is_free_while_the_line_pauses() -> None:
+    slots = LineSlots(lambda: 1)
+    assert slots.acquire(60)
+    slot = LineSlot(slots)
+    slot.release()
+    slot.release()
+    assert slots.acquire(60)
+    again = gevent.spawn(slot.acquire)
+    gevent.sleep(0)
+    assert not again.dead
+    slots.release()
+    again.join(60)
+    assert not slots.acquire(0.001), "held again"
+    slot.release()
     assert slots.acquire(60)
 
 

@@ -15,7 +15,7 @@ from protocol.errors import ErrorInfo
 from protocol.messages import Generate
 from tests.support.batches import batch_line, complaints, completion_lines, jsonl
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import Reply, ScriptedEngine, text_reply
+from tests.support.scripted_engine import Reply, ScriptedEngine, text_of, text_reply
 from tests.support.waiting import eventually
 
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -212,6 +212,20 @@ def test_refusals_are_retried_and_never_results(engine: ScriptedEngine, client: 
     done = awaited(client, created(client, lines).id)
     assert complaints(lines, rows_of(client, done.output_file_id)) == []
     assert len(refused) == 4
+
+
+def test_a_batch_that_is_refused_does_not_hold_up_another(
+    engine: ScriptedEngine, client: OpenAI
+) -> None:
+    """The refused lines wait a minute each. There are more of them than slots."""
+    full = ErrorInfo(code="overloaded", message="full", retry_after_s=60)
+    engine.script = lambda g: echo(g) if text_of(g.prompt.tolist()) == "free" else full
+    refused = created(client, completion_lines(100))
+    engine.await_generates(8)
+    done = awaited(client, created(client, [batch_line("a", {"prompt": "free"})]).id)
+    assert done.request_counts.completed == 1
+    client.batches.cancel(refused.id)
+    assert awaited(client, refused.id).status == "cancelled"
 
 
 def test_batches_are_listed_in_pages_and_only_for_their_owner(
