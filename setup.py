@@ -69,6 +69,7 @@ TEST = [  # the Makefile also installs instructor, without its dependencies
     "openai>=3.54,<4",
     "openai-agents>=0.24,<1",
     "opentelemetry-sdk>=1.27,<2",
+    "peft>=0.21,<0.22",
     "psutil>=7,<8",
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",

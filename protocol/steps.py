@@ -39,6 +39,10 @@ tables, and those of blocks that a window has passed.
 """
 
 
+NO_ADAPTER = -1
+"""`SlotInit.adapter` of a request that uses the model without an adapter."""
+
+
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     """The complete content of a slot, for a new, resumed or prefilled request."""
 
@@ -60,6 +64,10 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     #: All tokens that end the answer. They are masked until `min_tokens` tokens are generated.
     stop_ids: list[int]
     params: SamplingParams
+    #: Row of the request's adapter in the worker's table; NO_ADAPTER: none.
+    adapter: int = NO_ADAPTER
+    #: Generation of that row. The worker refuses another one than that of the loaded adapter.
+    adapter_generation: int = 0
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
