@@ -36,6 +36,7 @@ from protocol.messages import (
     Abort,
     AbortByLabel,
     Aborted,
+    Adapters,
     Drain,
     EngineStatus,
     EngineStopped,
@@ -44,6 +45,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     KeepKV,
+    LoadAdapter,
     Loading,
     Outputs,
     Ping,
@@ -54,11 +56,12 @@ from protocol.messages import (
     ResourcesFreed,
     SessionLost,
     ToEngine,
+    UnloadAdapter,
     Welcome,
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import StepResult, TokenizerRead, Traced, WorkerReady
+from protocol.steps import AdapterReport, StepResult, TokenizerRead, Traced, WorkerReady
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +205,8 @@ class EngineLoop:
                 self._generate(client, message)
             case Profile():
                 self._profile(client, message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(client, message)
             case GetStatus():
                 self._mailbox.send(client, self._status(message, now))
             case Abort(requests=requests):
@@ -251,6 +256,17 @@ class EngineLoop:
         if reply is not None:
             self._mailbox.send(client, reply)
 
+    def _change_adapters(self, client: bytes, message: LoadAdapter | UnloadAdapter) -> None:
+        reply: Refused | None
+        if client not in self._clients or self._engine is None:
+            reply = Refused(request=message.request, error=self._not_ready_error())
+        elif isinstance(message, LoadAdapter):
+            reply = self._engine.load_adapter(client, message)
+        else:
+            reply = self._engine.unload_adapter(client, message)
+        if reply is not None:
+            self._mailbox.send(client, reply)
+
     def _not_ready_error(self) -> ErrorInfo:
         """Return the error for a request sent before Welcome, or to an earlier engine process."""
         cause = "the model is loading" if self._engine is None else "the engine was restarted"
@@ -292,6 +308,7 @@ class EngineLoop:
                 epoch=self._epoch,
                 model=self._model,
                 limits=self._engine.limits,
+                adapters=self._engine.adapters.infos,
             )
             self._mailbox.send(client, welcome)
 
@@ -326,6 +343,9 @@ class EngineLoop:
             case KVReport():
                 assert self._engine is not None
                 self._mailbox.send_each(self._engine.on_kv_report(message))
+            case AdapterReport():
+                assert self._engine is not None
+                self._mailbox.send(*self._engine.on_adapter_report(message))
             case Traced():
                 if (reply := self._profiling.on_traced(message)) is not None:
                     self._mailbox.send(*reply)
@@ -361,6 +381,7 @@ class EngineLoop:
             report_age_s := engine.oldest_fetch_s(now)
         ) > self._config.kv_timeout_s + self._config.step_timeout_s:
             raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
+        self._send_adapter_commands(engine)
         while True:
             plan = engine.plan()
             self._send_kv_commands(engine)
@@ -383,6 +404,15 @@ class EngineLoop:
         """
         if (command := self._profiling.pop_command()) is not None:
             self._worker.send(command)
+
+    def _send_adapter_commands(self, engine: Engine) -> None:
+        """Send the pending commands about LoRA adapters. Send the list of adapters to all clients
+        if it has changed."""
+        for command in engine.drain_adapter_commands():
+            self._worker.send(command)
+        if engine.adapters.has_changed:
+            engine.adapters.has_changed = False
+            self._mailbox.broadcast(Adapters(adapters=engine.adapters.infos))
 
     def _send_kv_commands(self, engine: Engine) -> None:
         for command in engine.drain_kv_commands():

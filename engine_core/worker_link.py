@@ -28,6 +28,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
 from protocol.kv import KVReport
 from protocol.steps import (
+    AdapterReport,
     FromWorker,
     Heartbeat,
     JoinRefused,
@@ -52,7 +53,7 @@ ROOT_CAUSE_S = 1.0
 """How long to wait for the cause if a rank has failed because it has lost another one."""
 POLL_MS = 50
 MAX_FOREIGN_PER_TURN = 100
-FromGroup = StepResult | KVReport | Traced | TokenizerRead | WorkerReady
+FromGroup = StepResult | KVReport | AdapterReport | Traced | TokenizerRead | WorkerReady
 
 
 class WorkerLink:
@@ -242,7 +243,7 @@ class WorkerLink:
                 if self._size > 1:
                     self._agreement.on_result(message)
                 return message
-            case TokenizerRead() | KVReport() | Traced() if rank == 0:
+            case TokenizerRead() | KVReport() | AdapterReport() | Traced() if rank == 0:
                 return message
             case _:
                 return None

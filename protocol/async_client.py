@@ -22,14 +22,13 @@ from typing import Any, Self
 import zmq
 
 from protocol import sockets
-from protocol.client import BaseClient, OpenGeneration, checked_reply
+from protocol.adapters import AdapterInfo
+from protocol.client import BaseClient, OpenGeneration, OpeningMessage, checked_reply
 from protocol.errors import WireError
 from protocol.messages import (
-    AbortByLabel,
     Aborted,
     Drain,
     EngineStatus,
-    GetStatus,
     Output,
     Profiled,
 )
@@ -125,6 +124,16 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         status: EngineStatus = await self._request_reply(lambda: self._session.get_status(max_rows))
         return status
 
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Load a LoRA adapter; see `Client.load_adapter`."""
+        changed = await self._request_reply(lambda: self._session.load_adapter(name, path))
+        return changed.adapter  # type: ignore[no-any-return]
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter; see `Client.unload_adapter`."""
+        changed = await self._request_reply(lambda: self._session.unload_adapter(name))
+        return changed.adapter  # type: ignore[no-any-return]
+
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record steps, as `Client.profile` does. Cancelling this coroutine ends the recording."""
         request, reports = self._open(lambda: self._session.profile(steps, directory))
@@ -143,7 +152,7 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         """Make the engine finish its open requests, refuse new ones, and exit."""
         self._send(Drain())
 
-    async def _request_reply(self, make_message: Callable[[], AbortByLabel | GetStatus]) -> Any:
+    async def _request_reply(self, make_message: Callable[[], OpeningMessage]) -> Any:
         _, reports = self._open(make_message)
         return checked_reply(await reports.get())
 

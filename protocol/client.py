@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from protocol import sockets, wire
+from protocol.adapters import AdapterInfo
 from protocol.cluster_key import read_cluster_key
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
 from protocol.grammar import Grammar
@@ -35,12 +36,14 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Accepted,
+    AdapterChanged,
     Drain,
     EngineStatus,
     Generate,
     GetStatus,
     Hello,
     Limits,
+    LoadAdapter,
     Output,
     Ping,
     Profile,
@@ -48,6 +51,7 @@ from protocol.messages import (
     Refused,
     ToClient,
     ToEngine,
+    UnloadAdapter,
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -55,6 +59,8 @@ from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 AnyGeneration = TypeVar("AnyGeneration")
+OpeningMessage = Generate | AbortByLabel | GetStatus | Profile | LoadAdapter | UnloadAdapter
+"""A message that opens a request."""
 
 
 class OpenGeneration:
@@ -165,6 +171,11 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         return self._session.limits
 
     @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters that requests can use now."""
+        return self._session.adapters
+
+    @property
     def stats(self) -> EngineStats:
         """The engine's statistics in its last heartbeat, at most about a second old."""
         return self._session.stats
@@ -180,6 +191,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         labels: Sequence[str] = (),
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
+        adapter: str = "",
         **options: Any,
     ) -> AnyGeneration:
         """Start a generation, and return it. See `Generate` for the meaning of the arguments.
@@ -200,6 +212,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
                 labels=list(labels),
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
+                adapter=adapter,
             )
         )
         return self._new_generation(request, reports)
@@ -214,9 +227,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
     def _flush(self) -> None:
         """Send the messages in the outbox, or wake up the thread that sends them."""
 
-    def _open(
-        self, make_message: Callable[[], Generate | AbortByLabel | GetStatus | Profile]
-    ) -> tuple[int, Any]:
+    def _open(self, make_message: Callable[[], OpeningMessage]) -> tuple[int, Any]:
         """Send the message that opens a request. Return its number and the queue of its reports."""
         with self._lock:
             message = make_message()
@@ -261,7 +272,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 def checked_reply(report: Any) -> Any:
     """Return the reply of the engine to a command, or raise the error that it contains."""
-    if isinstance(report, Aborted | EngineStatus | Profiled):
+    if isinstance(report, Aborted | AdapterChanged | EngineStatus | Profiled):
         return report
     raise error_from(report.error)
 
@@ -314,6 +325,25 @@ class Client(BaseClient[Generation]):
         _, reports = self._open(lambda: self._session.get_status(max_rows))
         status: EngineStatus = checked_reply(reports.get())
         return status
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Load a LoRA adapter, and wait until it can be used.
+
+        path   its directory on the worker's machine, relative to --lora-dir
+
+        Raises InvalidRequest or UnknownModel if it cannot be loaded, EngineError if there is no
+        engine.
+        """
+        _, reports = self._open(lambda: self._session.load_adapter(name, path))
+        changed: AdapterChanged = checked_reply(reports.get())
+        return changed.adapter
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter, and wait until its requests have ended and its memory is free.
+        Raises UnknownModel if there is no such adapter, EngineError if there is no engine."""
+        _, reports = self._open(lambda: self._session.unload_adapter(name))
+        changed: AdapterChanged = checked_reply(reports.get())
+        return changed.adapter
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record the worker's next steps as a Chrome trace, and wait until its file is written.

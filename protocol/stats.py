@@ -54,6 +54,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     leases: int = 0  #: leases of K/V that is kept for other engines
     leased_blocks: int = 0
     kv_dtype: str = "auto"  #: number type of the KV cache, as configured (--kv-dtype)
+    adapters_running: dict[str, int] = {}  #: requests that hold a slot, by LoRA adapter
+    adapters_waiting: dict[str, int] = {}  #: waiting requests, by LoRA adapter
     tier_blocks: dict[str, int] = {}  #: number of stored blocks, by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
     # ---- counters

@@ -32,9 +32,14 @@ from worker.batch.pending_step import PendingStep
 from worker.debug.device_idle import DeviceIdle
 from worker.debug.tracing import Tracer
 from worker.kv.transfer.service import KVMessage
+from worker.lora.service import AdapterMessage, AdapterService
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
+
+
+_BESIDE_STEPS = KVMessage | AdapterMessage | Heartbeat
+"""Messages that may arrive between a plan and its masks."""
 
 
 class EngineLink(Protocol):
@@ -63,20 +68,31 @@ class WorkerLoop:
     """Executes the engine's plans, one after another. Use it as a context manager.
 
     kv_transfers   receives the engine's K/V messages, in the order of their arrival
+    adapters       loads and unloads LoRA adapters; None: the worker has none
     answers        whether this worker answers the engine. In a group only rank 0 does; the others
                    report digests of their results
     """
 
     def __init__(
-        self, runner: Runner, engine: EngineLink, kv_transfers: KVService, *, answers: bool = True
+        self,
+        runner: Runner,
+        engine: EngineLink,
+        kv_transfers: KVService,
+        adapters: AdapterService | None = None,
+        *,
+        answers: bool = True,
     ) -> None:
         self._runner = runner
         self._engine = engine
         self._kv_transfers = kv_transfers
+        self._adapters = adapters
         #: The digest that is reported instead of answers; None for rank 0, which answers.
         self._digest = None if answers else TokenDigest()
         self._inflight: deque[PendingStep] = deque()  # launched and not reported, oldest first
         self._watcher = StepWatcher()
+        self._wakeups = [self._watcher.fd, kv_transfers.fd]
+        if adapters is not None:
+            self._wakeups.append(adapters.fd)
         self._device_idle = DeviceIdle()
         self._tracer = Tracer()
 
@@ -95,7 +111,10 @@ class WorkerLoop:
                 self._send(traced)
             if (report := self._kv_transfers.report()) is not None:
                 self._send(report)
-            if not self._engine.wait(self._watcher.fd, self._kv_transfers.fd):
+            if self._adapters is not None and (loaded := self._adapters.report()) is not None:
+                self._send(loaded)
+                continue  # there may be another one
+            if not self._engine.wait(*self._wakeups):
                 self._watcher.clear()
                 continue
             match self._engine.receive():
@@ -124,13 +143,16 @@ class WorkerLoop:
         the masks of the step being launched."""
         while self._inflight:
             self._send_oldest()
-        while isinstance(message := self._engine.receive(), KVMessage | Heartbeat):
+        while isinstance(message := self._engine.receive(), _BESIDE_STEPS):
             self._apply(message)
         return message
 
     def _apply(self, message: ToWorker) -> None:
         """Apply a message that is not about a step."""
         if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, AdapterMessage) and self._adapters is not None:
+            self._adapters.apply(message)
             return
         if not isinstance(message, KVMessage):
             raise ValueError(f"unexpected {type(message).__name__}")

@@ -55,6 +55,7 @@ class StepComponents:
     cache: KVCache
     attention: Attention
     sampling: Sampling
+    adapters: AdapterTable
 
 
 def no_masks() -> object:
@@ -99,7 +100,7 @@ class Runner:
     def components(self) -> StepComponents:
         """Return the runner's parts, so that a benchmark can build another runner with them."""
         return StepComponents(
-            self._model, self._slots, self._cache, self._attention, self._sampling
+            self._model, self._slots, self._cache, self._attention, self._sampling, self.adapters
         )
 
     def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:

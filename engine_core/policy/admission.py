@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from math import inf
 
+from engine_core.adapters import AdapterRegistry, EngineAdapter
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
@@ -67,6 +68,7 @@ class Admission:
         draw_seed: Callable[[], int],
         clock: EngineClock,
         deadlines: Deadlines,
+        adapters: AdapterRegistry,
     ) -> None:
         self.is_draining = False
         self.num_accepted = 0
@@ -84,6 +86,7 @@ class Admission:
         self._draw_seed = draw_seed
         self._clock = clock
         self._deadlines = deadlines
+        self._adapters = adapters
         self._grammars = GrammarCache()
         self._order = 0
 
@@ -174,6 +177,7 @@ class Admission:
             raise InvalidRequest(
                 f"request number {message.request} is already in use", param="request"
             )
+        adapter = self._adapters.get(message.adapter) if message.adapter else None
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)
@@ -196,6 +200,7 @@ class Admission:
             self._model,
             self._limits,
             self._clock,
+            adapter,
         )
         self._set_order(request, message, usage)
         if is_new:
@@ -309,6 +314,7 @@ def new_request(
     model: ModelCard,
     limits: Limits,
     clock: EngineClock,
+    adapter: EngineAdapter | None = None,
 ) -> Request:
     """Create the request of a checked `message`.
 
@@ -343,6 +349,7 @@ def new_request(
         + (room if params.max_tokens is None else min(params.max_tokens, room)),
         stop_ids=stop_ids,
         kv_readers=readers,
+        adapter=adapter,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
         stage_timer=stage_timer,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.lora.adapter import Adapter, read_adapter
+from worker.layers.low_rank import AdaptedLinear
+from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm, read_adapter
 from worker.lora.table import AdapterTable
-from worker.lora.targets import find_targets
+from worker.lora.targets import Target, find_targets
 from worker.models.load import LoadedModel
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -62,12 +63,42 @@ def read(folder: Path, loaded: LoadedModel, *, max_rank: int = 64) -> Adapter:
     )
 
 
+def random_adapter(
+    loaded: LoadedModel, *, seed: int, rank: int = 4, spread: float = 0.5
+) -> Adapter:
+    """Return an adapter of all modules with random matrices, made without PEFT."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, loaded.card.dtype)
+
+    def matrix(rows: int, columns: int, inputs: int) -> Tensor:
+        values = torch.randn(rows, columns, generator=generator) * spread * inputs**-0.5
+        return values.to(dtype)
+
+    by_linear: dict[tuple[int, AdaptedLinear], list[Target]] = {}
+    for target in find_targets(loaded.spec).values():
+        by_linear.setdefault((target.layer, target.linear), []).append(target)
+    terms = {}
+    for place, targets in by_linear.items():
+        parts = tuple(
+            LowRankPart(rank * n, each.first, 2.0, matrix(rank, each.outputs, rank))
+            for n, each in enumerate(targets)
+        )
+        inputs = targets[0].inputs
+        terms[place] = LowRankTerm(matrix(rank * len(parts), inputs, inputs), parts)
+    return Adapter(f"adapter {seed} of rank {rank}", rank, terms)
+
+
+def new_table(loaded: LoadedModel, adapters: Sequence[Adapter]) -> AdapterTable:
+    """Return a table whose rows hold these adapters, with generation 1."""
+    table = AdapterTable(len(adapters), loaded.spec.num_layers)
+    for row, adapter in enumerate(adapters):
+        table.add(row, 1, adapter)
+    return table
+
+
 def table_of(loaded: LoadedModel, folders: Sequence[Path]) -> AdapterTable:
     """Return a table whose rows hold these adapters, with generation 1."""
-    table = AdapterTable(len(folders), loaded.spec.num_layers)
-    for row, folder in enumerate(folders):
-        table.add(row, 1, read(folder, loaded))
-    return table
+    return new_table(loaded, [read(folder, loaded) for folder in folders])
 
 
 def logprobs(logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.errors import ErrorInfo
 from protocol.grammar import (
@@ -52,6 +53,8 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Account,
+    AdapterChanged,
+    Adapters,
     Drain,
     EngineStatus,
     EngineStopped,
@@ -61,6 +64,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    LoadAdapter,
     Loading,
     Message,
     Output,
@@ -77,6 +81,7 @@ from protocol.messages import (
     SessionLost,
     Times,
     TokenLogprobs,
+    UnloadAdapter,
     Usage,
     Welcome,
 )
@@ -84,6 +89,9 @@ from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import (
+    AdapterLoad,
+    AdapterReport,
+    AdapterUnload,
     Heartbeat,
     JoinRefused,
     Logprobs,
@@ -160,11 +168,14 @@ CARD = ModelCard(
     tool_use_template="{{ tools }}",
     numerics="0f1e2d3c",
 )
+ADAPTER = AdapterInfo(name="fr", digest="a1", rank=16, path="french/7")
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
 )
 STATS = EngineStats(
     draining=True,
+    adapters_running={"fr": 2},
+    adapters_waiting={"fr": 1},
     worker=WorkerStatus(
         engine_pid=33,
         pid=34,
@@ -248,12 +259,15 @@ MESSAGES: list[Message] = [
         timeout_s=30.0,
         queue_timeout_s=2.5,
         answer=Int32.of([7]),
+        adapter="fr",
     ),
     Abort(requests=[1, 2]),
     AbortByLabel(request=3, names=["7", "8"], everything=True),
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
+    LoadAdapter(request=6, name="fr", path="french/7"),
+    UnloadAdapter(request=7, name="fr"),
     GetStatus(request=5, max_rows=20),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
@@ -271,8 +285,12 @@ MESSAGES: list[Message] = [
             prefix_cache=True,
             kv_window=4096,
             kv_groups=KVGroups(window=512, window_blocks=5),
+            max_adapters=8,
         ),
+        adapters=[ADAPTER],
     ),
+    AdapterChanged(request=6, adapter=ADAPTER),
+    Adapters(adapters=[ADAPTER]),
     Accepted(request=1),
     Refused(request=1, error=ERROR),
     Outputs(
@@ -352,6 +370,8 @@ MESSAGES: list[Message] = [
                 seed=-3,
                 stop_ids=[2, 3],
                 params=PARAMS,
+                adapter=3,
+                adapter_generation=2,
             )
         ],
         block_slots=Int32.of([0]),
@@ -413,7 +433,12 @@ MESSAGES: list[Message] = [
         ),
         kv_window=4096,
         kv_groups=KVGroups(window=512, window_blocks=5),
+        max_adapters=8,
+        adapters=[ADAPTER],
     ),
+    AdapterLoad(row=3, generation=2, path="french/7"),
+    AdapterUnload(row=3, generation=2),
+    AdapterReport(row=3, generation=2, digest="a1", rank=16, error=ERROR),
     KVReport(
         fetched=[KVFetched(5, 4096, 0.25, "shm")],
         failed=[KVFailure(6, "expired", "the lease is over")],

@@ -23,8 +23,8 @@ from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache, LayerPlace
-from worker.lora.table import StepAdapters
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.lora.table import StepAdapters
 from worker.models.load import load_model
 from worker.sampling import features
 from worker.sampling.features import features_of

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
@@ -30,11 +31,11 @@ from engine_core.journal.weights import StepComparison
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.steps import AdapterLoad, AdapterUnload, Masks, StepPlan, StepResult
 from tests.support.engines import Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
-from tests.support.storm import RequestStorm, SmallCacheStorm
+from tests.support.storm import AdapterStorm, RequestStorm, SmallCacheStorm
 
 
 class Journals:
@@ -50,8 +51,14 @@ class Journals:
     def record(self, bench: Bench, max_bytes: int = 1 << 24) -> Path:
         """Replace the bench's engine by one that writes a journal. Return the path of its file."""
         writer, engine = self.writer(max_bytes), bench.engine
-        tiers = list(bench.tiers.kept)
-        bench.engine = RecordedEngine(writer, bench.config, a_card(), engine.limits, tiers=tiers)
+        bench.engine = RecordedEngine(
+            writer,
+            bench.config,
+            a_card(),
+            engine.limits,
+            tiers=list(bench.tiers.kept),
+            adapters=engine.adapters.infos,
+        )
         return writer.path
 
     def close(self) -> None:
@@ -64,10 +71,17 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
         yield journals
 
 
+ADAPTED = (5, 109)
+"""Seeds of storms with LoRA adapters."""
+
+
 def stormy(
     seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
 ) -> tuple[Bench, Path]:
-    storm = SmallCacheStorm(seed, [*tiers]) if tiers else RequestStorm(seed)
+    if tiers:
+        storm: RequestStorm = SmallCacheStorm(seed, [*tiers])
+    else:
+        storm = AdapterStorm(seed) if seed in ADAPTED else RequestStorm(seed)
     path = journals.record(storm.bench)
     for number in range(length):
         storm.bench.engine.tick(number / 8)
@@ -89,7 +103,9 @@ class EchoComparer:
     def start(self, record: StartRecord) -> None:
         self._worker = EchoWorker(record.limits, *self._functions)
 
-    def send(self, message: StepPlan | Masks) -> None:
+    def send(self, message: StepPlan | Masks | AdapterCommand) -> None:
+        if isinstance(message, AdapterLoad | AdapterUnload):
+            return
         if isinstance(message, StepPlan):
             self._steps.append((message, None))
         else:
@@ -101,7 +117,7 @@ class EchoComparer:
         self.comparison.add(recorded, self._worker.execute(*self._steps.popleft()), where)
 
 
-@pytest.mark.parametrize("seed", [2, 3, 104, 205])
+@pytest.mark.parametrize("seed", [2, 3, *ADAPTED, 104, 205])
 def test_a_replay_gives_the_same_replies_and_steps_for_any_input(
     seed: int, journals: Journals
 ) -> None:

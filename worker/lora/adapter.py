@@ -94,6 +94,45 @@ class Adapter:
         return max(term.rank for term in self.terms.values())
 
 
+class AdapterFiles:
+    """Reads the adapters of one model.
+
+    targets     the modules of the model
+    root        directory from which adapters may be loaded while the worker runs; "": none may be
+    max_rank    refuse adapters with a larger rank
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        root: str,
+        *,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._targets = targets
+        self._root = root
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._device = device
+
+    def read(self, path: str, *, is_trusted: bool = False) -> Adapter:
+        """Return the adapter in a directory; see `read_adapter` for errors.
+
+        is_trusted   whether the directory may be outside of the root, because the operator's
+                     configuration names it
+        """
+        folder = Path(path) if is_trusted else find_adapter(path, self._root)
+        return read_adapter(
+            folder,
+            self._targets,
+            max_rank=self._max_rank,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+
 def find_adapter(path: str, root: str) -> Path:
     """Return the directory of an adapter that a client has named.
 

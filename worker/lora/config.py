@@ -84,8 +84,8 @@ class LoraConfig:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """Return the config in a file. Raises UnusableAdapter, naming the key, if it is damaged or needs
-    an unsupported feature."""
+    """Return the config in a file. Raises UnusableAdapter, naming the key, if it is damaged, or if
+    the adapter needs an unsupported feature."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)

@@ -24,13 +24,14 @@ from torch import Tensor
 from protocol.steps import NO_ADAPTER, SlotInit
 from worker.kernels import structs
 from worker.layers.low_rank import AdaptedLinear, LayerAdapters
-from worker.lora.adapter import Adapter, LowRankTerm
+from worker.lora.adapter import Adapter, AdapterFiles, LowRankTerm
 from worker.lora.targets import LINEARS
 from worker.slots.staging import upload
 from worker.slots.table import SlotTable
 
 Ints = NDArray[np.int64]
-FLOAT_BYTES = 4
+FREE = -1
+"""Generation of a row without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,21 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The loaded adapters. `num_rows` is 0 in a worker without adapters."""
+    """The loaded adapters.
 
-    def __init__(self, num_rows: int = 0, num_layers: int = 0) -> None:
+    num_rows   0 in a worker without adapters
+    files      reads further adapters; None: there can be none
+    """
+
+    def __init__(
+        self, num_rows: int = 0, num_layers: int = 0, files: AdapterFiles | None = None
+    ) -> None:
         self.num_rows = num_rows
+        self.files = files
         self._num_layers = num_layers
         self._rows: dict[int, LoadedAdapter] = {}
+        #: [num_rows] generation of each row; FREE: none.
+        self._generations = np.full(num_rows, FREE, np.int64)
         #: What the compiled kernels read: the terms of each row, layer and linear.
         self._terms = (structs.CLowRankTerm * (num_rows * num_layers * len(LINEARS)))()
         self._shrunk = torch.empty(0)
@@ -76,16 +86,16 @@ class AdapterTable:
         if not 0 <= row < self.num_rows or row in self._rows:
             raise ValueError(f"row {row} of {self.num_rows} cannot get an adapter")
         self._rows[row] = LoadedAdapter(generation, adapter)
+        self._generations[row] = generation
         for (layer, linear), term in adapter.terms.items():
             self._terms[self._index(row, layer, linear)] = _struct(term)
 
-    def remove(self, row: int, generation: int, slots: SlotTable) -> None:
+    def remove(self, row: int, generation: int) -> None:
         """Free a row and the memory of its adapter. Raises ValueError if the row does not hold this
-        generation, or if a bound slot uses it."""
+        generation."""
         self._check(row, generation)
-        if (slots.host("adapter").numpy()[slots.bound] == row).any():
-            raise ValueError(f"adapter row {row} cannot be freed: a bound slot uses it")
         del self._rows[row]
+        self._generations[row] = FREE
         first = self._index(row, 0, LINEARS[0])
         for index in range(first, first + self._num_layers * len(LINEARS)):
             self._terms[index] = structs.CLowRankTerm()
@@ -112,16 +122,20 @@ class AdapterTable:
         row_slots   [R] slot of each row
         counts      [R] number of tokens of each row
 
-        Raises ValueError if a slot names a row without an adapter.
+        Raises ValueError if a slot names a row that does not hold the slot's generation.
         """
         if not self._rows:
             return None
         of_rows = slots.host("adapter").numpy()[row_slots].astype(np.int64)
-        used = np.unique(of_rows).tolist()
-        if used == [NO_ADAPTER]:
+        if (of_rows == NO_ADAPTER).all():
             return None
-        if unknown := [row for row in used if row != NO_ADAPTER and row not in self._rows]:
-            raise ValueError(f"adapter rows {unknown} hold no adapter")
+        used = of_rows != NO_ADAPTER
+        wanted = slots.host("adapter_generation").numpy()[row_slots][used]
+        rows = of_rows[used]
+        if rows.min() < 0 or rows.max() >= self.num_rows:
+            raise ValueError(f"a slot names an adapter row outside the {self.num_rows} rows")
+        if (self._generations[rows] != wanted).any():
+            raise ValueError("a slot names an adapter that is not loaded any more")
         return StepAdapters(self, np.repeat(of_rows, counts), slots.device)
 
     def fill_in(self, step: structs.CForward, of_tokens: Ints) -> None:

@@ -41,8 +41,8 @@ from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
-from worker.lora.table import StepAdapters
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
+from worker.lora.table import StepAdapters
 from worker.models.architectures import (
     INLINE_ATTENTION,
     MASKED_WINDOWS,

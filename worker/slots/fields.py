@@ -48,7 +48,7 @@ def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
     """Return the fields of a request's tokens, block table and adapter. token_ids[slot, p] is the
     request's token p, from the prompt, the sampler or an earlier run of the request. adapter is a
-    row of the table of adapters (lora/table.py), or NO_ADAPTER."""
+    row of the table of adapters (lora/table.py) with its generation, or NO_ADAPTER."""
     return (
         SlotField(
             name="token_ids",
@@ -77,6 +77,7 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
         ),
         _scalar("prompt_len", torch.int32, lambda init: init.prompt_tokens, host=True),
         _scalar("adapter", torch.int32, lambda init: init.adapter, host=True),
+        _scalar("adapter_generation", torch.int32, lambda init: init.adapter_generation, host=True),
     )
 
 

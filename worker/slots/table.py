@@ -148,11 +148,6 @@ class SlotTable:
 
     # ---- occupants
 
-    @property
-    def bound(self) -> list[int]:
-        """The slots that are assigned to a request."""
-        return list(self._occupants)
-
     def bind(self, init: SlotInit) -> None:
         """Assign a free slot to a request. The next flush writes the request's state into the row.
 
