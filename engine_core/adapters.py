@@ -60,6 +60,8 @@ class EngineAdapter:
     #: Hex digest of its content; "" until it is loaded.
     digest: str = ""
     rank: int = 0
+    #: Number of requests that were accepted with it.
+    num_requests: int = 0
     #: The client that waits for the adapter to be loaded or unloaded, and its request's number.
     client: bytes = b""
     request: int = -1
@@ -112,6 +114,12 @@ class AdapterRegistry:
     def infos(self) -> list[AdapterInfo]:
         """The adapters that requests can use now."""
         return [each.info for each in self._adapters if each.state is AdapterState.READY]
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """The number of requests that each usable adapter has had."""
+        ready = (each for each in self._adapters if each.state is AdapterState.READY)
+        return {adapter.name: adapter.num_requests for adapter in ready}
 
     @property
     def is_leaving(self) -> bool:

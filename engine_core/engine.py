@@ -634,6 +634,8 @@ class Engine:
             leases=len(leases),
             leased_blocks=leases.num_blocks,
             kv_dtype=self._config.worker.kv_dtype,
+            max_adapters=self.limits.max_adapters,
+            num_adapter_requests=self.adapters.num_requests,
             adapters_running=Counter(name for name, is_waiting in by_adapter if not is_waiting),
             adapters_waiting=Counter(name for name, is_waiting in by_adapter if is_waiting),
             num_steps=self._step,

@@ -264,6 +264,7 @@ class EngineLoop:
             reply = self._engine.load_adapter(client, message)
         else:
             reply = self._engine.unload_adapter(client, message)
+            self._send_adapter_list(self._engine)
         if reply is not None:
             self._mailbox.send(client, reply)
 
@@ -345,7 +346,9 @@ class EngineLoop:
                 self._mailbox.send_each(self._engine.on_kv_report(message))
             case AdapterReport():
                 assert self._engine is not None
-                self._mailbox.send(*self._engine.on_adapter_report(message))
+                client, answer = self._engine.on_adapter_report(message)
+                self._send_adapter_list(self._engine)  # first: the client may use it at once
+                self._mailbox.send(client, answer)
             case Traced():
                 if (reply := self._profiling.on_traced(message)) is not None:
                     self._mailbox.send(*reply)
@@ -406,10 +409,12 @@ class EngineLoop:
             self._worker.send(command)
 
     def _send_adapter_commands(self, engine: Engine) -> None:
-        """Send the pending commands about LoRA adapters. Send the list of adapters to all clients
-        if it has changed."""
+        """Send the pending commands about LoRA adapters."""
         for command in engine.drain_adapter_commands():
             self._worker.send(command)
+
+    def _send_adapter_list(self, engine: Engine) -> None:
+        """Send the list of LoRA adapters to all clients if it has changed."""
         if engine.adapters.has_changed:
             engine.adapters.has_changed = False
             self._mailbox.broadcast(Adapters(adapters=engine.adapters.infos))

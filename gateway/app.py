@@ -12,7 +12,7 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api import admin
+from gateway.api import adapters, admin
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
@@ -80,6 +80,7 @@ ROUTES: tuple[Route, ...] = (
     *tokens.routes,
     *rendering.routes,
     *admin.routes,
+    *adapters.routes,
     *own_routes,
 )
 """The routes of all APIs."""

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
+from protocol.adapters import AdapterInfo
 from protocol.config.gateway import ModelConfig
 from protocol.control import LoadState
 from protocol.errors import EngineNotReady, InvalidRequest, QueueTimeout, ServingError, TimedOut
@@ -115,6 +116,19 @@ class ModelHost:
         return self.config.served_name or (self._served.names if self._served else ())
 
     @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The LoRA adapters of the model that requests can use now."""
+        return self.engine.adapters
+
+    def adapter_of(self, name: str) -> str:
+        """Return the adapter that a request's `model` names, by its own name or as MODEL:ADAPTER;
+        "" if there is none."""
+        model, _, adapter = name.rpartition(":")
+        if model and model not in self.names:
+            return ""
+        return adapter if any(info.name == adapter for info in self.adapters) else ""
+
+    @property
     def has_served(self) -> bool:
         """Whether the model has become available since the start."""
         return self._served is not None
@@ -143,6 +157,14 @@ class ModelHost:
             return None
         names = self.names or [root]
         return ListedModel(names, root, self.state, created_at, max_len, defaults, output_format)
+
+    def adapter_facts(self, model: ListedModel) -> dict[str, ListedModel]:
+        """Return the facts about the model's adapters, by their names, for a list of models.
+        `model` has the facts about the model itself."""
+        return {
+            info.name: replace(model, names=[info.name], root=info.path, parent=model.names[0])
+            for info in self.adapters
+        }
 
     @cached_property
     def _expected(self) -> tuple[ModelCard, int] | None:
@@ -412,6 +434,8 @@ class ListedModel:
     defaults: SamplingDefaults
     #: How answers are parsed; None if the model has not been prepared yet.
     output_format: ModelOutputFormat | None
+    #: The main name of the model that a LoRA adapter changes; "": this is no adapter.
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +448,8 @@ class ModelUse:
     model: ServedModel
     #: Seconds that the request has waited for the model.
     waited_s: float = 0.0
+    #: Name of the LoRA adapter that the request uses; "": none.
+    adapter: str = ""
 
     def check(self) -> None:
         """Raise EngineNotReady if the engine has restarted with another model since the lookup,

@@ -250,6 +250,7 @@ class AdapterSnapshot(SnapshotPart, frozen=True, kw_only=True):
     state: AdapterState
     digest: str
     rank: int
+    num_requests: int
     client: bytes
     request: int
 

@@ -164,6 +164,8 @@ class Admission:
         self._deadlines.add(request)
         self._waiting.push(request)
         self.num_accepted += 1
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
         return Accepted(request=request.number)
 
     def _refuse(self, number: int, error: ServingError) -> Refused:

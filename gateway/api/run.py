@@ -123,6 +123,7 @@ class GenerationRunner:
             priority=options.priority,
             labels=[label for name in names for label in caller.labels(name)],
             account=caller.account,
+            adapter=use.adapter,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
             timeout_s=timeouts.timeout_s,
             queue_timeout_s=timeouts.queue_timeout_s,

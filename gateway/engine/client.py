@@ -28,6 +28,7 @@ from gateway.engine.base import Report, RoutedOptions, Subscriber
 from gateway.engine.coalesce import coalesce
 from gateway.engine.refusal_cache import RefusalCache
 from protocol import sockets, wire
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
 from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
@@ -35,9 +36,11 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Account,
+    AdapterChanged,
     Generate,
     KeepKV,
     Limits,
+    LoadAdapter,
     Output,
     Outputs,
     Ping,
@@ -47,6 +50,7 @@ from protocol.messages import (
     ResourcesFreed,
     ToClient,
     ToEngine,
+    UnloadAdapter,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -167,6 +171,25 @@ class ZmqEngineClient:
         assert report.error is not None
         raise error_from(report.error)
 
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self.start()
+        return self._adapter_reply(self.session.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        self.start()
+        return self._adapter_reply(self.session.unload_adapter(name))
+
+    def _adapter_reply(self, message: LoadAdapter | UnloadAdapter) -> AdapterInfo:
+        """Send a command and wait for the reply. Raises the engine's refusal."""
+        result: AsyncResult[Report] = AsyncResult()
+        self._open(message, result.set)
+        report = result.get()
+        if isinstance(report, AdapterChanged):
+            return report.adapter
+        assert isinstance(report, Output | Refused)
+        assert report.error is not None
+        raise error_from(report.error)
+
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         self._subscribers.pop(request, None)
         message = self.session.abort(request)
@@ -229,6 +252,10 @@ class ZmqEngineClient:
         return self.session.limits
 
     @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        return self.session.adapters
+
+    @property
     def epoch(self) -> str | None:
         return self.session.epoch
 
@@ -243,7 +270,11 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(self, message: Generate | AbortByLabel, subscriber: Subscriber) -> None:
+    def _open(
+        self,
+        message: Generate | AbortByLabel | LoadAdapter | UnloadAdapter,
+        subscriber: Subscriber,
+    ) -> None:
         """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:

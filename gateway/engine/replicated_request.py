@@ -10,6 +10,7 @@ from gateway.engine.base import Report, RoutedOptions, Subscriber
 from gateway.engine.failover import Failover
 from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.messages import Usage
 from protocol.sampling import SamplingParams
@@ -30,6 +31,8 @@ class ReplicatedRequest:
     session: str
     #: Digest of the model that computes the request.
     digest: str
+    #: The LoRA adapter that computes it; None: none.
+    adapter: AdapterInfo | None = None
     failover: Failover = field(default_factory=Failover)
     #: The replica that has the request, and the request's number there.
     replica: ConnectedReplica | None = None

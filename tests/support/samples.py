@@ -174,6 +174,8 @@ ERROR = ErrorInfo(
 )
 STATS = EngineStats(
     draining=True,
+    max_adapters=8,
+    num_adapter_requests={"fr": 5},
     adapters_running={"fr": 2},
     adapters_waiting={"fr": 1},
     worker=WorkerStatus(

@@ -131,7 +131,7 @@ STORED = {
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
-    "EngineAdapter": "client digest generation name path rank request row state",
+    "EngineAdapter": "client digest generation name num_requests path rank request row state",
     "EngineClock": "now",
     "FairShare": "_by_name _last _last_at _level _other_at",
     "Fetch": "job match request started_at state",
