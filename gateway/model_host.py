@@ -123,8 +123,8 @@ class ModelHost:
     def adapter_of(self, name: str) -> str:
         """Return the adapter that a request's `model` names, by its own name or as MODEL:ADAPTER;
         "" if there is none."""
-        model, _, adapter = name.rpartition(":")
-        if model and model not in self.names:
+        model, colon, adapter = name.rpartition(":")
+        if colon and model not in self.names:
             return ""
         return adapter if any(info.name == adapter for info in self.adapters) else ""
 
