@@ -21,6 +21,7 @@ from tests.support.eager import expected
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
 from tests.support.waiting import eventually
+from tools.__main__ import main
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +30,7 @@ LONG_TOKENS = 3000
 MAX_LORAS = 4
 
 
-class Scene:
+class AdapterScene:
     """The server, its directory of adapters, and PEFT's models by the adapter's name."""
 
     def __init__(self, server: Server, adapters: Path, models: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterScene]:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -77,11 +78,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     options = (*names, "--dtype", "float32", "--lora", f"fr={adapters / 'fr'}")
     more = ("--lora-dir", str(adapters), "--max-loras", str(MAX_LORAS), "--max-lora-rank", "16")
     with Server(*options, *more, model=str(folder)) as server:
-        yield Scene(server, adapters, models)
+        yield AdapterScene(server, adapters, models)
 
 
 @pytest.fixture(autouse=True)
-def only_the_first(scene: Scene) -> Iterator[None]:
+def only_the_first(scene: AdapterScene) -> Iterator[None]:
     """Unload the adapters that a test has loaded, and load the first one again."""
     yield
     for name, entry in scene.listed().items():
@@ -161,9 +162,9 @@ def test_a_changed_adapter_of_the_same_name_never_uses_old_blocks(scene, tmp_pat
 # ---- loading and unloading while answers stream
 
 
-def streamed(scene: Scene, model: str, num_tokens: int) -> Iterator[int]:
+def streamed(scene: AdapterScene, model: str, num_tokens: int) -> Iterator[int]:
     """Yield the tokens of a streamed answer."""
-    body = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body: Any = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"model": model, "stream": True, "return_token_ids": True}
     url = scene.server.url + "/v1/completions"
     with requests.post(url, json=body, stream=True, timeout=120) as answer:
@@ -209,8 +210,7 @@ def test_streams_are_not_disturbed_by_loading_and_unloading_others(scene):
     with ThreadPoolExecutor(8) as pool:
         churning = [pool.submit(churn, name) for name in ("de", "it")]
         names = ["tiny:97", "fr"] * 3
-        streams = [pool.submit(lambda n=name: list(streamed(scene, n, 600))) for name in names]
-        found = [stream.result() for stream in streams]
+        found = list(pool.map(lambda name: list(streamed(scene, name, 600)), names))
         stop = True
         assert all(each.result() >= 1 for each in churning)
     for name, tokens in zip(names, found, strict=True):
@@ -230,6 +230,19 @@ def test_the_client_library_loads_and_unloads(scene):
         assert client.generate(
             PROMPT, adapter="fr", temperature=0.0, max_tokens=8, ignore_eos=True
         ).tokens() == scene.tokens("fr")
+
+
+def test_the_command_loads_unloads_and_lists(scene, capsys):
+    def run(*words: str) -> tuple[int, str]:
+        code = main(["lora", *words, "--port", str(scene.server.port)])
+        return code, capsys.readouterr().out
+
+    code, out = run("load", "de", "de")
+    assert (code, out.split()[:3]) == (0, ["de", "rank", "8"])
+    assert [line.split()[0] for line in run("list")[1].splitlines()] == ["fr", "de"]
+    assert run("unload", "de") == (0, "unloaded de\n")
+    assert main(["lora", "unload", "de", "--port", str(scene.server.port)]) == 1
+    assert "there is no adapter 'de'" in capsys.readouterr().err
 
 
 # ---- refusals

@@ -203,7 +203,7 @@ def test_wrong_options_are_refused(lora):
 
 def test_memory_is_kept_for_the_rows_that_are_free_at_the_start(loaded):
     whole = adapter_bytes(loaded.spec, 16, 4)
-    options = {"lora": ["a=p"], "max_loras": 4, "max_lora_rank": 16}
+    options: dict[str, Any] = {"lora": ["a=p"], "max_loras": 4, "max_lora_rank": 16}
     kept = [
         kept_bytes(WorkerConfig(model="m", lora_dir=folder, **options), loaded.spec, torch.float32)
         for folder in ("", "/adapters")
