@@ -7,14 +7,18 @@ first. Its name is free at once, so another adapter may be loaded under it, in a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
 from protocol.errors import InvalidRequest, UnknownModel, error_from
 from protocol.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
 from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
+
+if TYPE_CHECKING:
+    from engine_core.request import Request
 
 
 class AdapterState(Enum):
@@ -200,6 +204,16 @@ class AdapterRegistry:
         if adapter.state is AdapterState.GONE:
             self._adapters.remove(adapter)
         return adapter.client, reply
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError if an open request uses an adapter that may not be used, or if two
+        adapters own one row; for tests and replays."""
+        rows = [adapter.row for adapter in self._adapters]
+        assert len(set(rows)) == len(rows), "two adapters own one row"
+        usable = (AdapterState.READY, AdapterState.LEAVING)
+        for adapter in (request.adapter for request in requests if request.adapter is not None):
+            assert adapter in self._adapters, "a request's adapter owns no row"
+            assert adapter.state in usable, "a request uses an adapter that is not loaded"
 
     def _at(self, row: int, generation: int) -> EngineAdapter:
         for adapter in self._adapters:

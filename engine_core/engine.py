@@ -667,6 +667,7 @@ class Engine:
     def check(self) -> None:
         """Check every invariant of slots, blocks and the prefix cache by brute force; for tests and
         replays."""
+        self.adapters.check(self.open_requests)
         check_invariants(
             self.scheduler, self.kv_transfers.leases, self.open_requests, self._ended_in_flight
         )

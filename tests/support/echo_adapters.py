@@ -13,8 +13,9 @@ from protocol.steps import NO_ADAPTER, AdapterLoad, AdapterReport, StepPlan
 ROOT = "/adapters"
 
 
-def adapter_info(name: str, version: int = 1) -> AdapterInfo:
-    return AdapterInfo(name=name, digest=f"{name} {version}", rank=8, path=name)
+def adapter_info(name: str) -> AdapterInfo:
+    """Return an adapter that the worker has loaded at its start."""
+    return AdapterInfo(name=name, digest=f"{name} at the start", rank=8, path=name)
 
 
 class EchoAdapters:
