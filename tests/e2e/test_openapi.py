@@ -24,8 +24,8 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
-REFUSED = {"/sleep"}
-"""Routes that this server refuses, because it keeps its only model loaded."""
+REFUSED = {"/sleep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""Routes that this server refuses, because it keeps its only model loaded, and has no adapters."""
 EXAMPLES, EXAMPLES_LIKE_A_CHAT = examples(8, 32), examples(4, 16)
 """Number of requests per operation. Operations with the body of a chat get fewer, because the body
 takes long to generate, and POST /v1/chat/completions tests it with the full number."""

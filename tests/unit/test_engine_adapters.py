@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine_core.adapters import NEXT_ADAPTER_STATE, AdapterEvent, AdapterState, EngineAdapter
+from engine_core.adapters import (
+    NEXT_ADAPTER_STATE,
+    AdapterEvent,
+    AdapterReply,
+    AdapterState,
+    EngineAdapter,
+)
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.grammar import Regex
@@ -16,12 +24,12 @@ from tests.support.engines import CLIENT, Bench
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def bench(*adapters: str, max_adapters: int = 2, **options: object) -> Bench:
+def bench(*adapters: str, max_adapters: int = 2, **options: Any) -> Bench:
     return Bench(adapters=adapters, max_adapters=max_adapters, **options)
 
 
-def error_of(reply: Refused | None) -> tuple[str, str | None]:
-    assert reply is not None
+def error_of(reply: AdapterReply | None) -> tuple[str, str | None]:
+    assert isinstance(reply, Refused)
     return reply.error.code, reply.error.param
 
 

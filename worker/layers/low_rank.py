@@ -6,12 +6,11 @@ Legend: T tokens in the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from torch import Tensor
 
-AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
-"""The linears of a layer that an adapter can change."""
+from worker.models.spec import AdaptedLinear
+
 LayerAdapters = Callable[[AdaptedLinear, Tensor, Tensor], None]
 """Adds the terms of all tokens, for one layer, to the result [T, outputs] of a linear, in place.
 The arguments are the linear, its input [T, inputs] and its result."""

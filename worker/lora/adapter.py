@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker.layers.low_rank import AdaptedLinear
 from worker.loading.errors import UnusableModel
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles
 from worker.lora.config import CONFIG, LoraConfig, read_config
 from worker.lora.errors import MissingAdapter, UnusableAdapter
 from worker.lora.targets import Target
+from worker.models.spec import AdaptedLinear
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"

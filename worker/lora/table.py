@@ -23,9 +23,10 @@ from torch import Tensor
 
 from protocol.steps import NO_ADAPTER, SlotInit
 from worker.kernels import structs
-from worker.layers.low_rank import AdaptedLinear, LayerAdapters
+from worker.layers.low_rank import LayerAdapters
 from worker.lora.adapter import Adapter, AdapterFiles, LowRankTerm
 from worker.lora.targets import LINEARS
+from worker.models.spec import AdaptedLinear
 from worker.slots.staging import upload
 from worker.slots.table import SlotTable
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from worker.layers.low_rank import AdaptedLinear
 from worker.lora.errors import UnusableAdapter
 from worker.models.families.registry import FAMILIES
-from worker.models.spec import ModelFacts, ModelSpec
+from worker.models.spec import AdaptedLinear, ModelFacts, ModelSpec
 from worker.models.tensors import FusedMatrix, ModelTensors, RowOrder
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
