@@ -122,7 +122,8 @@ template <class N> struct Pass {
     int64_t num_phases() const { return 1 + f.num_layers * (17 + (adapted.empty() ? 0 : NUM_ADAPTED)); }
 
     // Computes a linear, and adds the terms of adapters.
-    template <class Y> INLINE void adapted_linear(Team &team, const Layer &layer, AdaptedLinear which, const Linear<N, Y> &l) {
+    template <class Y>
+    INLINE void adapted_linear(Team &team, const Layer &layer, AdaptedLinear which, const Linear<N, Y> &l) {
         if (adapted.empty()) return linear(team, l);
         const LowRank<N> terms{f.adapters, adapted, f.num_layers, &layer - f.layers, which};
         linear_and(team, l, terms.shrink_items(), [&](int64_t item) { terms.shrink(item, l.x, l.weight.inputs); });
