@@ -60,13 +60,15 @@ $(VENV)/.installed-all: $(DECLARED) | $(BIN)/python
 	@if test -e $(VENV)/.installed-test && test $(VENV)/.installed-test -nt setup.cfg; then touch $@; \
 	else $(call install,all) && touch $@; fi
 
-# instructor is installed without its dependencies, because its upper bound for jiter excludes the
-# newest openai. The extra `test` declares those of its dependencies that our tests need.
-INSTRUCTOR := 'instructor>=1.17,<2'
+# These are installed without their dependencies, because their upper bounds for openai, or for jiter
+# that openai requires, exclude the newest openai. The extra `test` declares those of their
+# dependencies that our tests need.
+BOUNDED := 'instructor>=1.17,<2' 'llama-index-llms-openai>=0.8,<0.9' \
+	'llama-index-llms-openai-like>=0.8,<0.9'
 
 $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
 	@$(call install,test) && \
-	$(BIN)/python -m pip install --quiet --no-deps $(INSTRUCTOR) && touch $@
+	$(BIN)/python -m pip install --quiet --no-deps $(BOUNDED) && touch $@
 
 # pip would compile the byte code of 19,000 files on one core. A few of them are not valid Python.
 # Files of which few are imported are left out: Python compiles each of them at its first import.

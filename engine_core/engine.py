@@ -3,12 +3,15 @@
 Its main methods and their results:
 
     add(client, Generate)            -> Accepted or Refused; None while its grammar is compiled
+    add_encode(client, Encode)       -> Accepted or Refused
     on_grammar_compiled(compiled)    -> Accepted or Refused for each request that waited for it
     abort(client, numbers)           -> the final Output of each request that was open
     abort_by_label(names)            -> the final Outputs, and which names were found
-    plan()                           -> the next StepPlan, or None if no step can be planned now
+    plan()                           -> the next StepPlan or EncodePlan, or None if no step can be
+                                        planned now
     masks()                          -> the token masks of the oldest plan, while it is computed
     commit(StepResult)               -> Outputs per client
+    commit_encoded(EncodeResult)     -> Outputs per client
     tick(now)                        -> Outputs of requests that missed a deadline, per client
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
     drain_kv_events()                -> changes of the prefix cache, for subscribers
@@ -43,9 +46,11 @@ from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
+from engine_core.encoding import EncodeScheduler
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.masks import compute_masks
-from engine_core.invariants import check_invariants
+from engine_core.history.history import EngineHistory
+from engine_core.invariants import check_encoding, check_invariants
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
 from engine_core.kv.peers import PeerCluster, Peers
@@ -81,6 +86,7 @@ from protocol.kv import KVReport
 from protocol.kv_events import KVEvent
 from protocol.messages import (
     Accepted,
+    Encode,
     FinishReason,
     Generate,
     Limits,
@@ -92,8 +98,9 @@ from protocol.messages import (
     UnloadAdapter,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineLoad, EngineStats, WorkerStatus
-from protocol.steps import AdapterReport, Masks, StepPlan, StepResult
+from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
+from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.timeline import EngineTimeline
 
 
 def draw_seed() -> int:
@@ -155,6 +162,7 @@ class Engine:
         self.scheduler = Scheduler(
             limits, hashes, pool, self.kv_transfers, self._speculation, step_costs
         )
+        self.encoding = EncodeScheduler(self.scheduler.fair_share, limits.token_budget)
         self.open_requests = OpenRequests()
         self._inflight = InflightSteps(config.steps_in_flight)
         #: Ended requests that are in a step in flight. They keep slot and blocks until it commits.
@@ -183,6 +191,8 @@ class Engine:
             reserved=(model.name,),
             can_load=bool(config.worker.lora_dir),
         )
+        #: The last steps and requests, for reports. No decision depends on it.
+        self.history = EngineHistory(self._clock, limits.max_slots)
         self.admission = self._new_admission(draw_seed)
 
     def _new_admission(self, draw_seed: Callable[[], int]) -> Admission:
@@ -193,6 +203,7 @@ class Engine:
             kv_transfers=self.kv_transfers,
             open_requests=self.open_requests,
             waiting=self.scheduler.waiting,
+            encoding=self.encoding,
             speculation=self._speculation,
             throughput=self.throughput,
             accounts=self._accounts,
@@ -221,6 +232,10 @@ class Engine:
         reply.
         """
         return self.admission.add(client, message)
+
+    def add_encode(self, client: bytes, message: Encode) -> Accepted | Refused:
+        """Queue a request that encodes, or refuse it."""
+        return self.admission.add_encode(client, message)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
         """Return the compile jobs added since the last call. The caller must pass the outcome of
@@ -268,16 +283,36 @@ class Engine:
     @property
     def num_in_flight(self) -> int:
         """The number of plans that were sent to the worker and not committed yet."""
-        return len(self._inflight)
+        return len(self._inflight) + len(self.encoding.inflight)
 
     @property
     def is_idle(self) -> bool:
-        return not self.open_requests and not self._inflight and self.kv_transfers.is_idle
+        return not self.open_requests and not self.num_in_flight and self.kv_transfers.is_idle
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepPlan | EncodePlan | None:
         """Decide the next step and allocate what it needs. Return None if there is nothing to
         compute, or if a plan in flight must commit first."""
-        if self._inflight.is_full or not self.scheduler.has_work:
+        encoding = self.encoding
+        if not encoding.num_open and not encoding.inflight:
+            return None if self._inflight.is_full else self._plan_generation()
+        if self.num_in_flight >= self._config.steps_in_flight:
+            return None
+        if encoding.has_work and (encoding.is_next or not self.scheduler.has_work):
+            return self._plan_encoding()
+        plan = self._plan_generation()
+        if plan is not None:
+            encoding.is_next = True
+        elif encoding.has_work and not self._inflight:  # all that generate wait for K/V
+            return self._plan_encoding()
+        return plan
+
+    def _plan_encoding(self) -> EncodePlan:
+        self._step += 1
+        self.encoding.is_next = False
+        return self.encoding.plan(self._step)
+
+    def _plan_generation(self) -> StepPlan | None:
+        if not self.scheduler.has_work:
             return None
         is_shared = self.scheduler.fair_share.is_shared(self._clock.now)
         if self._inflight and self._must_wait(is_shared=is_shared):
@@ -297,6 +332,8 @@ class Engine:
             if request not in schedule.partial:
                 self.kv_transfers.announce(request)
         self._step += 1
+        for request in schedule.admitted:
+            self.history.on_bound(request, self._step)
         releases = self.scheduler.slots.drain_releases()
         plan = build_plan(self._step, schedule, rows, releases, self._inflight.newest)
         self._inflight.on_sent(plan, rows.requests)
@@ -350,8 +387,37 @@ class Engine:
         if len(self.scheduler.waiting):
             self.throughput.admitted.observe(self._num_admitted_tokens, elapsed_s)
         self._num_admitted_tokens = 0
+        self.history.on_step(step, num_computed, elapsed_s, self.scheduler.lack)
         self._release_ended()
         outputs = self._commit_rows(step, results)
+        load = self.load
+        return {
+            client: Outputs(step=result.step, outputs=own, load=load)
+            for client, own in outputs.items()
+        }
+
+    def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
+        """Apply the result of the oldest plan in flight that encodes, and return the outputs of
+        each client. `elapsed_s` is that of `commit`.
+
+        Raises RuntimeError if the result belongs to another plan, or does not fit the plan.
+        """
+        step, parts = self.encoding.commit(result)
+        self._counts["computed_tokens"] += step.num_tokens
+        self.throughput.observe_encoding(step.num_tokens, elapsed_s)
+        outputs: dict[bytes, list[Output]] = {}
+        for part in parts:
+            request, progress = part.request, part.request.encode
+            assert progress is not None
+            if part.is_failed:
+                error = StepFailed("a result of this request is not a finite number")
+                end = self._finish_request(request, "error", CommittedTokens(error=error))
+            elif progress.is_done:
+                self._counts["prompt_tokens"] += request.prompt_tokens
+                end = self._finish_request(request, "stop")
+            else:
+                continue
+            outputs.setdefault(request.client, []).append(end)
         load = self.load
         return {
             client: Outputs(step=result.step, outputs=own, load=load)
@@ -415,7 +481,10 @@ class Engine:
     def _release(self, request: Request) -> None:
         """Release the slot and blocks of an ended request. No step or fetch may still write to
         them."""
-        self.scheduler.finish(request)
+        if request.encode is None:
+            self.scheduler.finish(request)
+        else:
+            self.encoding.finish(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)
@@ -430,6 +499,8 @@ class Engine:
         self._counts["draft_tokens"] += row_result.num_drafts
         self._counts["accepted_tokens"] += committed.num_accepted
         self.scheduler.advance(request, committed.num_valid)
+        if committed.tokens and request.num_generated == len(committed.tokens):
+            self.history.on_first_token(request)
         if committed.finish is not None:
             return self._finish_request(request, committed.finish, committed)
         if committed.tokens:
@@ -452,11 +523,12 @@ class Engine:
         self._deadlines.remove(request)
         self.admission.on_request_ending(request)
         self._finished[finish] += 1
+        self.history.on_end(request, finish, last.usage)
         is_fetching = request.phase is RequestPhase.FETCHING
         request.move(RequestEvent.FINISH)
         if is_fetching:
             self.kv_transfers.cancel_fetch(request)  # `on_kv_report` releases its slot and blocks
-        elif request.num_in_flight:
+        elif request.num_in_flight and request.encode is None:
             self._ended_in_flight.append(request)
         else:
             self._release(request)
@@ -592,7 +664,25 @@ class Engine:
     def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestStatus]]:
         """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
         oldest = islice(self.open_requests, min(max(max_rows, 0), MAX_STATUS_ROWS))
-        return [(request.client, status_row(request)) for request in oldest]
+        lack = self.scheduler.lack
+        return [(request.client, status_row(request, lack)) for request in oldest]
+
+    def timelines(
+        self, names: Iterable[str], client_name: Callable[[bytes], str]
+    ) -> list[EngineTimeline]:
+        """Return the timelines of the open and recently ended requests with these names.
+        `client_name` returns the name of a client."""
+        return self.history.timelines(names, self.open_requests.find_by_name, client_name)
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        pool, leased = self.scheduler.pool, self.kv_transfers.leases.num_blocks
+        return BlockCounts(
+            requests=pool.total - pool.num_free - leased,
+            leased=leased,
+            cached=pool.num_cached,
+            free=pool.num_free - pool.num_cached,
+        )
 
     def worker_view(self) -> WorkerStatus:
         """Describe the step that the worker computes, which is the oldest plan in flight. The
@@ -611,11 +701,15 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is. It takes constant time, because it is sent after each step."""
-        scheduler = self.scheduler
+        scheduler, encoding = self.scheduler, self.encoding
+        num_started, tokens = 0, scheduler.waiting.tokens + scheduler.num_prefill_tokens
+        if encoding.num_open:
+            num_started = encoding.num_started
+            tokens += encoding.waiting.tokens + encoding.num_started_tokens
         return EngineLoad(
-            running=len(scheduler.running) + len(scheduler.unbound),
+            running=len(scheduler.running) + len(scheduler.unbound) + num_started,
             waiting=self.admission.num_waiting,
-            queued_tokens=scheduler.waiting.tokens + scheduler.num_prefill_tokens,
+            queued_tokens=tokens,
         )
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
@@ -624,9 +718,10 @@ class Engine:
         by_adapter = [(r.adapter.name, r.slot is None) for r in self.open_requests if r.adapter]
         return EngineStats(
             draining=self.is_draining,
-            running=sum(request.slot is not None for request in self.open_requests),
+            running=sum(request.slot is not None for request in self.open_requests)
+            + self.encoding.num_started,
             waiting=self.admission.num_waiting,
-            waiting_tokens=scheduler.waiting.tokens,
+            waiting_tokens=scheduler.waiting.tokens + self.encoding.waiting.tokens,
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.total,
             clients=clients,
@@ -669,5 +764,11 @@ class Engine:
         replays."""
         self.adapters.check(self.open_requests)
         check_invariants(
-            self.scheduler, self.kv_transfers.leases, self.open_requests, self._ended_in_flight
+            self.scheduler,
+            self.kv_transfers.leases,
+            [each for each in self.open_requests if each.encode is None],
+            self._ended_in_flight,
+        )
+        check_encoding(
+            self.encoding, [each for each in self.open_requests if each.encode is not None]
         )

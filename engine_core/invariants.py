@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from engine_core.blocks.hash import extend_hashes, root_hash
 from engine_core.blocks.prefix_cache import window_keys
+from engine_core.encoding import MAX_STARTED, EncodeScheduler
 from engine_core.kv.leases import KVLeases
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
@@ -71,6 +72,8 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
     if [*map(pool.is_free, blocks)] != [not count for count in holders[1:]]:
         wrong = [block for block in blocks if pool.is_free(block) == bool(holders[block])]
         raise AssertionError(f"blocks {wrong}: not either free or held")
+    num_cached = sum(pool.is_free(block) and block in pool.cache for block in blocks)
+    assert pool.num_cached == num_cached, "wrong number of free blocks with cached content"
     for request in requests:
         _check_window(request, scheduler.limits)
         covered = scheduler.tables.num_covered(request)
@@ -145,3 +148,32 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
             assert not is_draft_computed or end <= request.num_draft_computed, (
                 f"block {block}: not computed by the draft model"
             )
+
+
+def check_encoding(encoding: EncodeScheduler, requests: Collection[Request]) -> None:
+    """Raise AssertionError, with a description, if an invariant of the open `requests` that encode
+    does not hold."""
+    planned = {request for step in encoding.inflight for request, _ in step.parts}
+    for request in requests:
+        progress, number = request.encode, request.number
+        assert progress is not None
+        assert request.slot is None, f"{number}: encodes, and owns a slot"
+        assert not request.blocks, f"{number}: encodes, and owns blocks"
+        is_waiting = request.phase is RequestPhase.WAITING
+        assert (request in encoding.waiting) == is_waiting, (
+            f"{number}: the queue of requests that encode and phase disagree"
+        )
+        is_started = request.phase is RequestPhase.RUNNING and not progress.is_planned
+        assert (request in encoding.started) == is_started, (
+            f"{number}: `started` and the inputs in plans disagree"
+        )
+        assert is_waiting or is_started or request in planned, f"{number}: was forgotten"
+        in_flight = sum(
+            count for step in encoding.inflight for owner, count in step.parts if owner is request
+        )
+        assert progress.num_done + in_flight == progress.num_planned <= len(progress.lengths), (
+            f"{number}: lost an input"
+        )
+    assert encoding.num_open == len(requests), "requests that encode are miscounted"
+    assert len(encoding.started) <= MAX_STARTED, "too many requests are started"
+    assert set(encoding.started) <= set(requests), "an ended request is still started"

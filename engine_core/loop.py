@@ -21,6 +21,7 @@ from engine_core.engine import Engine
 from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
 from engine_core.health import Health
+from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
@@ -36,12 +37,15 @@ from protocol.messages import (
     Abort,
     AbortByLabel,
     Aborted,
+    Accepted,
     Adapters,
     Drain,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -53,6 +57,7 @@ from protocol.messages import (
     Profile,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     ToEngine,
@@ -61,7 +66,14 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import AdapterReport, StepResult, TokenizerRead, Traced, WorkerReady
+from protocol.steps import (
+    AdapterReport,
+    EncodeResult,
+    StepResult,
+    TokenizerRead,
+    Traced,
+    WorkerReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -201,14 +213,16 @@ class EngineLoop:
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._clients.add(client, now, message.name)
                 self._welcome(client)
-            case Generate():
-                self._generate(client, message)
+            case Generate() | Encode():
+                self._add(client, message)
             case Profile():
                 self._profile(client, message)
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapters(client, message)
             case GetStatus():
                 self._mailbox.send(client, self._status(message, now))
+            case GetTimeline():
+                self._mailbox.send(client, self._timelines(message))
             case Abort(requests=requests):
                 self._profiling.cancel(client, requests)
                 if self._engine is not None:
@@ -239,12 +253,15 @@ class EngineLoop:
                 log.info("client %s requests a drain", client.hex())
                 self._drain(f"at the request of client {self._clients.get_name(client)!r}")
 
-    def _generate(self, client: bytes, message: Generate) -> None:
+    def _add(self, client: bytes, message: Generate | Encode) -> None:
+        reply: Accepted | Refused | None
         if client not in self._clients or self._engine is None:
-            self._mailbox.send(
-                client, Refused(request=message.request, error=self._not_ready_error())
-            )
-        elif (reply := self._engine.add(client, message)) is not None:
+            reply = Refused(request=message.request, error=self._not_ready_error())
+        elif isinstance(message, Encode):
+            reply = self._engine.add_encode(client, message)
+        else:
+            reply = self._engine.add(client, message)
+        if reply is not None:
             self._mailbox.send(client, reply)
 
     def _profile(self, client: bytes, message: Profile) -> None:
@@ -339,7 +356,7 @@ class EngineLoop:
     def _on_worker_message(self, now: float) -> None:
         message = self._worker.receive()
         match message:
-            case StepResult():
+            case StepResult() | EncodeResult():
                 self._on_step_result(message, now)
             case KVReport():
                 assert self._engine is not None
@@ -435,12 +452,15 @@ class EngineLoop:
         """Return the seconds since the oldest step in flight was started, or 0."""
         return 0.0 if self._step_started_at is None else now - self._step_started_at
 
-    def _on_step_result(self, result: StepResult, now: float) -> None:
+    def _on_step_result(self, result: StepResult | EncodeResult, now: float) -> None:
         assert self._engine is not None
         elapsed_s = self._step_s(now)
         # The next step starts now. `_next_step` resets the time if there is no next step.
         self._step_started_at = now
-        outputs = self._engine.commit(result, elapsed_s)
+        if isinstance(result, EncodeResult):
+            outputs = self._engine.commit_encoded(result, elapsed_s)
+        else:
+            outputs = self._engine.commit(result, elapsed_s)
         self._send_masks(self._engine)  # first: the worker may already be waiting for them
         self._send_kv_commands(self._engine)
         self._mailbox.send_each(outputs)
@@ -456,13 +476,28 @@ class EngineLoop:
             self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
 
     def _status(self, message: GetStatus, now: float) -> EngineStatus:
-        rows = [] if self._engine is None else self._engine.status_rows(message.max_rows)
+        engine = self._engine
+        if engine is None:
+            return EngineStatus(request=message.request, now_s=now, stats=self._stats())
+        after, history = message.after_step, engine.history
+        rows = engine.status_rows(message.max_rows)
         return EngineStatus(
             request=message.request,
             now_s=now,
             stats=self._stats(),
-            num_open=0 if self._engine is None else self._engine.num_open,
+            num_open=engine.num_open,
             rows=[replace(row, client=self._clients.get_name(owner)) for owner, row in rows],
+            blocks=engine.block_counts,
+            steps=[] if after is None else history.steps.after(after),
+            first_tokens=history.first_tokens,
+            gaps=history.gaps,
+        )
+
+    def _timelines(self, message: GetTimeline) -> RequestTimelines:
+        engine, names = self._engine, message.names
+        found = [] if engine is None else engine.timelines(names, self._clients.get_name)
+        return RequestTimelines(
+            request=message.request, timelines=found, kept=MAX_ENDED, kept_s=MAX_ENDED_S
         )
 
     def _check_worker(self, now: float) -> None:

@@ -24,6 +24,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from engine_core.encoding import EncodeProgress
     from engine_core.kv.handle import Handle
     from engine_core.speculation.drafting import RequestDrafting
 
@@ -197,6 +198,9 @@ class Request:
     num_drafts: int = 0
     #: How many of `num_drafts` became part of the answer.
     num_accepted: int = 0
+    #: The inputs and results of a request that encodes (encoding.py); None: it generates. A request
+    #: that encodes never owns a slot or blocks.
+    encode: EncodeProgress | None = None
     #: Time spent in each stage so far.
     stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
 

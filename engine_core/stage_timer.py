@@ -7,8 +7,10 @@ So timing costs nothing per step or token.
 from __future__ import annotations
 
 from enum import Enum
+from typing import cast
 
-from protocol.messages import Times
+from protocol.timeline import Stage
+from protocol.usage import Times
 
 
 class RequestStage(Enum):
@@ -20,6 +22,15 @@ class RequestStage(Enum):
     PREFILL = "prefill_s"
     DECODE = "decode_s"
     PREEMPTED = "preempted_s"
+
+    @property
+    def stage(self) -> Stage:
+        """The stage as a word: "grammar", "queued", ..."""
+        return cast(Stage, self.value.removesuffix("_s"))
+
+
+MAX_SPANS = 256
+"""Most changes of the stage of one request that are recorded with their times."""
 
 
 class EngineClock:
@@ -34,7 +45,7 @@ class EngineClock:
 class StageTimer:
     """The time that one request has spent in each stage since its arrival."""
 
-    __slots__ = ("_clock", "_has_token", "_since", "_spent", "_stage")
+    __slots__ = ("_clock", "_has_token", "_since", "_spent", "_stage", "spans")
 
     def __init__(self, clock: EngineClock) -> None:
         self._clock = clock
@@ -42,6 +53,9 @@ class StageTimer:
         self._stage: RequestStage | None = RequestStage.GRAMMAR
         self._spent: dict[str, float] = {}
         self._has_token = False
+        #: Each stage so far, in order, with the time at which it started; at the end of the request
+        #: no stage is added. At most MAX_SPANS.
+        self.spans: list[tuple[Stage, float]] = [("grammar", clock.now)]
 
     def enter(self, stage: RequestStage | None) -> None:
         """Switch to `stage`; None means that the request has ended.
@@ -55,7 +69,9 @@ class StageTimer:
             self._spent[name] = self._spent.get(name, 0.0) + now - self._since
         self._since = now
         is_decoding = stage is RequestStage.PREFILL and self._has_token
-        self._stage = RequestStage.DECODE if is_decoding else stage
+        before, self._stage = self._stage, RequestStage.DECODE if is_decoding else stage
+        if self._stage is not before and self._stage is not None and len(self.spans) < MAX_SPANS:
+            self.spans.append((self._stage.stage, now))
 
     def on_first_token(self) -> None:
         """Record that the first token was sampled, which starts the stage DECODE."""
@@ -65,7 +81,7 @@ class StageTimer:
     @property
     def stage(self) -> str:
         """The current stage as a word, such as "prefill"; "" if the request has ended."""
-        return "" if self._stage is None else self._stage.value.removesuffix("_s")
+        return "" if self._stage is None else self._stage.stage
 
     def times(self) -> Times:
         """Return the time spent in each stage so far."""

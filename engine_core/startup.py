@@ -73,14 +73,17 @@ def build_engine(
 
 
 def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Limits:
-    return Limits(
-        max_len=max_request_tokens(
-            ready.max_len,
+    max_len = ready.max_len
+    if ready.model.generates:
+        max_len = max_request_tokens(
+            max_len,
             num_blocks=ready.num_blocks,
             block_tokens=ready.block_tokens,
             window=ready.kv_window,
             groups=ready.kv_groups,
-        ),
+        )
+    return Limits(
+        max_len=max_len,
         max_slots=ready.max_slots,
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,

@@ -12,10 +12,16 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api import adapters, admin
+from gateway.api import adapters, admin, web
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
+from gateway.api.batches import batch_routes, file_routes
+from gateway.api.batches.runner import BatchRunner
+from gateway.api.encode import routes as encode
+from gateway.api.infill import routes as infill
+from gateway.api.ollama import routes as ollama
+from gateway.api.ollama.responses import error_body as ollama_error_body
 from gateway.api.openai import resume_routes
 from gateway.api.openai import routes as openai
 from gateway.api.openai.responses import ErrorAnswer, error_body
@@ -23,6 +29,7 @@ from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
 from gateway.api.responses.events import interrupted_response
 from gateway.api.tokens import routes as tokens
+from gateway.api.watch import routes as watch
 from gateway.auth.gate import Gate, RequestHead, Scopes
 from gateway.auth.request_head import path_of, printable
 from gateway.context import REQUEST_ID_HEADER, RequestContext
@@ -36,7 +43,14 @@ from gateway.http.errors import (
     internal_fault,
     plain_fault,
 )
-from gateway.http.openapi import document
+from gateway.http.internal_call import (
+    InternalAnswer,
+    InternalOrigin,
+    call_internally,
+    internal_environ,
+    internal_origin,
+)
+from gateway.http.openapi import document, operation_id
 from gateway.http.route import Operation, Route, Routes, json_response
 from gateway.observe import access_log
 from gateway.observe.tracing import HEADERS
@@ -52,6 +66,7 @@ CANNOT_START = "the gateway cannot start: "
 IGNORED_HEADER = "x-ignored-fields"
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
+OLLAMA = "/api"
 ANTHROPIC_REQUEST_ID_HEADER = "request-id"
 CLOSING_STATUSES = (408, 413)
 """Statuses of responses after which the connection is always closed: the body is not complete."""
@@ -76,17 +91,26 @@ ROUTES: tuple[Route, ...] = (
     *openai.routes,
     *responses.routes,
     *resume_routes.routes,
+    *file_routes.routes,
+    *batch_routes.routes,
     *anthropic.routes,
+    *encode.routes,
     *tokens.routes,
+    *infill.routes,
+    *ollama.routes,
     *rendering.routes,
     *admin.routes,
     *adapters.routes,
+    *watch.routes,
+    *web.routes,
     *own_routes,
 )
 """The routes of all APIs."""
 PROBES = frozenset(route.endpoint for route in ROUTES if route.is_probe)
 """Endpoints of health checks and scrapes. Their requests arrive every few seconds, so they are
 counted but not logged."""
+OPERATION_IDS = {route.endpoint: operation_id(route.operation) for route in ROUTES}
+"""Endpoint -> the id of its operation in the OpenAPI document and in the page /docs."""
 
 
 def operations() -> list[Operation]:
@@ -128,7 +152,22 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
         raise AppImportError(f"{CANNOT_START}{error}") from None
     _add_request_hooks(app, service, gate)
     _handle_errors(app)
+    if service.files is not None:
+        service.background.append(
+            BatchRunner(service, service.files, partial(answer_internally, app))
+        )
     return app
+
+
+def answer_internally(app: Flask, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
+    """Answer a POST request that this process makes itself. If its greenlet is killed, the request
+    ends as if its client had disconnected."""
+    environ = internal_environ(path, body, origin)
+    try:
+        return call_internally(app.wsgi_app, environ)
+    finally:
+        if (context := environ.get(CONTEXT)) is not None:
+            context.close(CLIENT_CLOSED_REQUEST)  # no effect if the request has ended
 
 
 def _add_route(app: Flask, service: Service, route: Route) -> None:
@@ -168,22 +207,35 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         if gate.is_allowed_preflight(head):
             gate.check_head(head)
             return flask.Response(status=204)
-        context.caller = gate.admit(head)
+        origin = internal_origin(request.environ)
+        if origin is None:
+            context.caller = gate.admit(head)
+        else:
+            context.caller = gate.admit_as(head, origin.caller)
+            context.is_background = origin.is_background
         return None
 
     @app.after_request
     def finish_request(response: Response) -> Response:
         """Add the headers that all responses have, and close the context."""
         context = _context()
-        response.headers.update(gate.cors_headers(request.environ[HEAD]))
+        response.headers.extend(gate.cors_headers(request.environ[HEAD]))
         response.headers[REQUEST_ID_HEADER] = context.request_id
         if _is_anthropic():
             response.headers[ANTHROPIC_REQUEST_ID_HEADER] = context.request_id
+        if service.config.web and 400 <= response.status_code < 500:
+            response.headers["Link"] = _help_link()
         if context.ignored:
             response.headers[IGNORED_HEADER] = ", ".join(context.ignored)
         if not context.is_streaming:  # a stream closes its context itself when it ends
             context.close(response.status_code)
         return response
+
+
+def _help_link() -> str:
+    """Return the Link header (RFC 8288) from an error to the reference of the route."""
+    name = OPERATION_IDS.get(request.endpoint or "")
+    return f'</docs#{name}>; rel="help"' if name else '</docs>; rel="help"'
 
 
 def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
@@ -261,6 +313,8 @@ def _response(fault: HTTPFault) -> Response:
     """Return the error response in the shape of the client's API."""
     if _is_anthropic():
         body = anthropic_error_body(fault, _context().request_id)
+    elif _is_below(OLLAMA):
+        body = ollama_error_body(fault)
     else:
         body = error_body(fault)
     may_be_unread = fault.status in UNREAD_STATUSES

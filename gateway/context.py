@@ -63,6 +63,8 @@ class RequestContext:
         #: Whether this context is closed at the end of a stream or of a detached generation. If
         #: not, it is closed when the view returns.
         self.is_streaming = False
+        #: Whether the request belongs to a batch, so that others are served before it.
+        self.is_background = False
         self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._is_probe = is_probe

@@ -146,23 +146,34 @@ class ModelHost:
     def facts(self) -> ListedModel | None:
         """Return the facts about the model for a list of models. Before its engine has reported it,
         they come from the card of the expected model; without one the result is None."""
-        served = self._served
+        served, fills = self._served, None
         if served is not None:
-            root, max_len, created_at = served.card.name, served.limits.max_len, served.created_at
+            card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
+            fills, max_slots = served.infill is not None, served.limits.max_slots
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
-            root, defaults, output_format = card.name, self.options.defaults_of(card), None
+            defaults, output_format = self.options.defaults_of(card), None
+            max_slots = 0
         else:
             return None
-        names = self.names or [root]
-        return ListedModel(names, root, self.state, created_at, max_len, defaults, output_format)
+        return ListedModel(
+            self.names or [card.name],
+            card,
+            self.state,
+            created_at,
+            max_len,
+            max_slots,
+            defaults,
+            output_format,
+            fills,
+        )
 
     def adapter_facts(self, model: ListedModel) -> dict[str, ListedModel]:
         """Return the facts about the model's adapters, by their names, for a list of models.
         `model` has the facts about the model itself."""
         return {
-            info.name: replace(model, names=[info.name], root=info.path, parent=model.names[0])
+            info.name: replace(model, names=[info.name], path=info.path, parent=model.names[0])
             for info in self.adapters
         }
 
@@ -423,19 +434,30 @@ class ListedModel:
     """The facts about a model, loaded or not, that lists of models contain."""
 
     names: Sequence[str]
-    #: The model's own name.
-    root: str
+    #: The model's card. If the model has not been loaded yet, it has no facts about weights.
+    card: ModelCard
     #: `ModelHost.state`.
     state: str
     #: When this process started to serve the model, in seconds since 1970.
     created_at: int
     #: Most tokens of a prompt and its answer together.
     max_len: int
+    #: Number of requests that an engine computes at the same time; 0 if it is not known yet.
+    max_slots: int
     defaults: SamplingDefaults
     #: How answers are parsed; None if the model has not been prepared yet.
     output_format: ModelOutputFormat | None
+    #: Whether the model can fill in the middle; None if it has not been prepared yet.
+    fills_in_middle: bool | None
     #: The main name of the model that a LoRA adapter changes; "": this is no adapter.
     parent: str = ""
+    #: Path of an adapter; "": this is no adapter.
+    path: str = ""
+
+    @property
+    def root(self) -> str:
+        """The model's own name, or the path of an adapter as the operator gave it."""
+        return self.path or self.card.name
 
 
 @dataclass(frozen=True, slots=True)

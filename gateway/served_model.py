@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from gateway.formats.model_format import ModelOutputFormat, check_names
+from gateway.prompt.infill import InfillFormat, infill_format
 from gateway.prompt.kwargs import effective_kwargs
 from gateway.prompt.render import ChatRenderer
 from gateway.prompt.template import TemplateLoader
@@ -113,6 +114,8 @@ class ModelText:
     renderer: ChatRenderer
     #: The formats by which the model's output is parsed.
     output_format: ModelOutputFormat
+    #: How the model is prompted to fill in the middle; None if it has no tokens for that.
+    infill: InfillFormat | None
 
     @classmethod
     def from_card(
@@ -129,7 +132,7 @@ class ModelText:
             options.reasoning_format,
             teachable=renderer.omits_tools,
         )
-        return cls(card, tokenizer, renderer, output_format)
+        return cls(card, tokenizer, renderer, output_format, infill_format(card, tokenizer))
 
     def fits(self, card: ModelCard) -> bool:
         """Return whether `card` would give the same parts, because it differs from `self.card` only
@@ -163,6 +166,8 @@ class ServedModel:
     renderer: ChatRenderer
     #: The formats by which the model's output is parsed.
     output_format: ModelOutputFormat
+    #: How the model is prompted to fill in the middle; None if it has no tokens for that.
+    infill: InfillFormat | None
     #: Values for sampling parameters that a request does not set. They come from
     #: --default-sampling, or else from the model card.
     defaults: SamplingDefaults
@@ -193,10 +198,41 @@ class ServedModel:
             tokenizer=text.tokenizer,
             renderer=text.renderer,
             output_format=text.output_format,
+            infill=text.infill,
             defaults=options.defaults_of(card),
             default_kwargs=options.template_kwargs,
             fingerprint=fingerprint_of(card),
         )
+
+
+Ability = Literal["generate", "embed", "score"]
+"""What a request needs of its model."""
+_ROUTES: dict[Ability, str] = {
+    "generate": "chats and completions",
+    "embed": "/v1/embeddings, /v1/rerank and /v1/score",
+    "score": "/v1/rerank and /v1/score",
+}
+
+
+def check_ability(card: ModelCard, ability: Ability, name: str) -> None:
+    """Raise InvalidRequest, naming what the model can do, if it cannot do what a request needs.
+
+    name  the model's name in the API
+    """
+    found: list[Ability] = ["generate"] if card.generates else []
+    if card.encoding is not None:
+        found.append(card.encoding.task)
+    if ability in found or (ability == "score" and "embed" in found):
+        return
+    lacks = "does not generate text" if ability == "generate" else "has no embeddings"
+    advice = ""
+    if card.generates:
+        advice = "; to have embeddings, it must be served with --pooling last, or mean"
+        lacks = "generates text, and has no embeddings"
+    elif ability == "embed":
+        lacks = "scores pairs of texts, and has no embeddings"
+    serves = ", and ".join(_ROUTES[each] for each in found)
+    raise InvalidRequest.at("model", f"{name!r} {lacks}; it serves {serves}{advice}")
 
 
 def fingerprint_of(card: ModelCard) -> str:

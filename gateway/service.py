@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Unpack
+from typing import Protocol, TypeVar, Unpack
 
 import gevent
 from gevent import get_hub
@@ -33,13 +33,18 @@ from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_w
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
+from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
+from gateway.observe.watch import WatchPoller
 from gateway.sandbox.clients import TemplateProcesses
+from gateway.served_model import Ability, check_ability
+from gateway.store.batch_database import BatchDatabase
 from gateway.store.database import Interrupt
-from gateway.store.runs import Persistence
+from gateway.store.runs import DAY_S, Persistence
+from gateway.store.sqlite_file import Store
 from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
-from protocol.config.gateway import GatewayConfig, ModelConfig
+from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
 from protocol.sockets import engine_address
@@ -50,7 +55,10 @@ KEYS_POLL_S = 1.0
 """Interval at which the file of API keys is checked for changes."""
 
 
-def offload(work: Callable[[], list[int]]) -> list[int]:
+T = TypeVar("T")
+
+
+def offload(work: Callable[[], T]) -> T:
     """Run `work` in gevent's thread pool and return its result. Other greenlets run meanwhile."""
     return result_of(get_hub().threadpool, work)
 
@@ -81,6 +89,21 @@ def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) 
     return client(model.engine or engine_address(config.port))
 
 
+def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
+    """Return the store of files and batches, which opens its file on first use; None if the
+    operator turned it off."""
+    if config.file_store in ("", NO_STORE):
+        return None
+    return Store(
+        partial(
+            BatchDatabase,
+            config.file_store,
+            max_bytes=config.file_store_mib << 20,
+            max_age_s=config.file_days * DAY_S,
+        )
+    )
+
+
 class TimeoutFields(Protocol):
     """The time limits in a request's body, in seconds; None: the operator's limits apply."""
 
@@ -88,6 +111,16 @@ class TimeoutFields(Protocol):
     def timeout_s(self) -> float | None: ...
     @property
     def queue_timeout_s(self) -> float | None: ...
+
+
+class BackgroundWork(Protocol):
+    """Work of this process that no connection waits for."""
+
+    def start(self) -> None: ...
+    def wake(self) -> None:
+        """Look for new work now."""
+
+    def close(self) -> None: ...
 
 
 class NoTimeouts:
@@ -137,7 +170,15 @@ class Service:
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
         self.idle_connections = IdleConnections()
+        self.recent = RecentRequests()
+        self.watch = WatchPoller(
+            lambda: [(host.name, host.engine.connections) for host in self.hosts],
+            lambda: self.is_draining(),
+        )
         self.persistence = Persistence.from_config(config, interrupt)
+        #: Files and batches; None if the operator turned storing them off.
+        self.files = open_file_store(config)
+        self.background: list[BackgroundWork] = []
         self.started_at = time.monotonic()
         self._groups: dict[ChoiceGroup, ModelHost] = {}
         self._watch: gevent.Greenlet[..., None] | None = None
@@ -162,6 +203,8 @@ class Service:
                 host.start()
             if self.link is not None:
                 self.link.start()
+            for work in self.background:
+                work.start()
             self._watch = gevent.spawn(self._keep_watch)
             for host in self.hosts:
                 if host.config.load == "start":  # others are prepared while they load
@@ -173,6 +216,8 @@ class Service:
 
         The server calls this after all its connections have ended.
         """
+        for work in self.background:
+            work.close()
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
@@ -180,8 +225,11 @@ class Service:
                 gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
+        self.watch.close()
         if self.persistence is not None:
             self.persistence.close()
+        if self.files is not None:
+            self.files.close()
         if self.link is not None:
             self.link.close()
         for host in self.hosts:
@@ -253,15 +301,22 @@ class Service:
         raise self.unknown_model(name)
 
     def use(
-        self, context: RequestContext, name: str | None, body: TimeoutFields | None = None
+        self,
+        context: RequestContext,
+        name: str | None,
+        body: TimeoutFields | None = None,
+        *,
+        ability: Ability = "generate",
     ) -> ModelUse:
         """Return the use of the model `name` by a request. If the model is not loaded, have it
         loaded and wait.
 
-        name  the request's `model`; None: the only model
-        body  the request's body, if it may set time limits; otherwise the operator's limits apply
+        name     the request's `model`; None: the only model
+        body     the request's body, if the engine is to compute it; it may set time limits.
+                 Otherwise the operator's limits apply
+        ability  what a request with a body needs of the model
 
-        Raises the errors of `host` and of `ModelHost.use`.
+        Raises the errors of `host`, of `ModelHost.use` and of `check_ability`.
         """
         if (draining := self._draining()) is not None:
             raise draining
@@ -272,11 +327,15 @@ class Service:
             _given(own.timeout_s, self.config.timeout_s),
         )
         use = self.host(name).use(context, limits)
-        if name is None or name in use.model.names:
-            return use
-        if not (adapter := use.host.adapter_of(name)):
-            raise self.unknown_model(name)
-        return replace(use, adapter=adapter)
+        if name is not None and name not in use.model.names:
+            if not (adapter := use.host.adapter_of(name)):
+                raise self.unknown_model(name)
+            if body is not None and ability != "generate":
+                raise InvalidRequest.at("model", f"{name!r} is an adapter, which has no embeddings")
+            use = replace(use, adapter=adapter)
+        if body is not None:
+            check_ability(use.model.card, ability, name or use.model.names[0])
+        return use
 
     def unknown_model(self, name: str) -> UnknownModel:
         """Return the error of a request for a model, or an adapter, that does not exist."""

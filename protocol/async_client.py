@@ -23,7 +23,7 @@ import zmq
 
 from protocol import sockets
 from protocol.adapters import AdapterInfo
-from protocol.client import BaseClient, OpenGeneration, OpeningMessage, checked_reply
+from protocol.client import BaseClient, Command, OpenGeneration, checked_reply
 from protocol.errors import WireError
 from protocol.messages import (
     Aborted,
@@ -31,6 +31,7 @@ from protocol.messages import (
     EngineStatus,
     Output,
     Profiled,
+    RequestTimelines,
 )
 
 TICK_S = 0.25
@@ -119,9 +120,13 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         )
         return aborted
 
-    async def get_status(self, max_rows: int = 100) -> EngineStatus:
+    async def get_status(
+        self, max_rows: int = 100, *, after_step: int | None = None
+    ) -> EngineStatus:
         """Return the status of the engine, as `Client.get_status` does."""
-        status: EngineStatus = await self._request_reply(lambda: self._session.get_status(max_rows))
+        status: EngineStatus = await self._request_reply(
+            lambda: self._session.get_status(max_rows, after_step)
+        )
         return status
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
@@ -133,6 +138,13 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         """Unload a LoRA adapter; see `Client.unload_adapter`."""
         changed = await self._request_reply(lambda: self._session.unload_adapter(name))
         return changed.adapter  # type: ignore[no-any-return]
+
+    async def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of requests, as `Client.get_timelines` does."""
+        timelines: RequestTimelines = await self._request_reply(
+            lambda: self._session.get_timeline(names)
+        )
+        return timelines
 
     async def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record steps, as `Client.profile` does. Cancelling this coroutine ends the recording."""
@@ -152,7 +164,7 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         """Make the engine finish its open requests, refuse new ones, and exit."""
         self._send(Drain())
 
-    async def _request_reply(self, make_message: Callable[[], OpeningMessage]) -> Any:
+    async def _request_reply(self, make_message: Callable[[], Command]) -> Any:
         _, reports = self._open(make_message)
         return checked_reply(await reports.get())
 

@@ -41,6 +41,7 @@ from protocol.messages import (
     EngineStatus,
     Generate,
     GetStatus,
+    GetTimeline,
     Hello,
     Limits,
     LoadAdapter,
@@ -49,6 +50,7 @@ from protocol.messages import (
     Profile,
     Profiled,
     Refused,
+    RequestTimelines,
     ToClient,
     ToEngine,
     UnloadAdapter,
@@ -59,8 +61,8 @@ from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 AnyGeneration = TypeVar("AnyGeneration")
-OpeningMessage = Generate | AbortByLabel | GetStatus | Profile | LoadAdapter | UnloadAdapter
-"""A message that opens a request."""
+Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | Profile | UnloadAdapter
+"""A message that gets one reply."""
 
 
 class OpenGeneration:
@@ -227,7 +229,10 @@ class BaseClient(ABC, Generic[AnyGeneration]):
     def _flush(self) -> None:
         """Send the messages in the outbox, or wake up the thread that sends them."""
 
-    def _open(self, make_message: Callable[[], OpeningMessage]) -> tuple[int, Any]:
+    def _open(
+        self,
+        make_message: Callable[[], Generate | Command],
+    ) -> tuple[int, Any]:
         """Send the message that opens a request. Return its number and the queue of its reports."""
         with self._lock:
             message = make_message()
@@ -272,7 +277,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 def checked_reply(report: Any) -> Any:
     """Return the reply of the engine to a command, or raise the error that it contains."""
-    if isinstance(report, Aborted | AdapterChanged | EngineStatus | Profiled):
+    if isinstance(report, Aborted | AdapterChanged | EngineStatus | Profiled | RequestTimelines):
         return report
     raise error_from(report.error)
 
@@ -319,10 +324,13 @@ class Client(BaseClient[Generation]):
         aborted: Aborted = checked_reply(reports.get())
         return aborted
 
-    def get_status(self, max_rows: int = 100) -> EngineStatus:
+    def get_status(self, max_rows: int = 100, *, after_step: int | None = None) -> EngineStatus:
         """Return the status of the engine, with at most `max_rows` requests, the oldest first.
+
+        after_step   also report the steps after this one, as far as they are recorded
+
         Raises EngineError if there is no engine, or if the engine is lost before it answers."""
-        _, reports = self._open(lambda: self._session.get_status(max_rows))
+        _, reports = self._open(lambda: self._session.get_status(max_rows, after_step))
         status: EngineStatus = checked_reply(reports.get())
         return status
 
@@ -344,6 +352,13 @@ class Client(BaseClient[Generation]):
         _, reports = self._open(lambda: self._session.unload_adapter(name))
         changed: AdapterChanged = checked_reply(reports.get())
         return changed.adapter
+
+    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of the open and recently ended requests of any client with one of
+        these names. Raises EngineError as `get_status` does."""
+        _, reports = self._open(lambda: self._session.get_timeline(names))
+        timelines: RequestTimelines = checked_reply(reports.get())
+        return timelines
 
     def profile(self, steps: int, directory: str, *, wait_s: float | None = None) -> Profiled:
         """Record the worker's next steps as a Chrome trace, and wait until its file is written.

@@ -5,6 +5,7 @@ ServingError
 │   ├── InvalidRequest      "invalid_request"           names the field in `param`
 │   ├── ContextTooLong      "context_length_exceeded"   the message gives both token counts
 │   ├── UnknownModel        "model_not_found"
+│   ├── UnknownRequest      "request_not_found"         no open or recently ended request
 │   ├── Overloaded          "overloaded"                retry after `retry_after_s`
 │   ├── QueueTimeout        "queue_timeout"             not started in time; retry as above
 │   ├── TimedOut            "timeout"                   not finished in time
@@ -94,6 +95,10 @@ class ContextTooLong(RequestError):
 
 class UnknownModel(RequestError):
     code = "model_not_found"
+
+
+class UnknownRequest(RequestError):
+    code = "request_not_found"
 
 
 class Overloaded(RequestError):

@@ -16,7 +16,13 @@ with this attribute needs no message.
 """
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;]*m")
+
+
+def colored(head: str, level: str) -> tuple[str, str]:
+    """Return the head of a log line (time and process) and its level with their colours."""
+    color = _COLORS.get(level, "1")
+    return f"\x1b[2m{head}\x1b[0m", f"\x1b[{color}m{level}\x1b[0m"
 
 
 class LineFormatter(logging.Formatter):
@@ -44,8 +50,7 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         head, level = f"{record.asctime} {self._process}[{record.process}]", record.levelname
         if self._has_color:
-            head = f"\x1b[2m{head}\x1b[0m"
-            level = f"\x1b[{_COLORS.get(level, '1')}m{level}\x1b[0m"
+            head, level = colored(head, level)
         return f"{head} {level} {record.message}"
 
     def formatException(self, ei: object) -> str:
@@ -72,13 +77,18 @@ class _JsonLine(msgspec.Struct):
     message: str
 
 
+def without_colors(line: bytes) -> bytes:
+    """Return a line without the colours of `LineFormatter`."""
+    return _ESCAPES.sub(b"", line)
+
+
 def without_style(line: str) -> str:
     """Return "LEVEL message" if `line` is JSON, else `line` without colours."""
     try:
         found = msgspec.json.decode(line, type=_JsonLine)
         return f"{found.level} {found.message}"
     except msgspec.MsgspecError:
-        return _ESCAPES.sub("", line)
+        return without_colors(line.encode()).decode()
 
 
 def log_to_stderr(process: str, style: LogStyle = "text") -> None:

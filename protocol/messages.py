@@ -16,13 +16,18 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.kv_window import KVGroups
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineLoad, EngineStats
+from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary
+from protocol.timeline import EngineTimeline
+from protocol.usage import RequestStatus as RequestStatus
+from protocol.usage import Times as Times
+from protocol.usage import Usage as Usage
 
 PROTOCOL_VERSION = 4
 
@@ -115,6 +120,25 @@ class Generate(Message, frozen=True, kw_only=True):
             raise ValueError("answer must be a list of token ids")
 
 
+class Encode(Message, frozen=True, kw_only=True):
+    """Client -> engine. Encode inputs, of which each is a text or a pair of texts.
+
+    The engine answers as it answers `Generate`. The last `Output` of a request that succeeds has
+    finish "stop" and `vectors`. Fields that `Generate` has too mean the same.
+    """
+
+    request: int
+    inputs: EncodeInputs
+    priority: int = 0
+    labels: list[str] = []
+    account: Account | None = None
+    timeout_s: Seconds = 0.0
+    queue_timeout_s: Seconds = 0.0
+    #: Whether another engine had accepted the request before it was lost. Such a request is not
+    #: refused because of load or of its account's limits.
+    is_moved: bool = False
+
+
 class Abort(Message, frozen=True, kw_only=True):
     """Client -> engine. End these requests. Each one that is still open ends with "abort"."""
 
@@ -181,6 +205,16 @@ class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
     request: int
     #: The most rows in the answer, up to 10,000. The oldest open requests come first.
     max_rows: int = msgspec.field(name="most", default=100)
+    #: Report the steps after the one with this number, as far as they are recorded. None: none.
+    after_step: int | None = None
+
+
+class GetTimeline(Message, frozen=True, kw_only=True):
+    """Client -> engine. Request the timelines of the requests with one of these names (see
+    AbortByLabel). The engine answers with RequestTimelines."""
+
+    request: int
+    names: list[str]
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -304,43 +338,39 @@ class Adapters(Message, frozen=True, kw_only=True):
     adapters: list[AdapterInfo]
 
 
-class RequestStatus(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One open request in an EngineStatus, without its text and tokens."""
-
-    #: The request's name for AbortByLabel, which is its first label.
-    name: str
-    #: The name of the client, from its Hello.
-    client: str = ""
-    #: Name of the account that the request is charged to; "": none.
-    account: str = ""
-    #: The field of Times that is growing now, without its unit: "queued", "decode", ...
-    stage: str = ""
-    #: Seconds since the request arrived.
-    age_s: float = 0.0
-    #: Seconds of computation since the first token of the answer.
-    decode_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    #: Tokens of prompt and answer whose K/V has been computed.
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    #: The most tokens that the answer can have.
-    most_tokens: int = 0
-    preemptions: int = 0
-
-
 class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
-    """Engine -> client, answering GetStatus.
+    """Engine -> client, answering GetStatus."""
 
-    now_s      the engine's clock, in seconds, to compute rates from the counters of two answers
-    num_open   number of open requests; `rows` has the oldest of them
+    request: int
+    #: The engine's clock, in seconds, to compute rates from the counters of two answers.
+    now_s: float
+    stats: EngineStats
+    #: Number of open requests; `rows` has the oldest of them.
+    num_open: int = 0
+    rows: list[RequestStatus] = []
+    blocks: BlockCounts = BlockCounts()
+    #: The recorded steps after `GetStatus.after_step`, oldest first, equal ones in one entry. If
+    #: there are very many, only the last.
+    steps: list[StepSummary] = []
+    #: How many first tokens, and gaps between two outputs of an answer, took how long, since the
+    #: start: counts by the bounds in latency.py.
+    first_tokens: list[int] = []
+    gaps: list[int] = []
+
+
+class RequestTimelines(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering GetTimeline.
+
+    timelines    of the open and the recently ended requests with these names, at most 16; empty if
+                 there are none
+    kept         number of ended requests that the engine remembers at most
+    kept_s       seconds after its end for which it remembers a request
     """
 
     request: int
-    now_s: float
-    stats: EngineStats
-    num_open: int = 0
-    rows: list[RequestStatus] = []
+    timelines: list[EngineTimeline]
+    kept: int
+    kept_s: float
 
 
 class Profiled(Message, frozen=True, kw_only=True):
@@ -377,47 +407,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     drawn_logprobs: list[float] = []
 
 
-class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Seconds that a request has spent in each stage so far. The stages do not overlap, and add up
-    to the time since the request arrived.
-
-    grammar_s    from the arrival until its grammar was compiled
-    queued_s     from then until it was first scheduled
-    fetching_s   waiting for K/V to be fetched
-    prefill_s    being computed, until its first token
-    decode_s     being computed after its first token
-    preempted_s  waiting after a preemption, without a slot and blocks. Computing its tokens again
-                 counts as prefill or decode
-    """
-
-    grammar_s: float = 0.0
-    queued_s: float = 0.0
-    fetching_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    preempted_s: float = 0.0
-
-
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Token counts of a request so far.
-
-    cached_tokens    prompt tokens whose K/V did not have to be computed
-    fetched_tokens   the part of `cached_tokens` whose K/V another engine computed for this request
-                     (kv.py)
-    draft_tokens     tokens drafted; `accepted_tokens` of them became part of the answer
-    times            None: the times were not measured
-    """
-
-    prompt_tokens: int
-    generated_tokens: int
-    cached_tokens: int = 0
-    preemptions: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    fetched_tokens: int = 0
-    times: Times | None = None
-
-
 class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """New output of one request: the tokens since its last Output. `finish` marks the final one."""
 
@@ -436,6 +425,8 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: ErrorInfo | None = None
     #: Sent with finish="length" for a request with `kv_readers`.
     kv_handle: str = ""
+    #: [number of inputs, size of a result], with finish="stop", of an `Encode`.
+    vectors: Float32 | None = None
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -480,6 +471,7 @@ class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
 ToEngine = (
     Hello
     | Generate
+    | Encode
     | Abort
     | AbortByLabel
     | KeepKV
@@ -488,6 +480,7 @@ ToEngine = (
     | LoadAdapter
     | UnloadAdapter
     | GetStatus
+    | GetTimeline
     | Drain
     | Ping
     | Goodbye
@@ -504,6 +497,7 @@ ToClient = (
     | Adapters
     | Profiled
     | EngineStatus
+    | RequestTimelines
     | Outputs
     | ResourcesFreed
     | Pong

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.encoding import EncodingCard
 from protocol.sampling import SamplingParams
 
 
@@ -68,6 +69,22 @@ def sampling_defaults(text: str) -> SamplingDefaults:
     return msgspec.convert(values, SamplingDefaults)
 
 
+class InfillTokens(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Ids of the tokens that mark the parts of a fill-in-the-middle prompt, as the metadata of a
+    GGUF file name them; None: not named. Most models need none of these, because a gateway finds
+    the tokens by their text."""
+
+    prefix: int | None = None
+    suffix: int | None = None
+    middle: int | None = None
+    #: Ends an answer, as the padding of training examples did.
+    pad: int | None = None
+    #: Stands before the name of a repository.
+    repository: int | None = None
+    #: Stands before each file of a repository.
+    file: int | None = None
+
+
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Everything about the model that a process without the model's files needs."""
 
@@ -104,6 +121,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     #: C library and dtype. Two engines with equal `digest` and `numerics` give the same answers.
     #: Empty: the bits of a position's logits also depend on how the engine computes the position.
     numerics: str = ""
+    infill_tokens: InfillTokens = InfillTokens()
+    #: Whether the model generates text.
+    generates: bool = True
+    #: What the model encodes; None: nothing.
+    encoding: EncodingCard | None = None
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):

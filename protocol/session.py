@@ -21,6 +21,7 @@ from typing import TypedDict, TypeVar, Unpack
 
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
 from protocol.grammar import Grammar
 from protocol.messages import (
@@ -32,10 +33,12 @@ from protocol.messages import (
     Account,
     AdapterChanged,
     Adapters,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     Limits,
@@ -49,6 +52,7 @@ from protocol.messages import (
     Profile,
     Profiled,
     Refused,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     ToClient,
@@ -67,19 +71,39 @@ MAX_TICK_GAP_S = 1.0
 """If more time passes between two calls of `tick`, this process was suspended or too busy."""
 
 RequestReport = tuple[
-    int, Accepted | Refused | Output | Aborted | AdapterChanged | Profiled | EngineStatus
+    int,
+    Accepted
+    | Refused
+    | Output
+    | Aborted
+    | AdapterChanged
+    | Profiled
+    | EngineStatus
+    | RequestTimelines,
 ]
 """A request, and a report on it."""
 
-Command = TypeVar("Command", Generate, AbortByLabel, Profile, LoadAdapter, UnloadAdapter, GetStatus)
+Command = TypeVar(
+    "Command",
+    Generate,
+    Encode,
+    AbortByLabel,
+    Profile,
+    LoadAdapter,
+    UnloadAdapter,
+    GetStatus,
+    GetTimeline,
+)
 """A message that opens a request. If the engine is lost, the request ends with an error."""
 REPLY_TYPES: dict[type, tuple[type, ...]] = {
     Generate: (Accepted, Refused, Output),
+    Encode: (Accepted, Refused, Output),
     AbortByLabel: (Aborted,),
     Profile: (Profiled, Refused),
     LoadAdapter: (AdapterChanged, Refused),
     UnloadAdapter: (AdapterChanged, Refused),
     GetStatus: (EngineStatus,),
+    GetTimeline: (RequestTimelines,),
 }
 """Command -> the reports that may answer it."""
 
@@ -99,6 +123,17 @@ class GenerateOptions(TypedDict, total=False):
     queue_timeout_s: float
     answer: Int32 | None
     adapter: str
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Optional fields of `Encode`, with the meanings and defaults declared there."""
+
+    priority: int
+    labels: list[str]
+    account: Account | None
+    timeout_s: float
+    queue_timeout_s: float
+    is_moved: bool
 
 
 class Session:
@@ -153,6 +188,12 @@ class Session:
             Generate(request=self._next_request, prompt=prompt, params=params, **options)
         )
 
+    def encode(self, inputs: EncodeInputs, **options: Unpack[EncodeOptions]) -> Encode:
+        """Open a request that encodes `inputs`. Return the message to send. Raises as `generate`
+        does."""
+        self._check_ready()
+        return self._opened(Encode(request=self._next_request, inputs=inputs, **options))
+
     def abort_by_label(self, names: Sequence[str], *, everything: bool = False) -> AbortByLabel:
         """Open a request that aborts requests of any client by name. Return the message to send.
 
@@ -180,10 +221,17 @@ class Session:
         is freed, or Refused. Return the message to send. Raises as `generate` does."""
         return self._opened(UnloadAdapter(request=self._next_request, name=name))
 
-    def get_status(self, max_rows: int) -> GetStatus:
+    def get_status(self, max_rows: int, after_step: int | None = None) -> GetStatus:
         """Open a request for the status, which ends with an EngineStatus. Return the message to
         send."""
-        return self._opened(GetStatus(request=self._next_request, max_rows=max_rows))
+        return self._opened(
+            GetStatus(request=self._next_request, max_rows=max_rows, after_step=after_step)
+        )
+
+    def get_timeline(self, names: Sequence[str]) -> GetTimeline:
+        """Open a request for timelines, which ends with RequestTimelines. Return the message to
+        send."""
+        return self._opened(GetTimeline(request=self._next_request, names=list(names)))
 
     def _opened(self, message: Command) -> Command:
         """Record that the request of `message` is open. Return `message`."""
@@ -244,7 +292,14 @@ class Session:
             case Adapters(adapters=adapters):
                 self.adapters = adapters
                 return []
-            case Refused() | Aborted() | AdapterChanged() | Profiled() | EngineStatus():
+            case (
+                Refused()
+                | Aborted()
+                | AdapterChanged()
+                | Profiled()
+                | EngineStatus()
+                | RequestTimelines()
+            ):
                 return self._on_last_reply(message)
             case ResourcesFreed():
                 return []  # the ends of these requests were reported already
@@ -315,7 +370,8 @@ class Session:
         return reports
 
     def _on_last_reply(
-        self, report: Refused | Aborted | AdapterChanged | Profiled | EngineStatus
+        self,
+        report: Refused | Aborted | AdapterChanged | Profiled | EngineStatus | RequestTimelines,
     ) -> list[RequestReport]:
         if not self._is_answer(report.request, report):
             return []

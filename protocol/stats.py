@@ -39,6 +39,37 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     queued_tokens: int
 
 
+class BlockCounts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The blocks of the KV cache by owner. The four numbers add up to all blocks."""
+
+    #: Held by requests that have a slot.
+    requests: int = 0
+    #: Kept for other engines by a lease. A request may hold them, too.
+    leased: int = 0
+    #: Free, but with content that a request may find in the prefix cache.
+    cached: int = 0
+    #: Free, without content.
+    free: int = 0
+
+
+class StepSummary(msgspec.Struct, frozen=True, array_like=True):
+    """One step, or consecutive steps with the same rows."""
+
+    #: Number of the first step.
+    first: int
+    #: How many steps.
+    count: int
+    #: Tokens of all these steps: of prompts, the next ones of answers, and drafts.
+    prefill: int
+    decode: int
+    draft: int
+    #: Seconds that the worker needed for all of them, and for the slowest.
+    busy_s: float
+    longest_s: float
+    #: When the last one ended, by the engine's clock (`EngineStatus.now_s`).
+    ended_s: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A snapshot of one engine. Counters (`num_*` and `busy_s`) never shrink within an epoch."""
 

@@ -18,6 +18,7 @@ import msgspec
 
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.encoding import EncodeInputs
 from protocol.errors import ErrorInfo
 from protocol.exit_codes import ExitCode
 from protocol.kv import (
@@ -132,6 +133,15 @@ class StepPlan(Message, frozen=True, kw_only=True):
     wanted: Int32 | None = None
 
 
+class EncodePlan(Message, frozen=True, kw_only=True):
+    """Engine -> worker. Encode these inputs. The step uses no slots and no K/V blocks. Its results
+    do not depend on other steps, and an input's result does not depend on the others (beyond
+    rounding)."""
+
+    step: int
+    inputs: EncodeInputs
+
+
 class Masks(Message, frozen=True, kw_only=True):
     """Engine -> worker. The tokens that the grammars allow at the `masked` places of a plan. Sent
     after the plan, while the worker computes the step.
@@ -199,6 +209,18 @@ class StepResult(Message, frozen=True, kw_only=True):
     #: The drafts that the plan `wanted` for each row, in row order. Those of failed rows must be
     #: ignored. None: none were wanted.
     proposed: Int32 | None = None
+    #: Seconds of computation, for the statistics.
+    compute_s: float = 0.0
+
+
+class EncodeResult(Message, frozen=True, kw_only=True):
+    """Worker -> engine, answering an EncodePlan. Results come in the order of all plans."""
+
+    step: int
+    #: [N, size of a result] the result of each input. It is not finite if the computation failed.
+    vectors: Float32
+    #: [F] ascending indexes of the inputs whose result is not finite.
+    failed: Int32
     #: Seconds of computation, for the statistics.
     compute_s: float = 0.0
 
@@ -365,6 +387,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 ToWorker = (
     StepPlan
+    | EncodePlan
     | Masks
     | KVExport
     | KVWithdraw
@@ -385,6 +408,7 @@ FromWorker = (
     | TokenizerRead
     | WorkerReady
     | StepResult
+    | EncodeResult
     | RankDigest
     | KVReport
     | AdapterReport

@@ -17,7 +17,7 @@ from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
 from protocol.bench import StepBenchReady, StepTiming
 from protocol.errors import WireError
 from protocol.messages import Limits
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 from simulator.replica import work_of
 from simulator.steps import MeasuredStep, StepWork, chunk_pairs
 
@@ -44,11 +44,11 @@ class PlanCollector:
     def start(self, record: StartRecord) -> None:
         """Do nothing: no step is computed."""
 
-    def send(self, message: StepPlan | Masks) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks) -> None:
         if isinstance(message, StepPlan):
             self.works.append(work_of(message))
 
-    def compare(self, recorded: StepResult, where: str) -> None:
+    def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:
         """Do nothing: no step is computed."""
 
 

@@ -183,6 +183,7 @@ class EngineReplica:
 
     def _send_plans(self, now: float) -> None:
         while (plan := self.engine.plan()) is not None:
+            assert isinstance(plan, StepPlan), "no simulated request encodes"
             self._in_flight.append(plan)
         self._start_step(now)
 

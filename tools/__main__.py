@@ -18,15 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
-from tools.flags import OneLineParser
+from tools.flags import OneLineParser, take_late_argument
 from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
 
 DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a plain CPU."
 
 BENCH_STEP = "bench step"
-STARTERS = ("serve", "engine")
+STARTERS = ("serve", "engine", "config")
 """Commands that start engines. Their errors name replacements for options of other servers."""
 
 EXAMPLES = """\
@@ -55,9 +56,13 @@ class Tool(Protocol):
 
 COMMANDS = {
     "serve": "start a server",
+    "config": "show the options of a server, and where each comes from",
+    "run": "print one answer of a model",
     "chat": "chat with a server",
     "status": "show whether a server is ready and how busy it is",
+    "logs": "show the log of a running server",
     "top": "watch an engine and its open requests",
+    "why": "explain what the time of a request went to",
     "abort": "abort requests",
     "ps": "list servers, and processes and sockets left behind",
     "stop": "stop servers and remove what was left behind",
@@ -70,6 +75,7 @@ COMMANDS = {
     "doctor": "check whether this machine can run a server",
     "bench": "measure the latency and throughput of a server",
     BENCH_STEP: "measure one step of the worker",
+    "run-batch": "answer all lines of a file, each exactly once",
     "simulate": "predict how a cluster serves a workload",
     "keys": "add, list and revoke API keys",
     "profile": "trace the worker of a running server",
@@ -78,6 +84,7 @@ COMMANDS = {
     "pull": "download a model",
     "quantize": "write a model as a smaller GGUF file",
     "rm": "remove models from the cache",
+    "completion": "print the completion script of a shell",
     "fetch-kernels": "fetch a FlashAttention library for GPUs",
 }
 """Name and summary of each command, in the order of `--help`."""
@@ -145,18 +152,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         build_parser().print_help()
         return 0
-    log_format = None
+    log_format = settings = None
     try:
         _check_command(words)
         parser = build_parser(*([words[0]] if words[0] in COMMANDS else []))
         options, unknown = parser.parse_known_args(words)
-        if unknown:
+        if unknown and not take_late_argument(options, unknown):
             options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
+        options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it
         code: int = options.run(options)
         sys.stdout.flush()
     except Failure as failure:
-        Terminal(log_style(log_format)).fail(str(failure))
+        origin = origin_note(str(failure), settings) if settings is not None else ""
+        Terminal(log_style(log_format)).fail(f"{failure}{origin}")
         return failure.exit_code
     except BrokenPipeError:  # the reader of stdout has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

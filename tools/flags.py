@@ -4,7 +4,8 @@ A field is declared once, in `protocol.config`. This module turns the field into
 text that a user gives for the option into a checked value:
 
 - Every field becomes an option, except `wiring` fields: code sets these, to connect processes.
-- `max_slots: int` becomes `--max-slots N`. A bool that is True by default becomes `--no-x`. A list
+- `max_slots: int` becomes `--max-slots N`. A bool that is True by default becomes `--no-x`; its
+  opposite `--x` is not in the help, and overrides a file of --config (`tools.config_file`). A list
   becomes an option that may be repeated, a tuple of numbers an option with a comma-separated value.
 - msgspec checks the bounds, and this module describes them in the help. The error for a bad value
   is one line, with the option and the values that it accepts.
@@ -53,6 +54,10 @@ class Flag:
     is_tuple: bool = False
     #: A second option for the field; "": none.
     alias: str = ""
+    #: Whether the text is the path of a file or a directory.
+    is_path: bool = False
+    #: Whether the value must not be printed.
+    is_secret: bool = False
 
     @property
     def is_switch(self) -> bool:
@@ -64,15 +69,23 @@ class Flag:
         return f"--no-{dashed}" if self.is_switch and self.default else f"--{dashed}"
 
     @property
+    def opposite(self) -> str:
+        """The option of a switch that sets its default, against the file of --config."""
+        return f"--{self.name.removeprefix('--no-')}" if self.default else f"--no-{self.name[2:]}"
+
+    @property
     def metavar(self) -> str:
         if isinstance(self.shape, inspect.LiteralType):
             return "{" + ",".join(map(str, self.shape.values)) + "}"
-        metavar = NOUNS.get(self.description.partition(" ")[0], KINDS[type(self.shape)][0])
+        usual = "FILE" if self.is_path else KINDS[type(self.shape)][0]
+        metavar = NOUNS.get(self.description.partition(" ")[0], usual)
         return f"{metavar},..." if self.is_tuple else metavar
 
     @property
     def takes(self) -> str:
         """The values that the option accepts, in words: "a whole number from 1 to 65535"."""
+        if self.is_switch:
+            return "true or false"
         if isinstance(self.shape, inspect.LiteralType):
             return "one of " + ", ".join(map(str, self.shape.values))
         range_ = _range_in_words(self.shape)
@@ -142,6 +155,23 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
+    """Let the user give the optional last argument also after options. argparse looks for it only
+    where the arguments before it are."""
+    parser.set_defaults(late_argument=argument)
+
+
+def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
+    """Return whether the arguments that the parser did not recognise are the one of `allow_late`,
+    which is then stored in `options`."""
+    name = getattr(options, "late_argument", "")
+    is_it = len(unknown) == 1 and not unknown[0].startswith("-")
+    if not (name and is_it and getattr(options, name) is None):
+        return False
+    setattr(options, name, unknown[0])
+    return True
+
+
 @cache
 def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
     """Return the options for the fields of a config struct, in order of declaration, without
@@ -168,6 +198,8 @@ def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
                 is_list=is_list,
                 is_tuple=is_tuple,
                 alias=(shape.extra or {}).get("alias", ""),
+                is_path=(shape.extra or {}).get("path", False),
+                is_secret=(shape.extra or {}).get("secret", False),
             )
         )
     return flags
@@ -193,9 +225,13 @@ def add_flags(
             continue
         words = flag.help.replace("%", "%%")
         if flag.is_switch:
-            group.add_argument(
-                flag.name, dest=flag.field, action="store_const", const=not flag.default, help=words
-            )
+            for name, value, shown in (
+                (flag.name, not flag.default, words),
+                (flag.opposite, flag.default, argparse.SUPPRESS),
+            ):
+                group.add_argument(
+                    name, dest=flag.field, action="store_const", const=value, help=shown
+                )
             continue
         group.add_argument(
             *filter(None, (flag.name, flag.alias)),

@@ -66,8 +66,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "prompts are always computed in chunks; --token-budget limits the tokens per step": ""
     "--enable-chunked-prefill",
     "reasoning is always parsed; --reasoning-format selects the format": "--enable-reasoning",
-    "requests are logged by default; --no-log-requests disables it": "--enable-log-requests"
-    " --log-requests",
+    "requests are logged by default; --no-log-requests disables it": "--enable-log-requests",
     "set `seed` in each request": "--seed",
     "the model is the first argument: tidegate serve MODEL": "--model --model-path -m",
     "the model's chat template is always used": "--jinja",

@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 import unicodedata
+from collections.abc import Callable, Sequence
 
-from protocol.log_lines import LineFormatter, LogStyle
+from protocol.log_lines import LineFormatter, LogStyle, without_colors
 
 
 def log_style(log_format: str | None) -> LogStyle:
@@ -31,11 +32,16 @@ class Terminal:
     def __init__(self, style: LogStyle = "text") -> None:
         self.style = style
         self._formatter = LineFormatter("tidegate", style)
+        self._keep: Callable[[Sequence[bytes]], None] | None = None
+
+    def keep_lines(self, keep: Callable[[Sequence[bytes]], None]) -> None:
+        """From now on, also pass log lines and failures to a function, without colours."""
+        self._keep = keep
 
     def log(self, message: str) -> None:
         """Print a log line."""
         with contextlib.suppress(OSError):
-            print(self._line(logging.INFO, message), flush=True)
+            print(self._kept_line(logging.INFO, message), flush=True)
 
     def progress(self, message: str) -> None:
         """Print a line of progress to stderr, as plain text or as a JSON line."""
@@ -49,15 +55,23 @@ class Terminal:
         if self.style == "json":
             self.log(banner.strip().partition("\n")[0])
             return
+        self._kept_line(logging.INFO, banner.strip().partition("\n")[0])
         with contextlib.suppress(OSError):
             print(banner, flush=True)
 
     def fail(self, message: str) -> None:
         """Print a failure to stderr as `tidegate: MESSAGE`, or as a JSON line."""
-        is_json = self.style == "json"
-        line = self._line(logging.ERROR, message) if is_json else f"tidegate: {message}"
+        line = self._kept_line(logging.ERROR, message)
+        line = line if self.style == "json" else f"tidegate: {message}"
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
+
+    def _kept_line(self, level: int, message: str) -> str:
+        """Return a log line, after it was kept if lines are kept."""
+        line = self._line(level, message)
+        if self._keep is not None:
+            self._keep([without_colors(line.encode())])
+        return line
 
     def _line(self, level: int, message: str) -> str:
         levels = {"levelno": level, "levelname": logging.getLevelName(level)}
@@ -75,6 +89,18 @@ def _is_plain(char: str) -> bool:
     if not char.isprintable() or unicodedata.combining(char):
         return False
     return unicodedata.east_asian_width(char) not in ("W", "F")
+
+
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0)]
+_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_UNSAFE = dict.fromkeys([*_CONTROLS, *_DIRECTIONS, 0x2028, 0x2029], "?")
+_UNSAFE = {code: mark for code, mark in _UNSAFE.items() if chr(code) not in "\n\t"}
+
+
+def safe_text(text: str) -> str:
+    """Return `text` with "?" in place of characters that could control the terminal: escape
+    sequences, and marks that change the direction of text. Lines and tabs stay."""
+    return text.translate(_UNSAFE)
 
 
 def cut(text: str, width: int) -> str:

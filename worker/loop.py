@@ -19,6 +19,7 @@ from typing import Protocol, Self
 from protocol.kv import KVFetch, KVReport
 from protocol.ranks import TokenDigest
 from protocol.steps import (
+    EncodePlan,
     FromWorker,
     Heartbeat,
     Masks,
@@ -31,11 +32,14 @@ from protocol.steps import (
 from worker.batch.pending_step import PendingStep
 from worker.debug.device_idle import DeviceIdle
 from worker.debug.tracing import Tracer
+from worker.encoders.runner import EncodeRunner, PendingEncode
 from worker.kv.transfer.service import KVMessage
 from worker.lora.service import AdapterMessage, AdapterService
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
+
+AnyPending = PendingStep | PendingEncode
 
 
 _BESIDE_STEPS = KVMessage | AdapterMessage | Heartbeat
@@ -67,7 +71,10 @@ class KVService(Protocol):
 class WorkerLoop:
     """Executes the engine's plans, one after another. Use it as a context manager.
 
-    kv_transfers   receives the engine's K/V messages, in the order of their arrival
+    runner         executes the plans that generate; None: the model only encodes
+    kv_transfers   receives the engine's K/V messages, in the order of their arrival; None: the
+                   model has no K/V
+    encoder        executes the plans that encode; None: the model only generates
     adapters       loads and unloads LoRA adapters; None: the worker has none
     answers        whether this worker answers the engine. In a group only rank 0 does; the others
                    report digests of their results
@@ -75,24 +82,23 @@ class WorkerLoop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | None,
         engine: EngineLink,
-        kv_transfers: KVService,
-        adapters: AdapterService | None = None,
+        kv_transfers: KVService | None,
         *,
+        encoder: EncodeRunner | None = None,
+        adapters: AdapterService | None = None,
         answers: bool = True,
     ) -> None:
         self._runner = runner
+        self._encoder = encoder
         self._engine = engine
         self._kv_transfers = kv_transfers
         self._adapters = adapters
         #: The digest that is reported instead of answers; None for rank 0, which answers.
         self._digest = None if answers else TokenDigest()
-        self._inflight: deque[PendingStep] = deque()  # launched and not reported, oldest first
+        self._inflight: deque[AnyPending] = deque()  # launched and not reported, oldest first
         self._watcher = StepWatcher()
-        self._wakeups = [self._watcher.fd, kv_transfers.fd]
-        if adapters is not None:
-            self._wakeups.append(adapters.fd)
         self._device_idle = DeviceIdle()
         self._tracer = Tracer()
 
@@ -109,12 +115,17 @@ class WorkerLoop:
             self._send_finished()
             if (traced := self._tracer.pop()) is not None:
                 self._send(traced)
-            if (report := self._kv_transfers.report()) is not None:
-                self._send(report)
-            if self._adapters is not None and (loaded := self._adapters.report()) is not None:
-                self._send(loaded)
-                continue  # there may be another one
-            if not self._engine.wait(*self._wakeups):
+            wakeups = [self._watcher.fd]
+            if self._kv_transfers is not None:
+                if (report := self._kv_transfers.report()) is not None:
+                    self._send(report)
+                wakeups.append(self._kv_transfers.fd)
+            if self._adapters is not None:
+                if (loaded := self._adapters.report()) is not None:
+                    self._send(loaded)
+                    continue  # there may be another one
+                wakeups.append(self._adapters.fd)
+            if not self._engine.wait(*wakeups):
                 self._watcher.clear()
                 continue
             match self._engine.receive():
@@ -125,14 +136,22 @@ class WorkerLoop:
                     raise ValueError(f"unexpected masks for step {step}")
                 case Trace() as trace:
                     self._tracer.on_trace(trace)
-                case StepPlan() as plan:
+                case StepPlan() | EncodePlan() as plan:
                     self._launch(plan)
                 case message:
                     self._apply(message)
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan | EncodePlan) -> None:
         self._tracer.before_step(plan.step)
-        pending = self._runner.launch(plan, self._receive_masks)
+        pending: AnyPending
+        if isinstance(plan, EncodePlan):
+            if self._encoder is None:
+                raise ValueError(f"step {plan.step}: the model does not encode")
+            pending = self._encoder.launch(plan)
+        elif self._runner is None:
+            raise ValueError(f"step {plan.step}: the model does not generate")
+        else:
+            pending = self._runner.launch(plan, self._receive_masks)
         self._inflight.append(pending)
         if not pending.is_done:
             self._watcher.watch(pending)
@@ -156,6 +175,8 @@ class WorkerLoop:
             return
         if not isinstance(message, KVMessage):
             raise ValueError(f"unexpected {type(message).__name__}")
+        if self._runner is None or self._kv_transfers is None:
+            raise ValueError(f"unexpected {type(message).__name__}: the model has no K/V")
         if isinstance(message, KVFetch):
             self._runner.zero_draft_blocks(message.blocks)
         self._kv_transfers.apply(message)
@@ -189,10 +210,10 @@ class StepWatcher:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._watched: SimpleQueue[PendingStep | None] = SimpleQueue()
+        self._watched: SimpleQueue[AnyPending | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def watch(self, pending: PendingStep) -> None:
+    def watch(self, pending: AnyPending) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="step watcher", daemon=True)
             self._thread.start()

@@ -94,10 +94,15 @@ def run(
         wait_at_gate()
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_device(config))
-            runner, ready = assemble(config, timing, on_tokenizer=send_tokenizer)
+            runner, encoder, ready = assemble(config, timing, on_tokenizer=send_tokenizer)
             gc.collect()
             gc.freeze()  # later collections skip what was loaded
             gc.enable()
+            if runner is None:
+                loop = stack.enter_context(WorkerLoop(None, engine, None, encoder=encoder))
+                engine.send(ready)
+                loop.run()
+                return 0
             layout = KVLayout.from_cache(ready.model, runner.components.cache)
             kv_transfers = stack.enter_context(
                 KVTransferService(
@@ -108,7 +113,14 @@ def run(
             if runner.adapters.files is not None:
                 adapters = stack.enter_context(AdapterService(runner.adapters))
             loop = stack.enter_context(
-                WorkerLoop(runner, engine, kv_transfers, adapters, answers=config.rank == 0)
+                WorkerLoop(
+                    runner,
+                    engine,
+                    kv_transfers,
+                    encoder=encoder,
+                    adapters=adapters,
+                    answers=config.rank == 0,
+                )
             )
             ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)
             engine.send(replace(ready, kv_report=kv_transfers.report()))

@@ -31,6 +31,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
             block for block in range(num_blocks) if block != NULL_BLOCK
         )
+        #: Number of free blocks whose content is in the prefix cache.
+        self.num_cached = 0
 
     @property
     def total(self) -> int:
@@ -52,9 +54,11 @@ class BlockPool:
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        num_findable = len(self.cache)
         for block in blocks:
             self.cache.remove(block)
             self.holders[block] = 1
+        self.num_cached -= num_findable - len(self.cache)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -62,6 +66,7 @@ class BlockPool:
         for block in blocks:
             if not self.holders[block]:
                 del self._free[block]
+                self.num_cached -= 1
             self.holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
@@ -76,5 +81,7 @@ class BlockPool:
             )
             if not self.holders[block]:
                 self._free[block] = None
-                if block not in self.cache:
+                if block in self.cache:
+                    self.num_cached += 1
+                else:
                     self._free.move_to_end(block, last=False)

@@ -27,8 +27,10 @@ from engine_core.journal.records import (
     AbortByLabelRecord,
     AbortRecord,
     AdapterReportRecord,
+    AddEncodeRecord,
     AddRecord,
     ClientLostRecord,
+    CommitEncodedRecord,
     CommitRecord,
     DrainRecord,
     GrammarRecord,
@@ -51,6 +53,7 @@ from protocol.grammar import Grammar
 from protocol.kv import KVReport
 from protocol.messages import (
     Accepted,
+    Encode,
     Generate,
     Limits,
     LoadAdapter,
@@ -60,7 +63,7 @@ from protocol.messages import (
     UnloadAdapter,
 )
 from protocol.model_card import ModelCard
-from protocol.steps import AdapterReport, Masks, StepPlan, StepResult
+from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +202,14 @@ class RecordedEngine(Engine):
 
         return self._call_and_record(partial(super().add, client, message), make_record)
 
+    def add_encode(self, client: bytes, message: Encode) -> Accepted | Refused:
+        return self._call_and_record(
+            partial(super().add_encode, client, message),
+            lambda reply_digest: AddEncodeRecord(
+                client=client, message=message, reply_digest=reply_digest
+            ),
+        )
+
     def on_grammar_compiled(
         self, compiled: CompiledGrammar
     ) -> list[tuple[bytes, Accepted | Refused]]:
@@ -234,7 +245,7 @@ class RecordedEngine(Engine):
     def drain(self) -> None:
         self._call_and_record(super().drain, lambda reply_digest: DrainRecord())
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepPlan | EncodePlan | None:
         was_idle = self.is_idle
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._writer.write, PlanRecord(reply_digest=RAISED))
@@ -256,6 +267,14 @@ class RecordedEngine(Engine):
         return self._call_and_record(
             partial(super().commit, result, elapsed_s),
             lambda reply_digest: CommitRecord(
+                result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
+            ),
+        )
+
+    def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
+        return self._call_and_record(
+            partial(super().commit_encoded, result, elapsed_s),
+            lambda reply_digest: CommitEncodedRecord(
                 result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
             ),
         )
@@ -293,7 +312,8 @@ def _grammar_record(digest: bytes, error: ErrorInfo | None, reply_digest: bytes)
     return GrammarRecord(digest=digest, error=error, reply_digest=reply_digest)
 
 
-def plan_record(plan: StepPlan) -> PlanRecord:
+def plan_record(plan: StepPlan | EncodePlan) -> PlanRecord:
     """Return the record of a call to `Engine.plan` that returned `plan`."""
-    rows = plan.row_tokens.tolist()
+    sizes = plan.inputs.lengths if isinstance(plan, EncodePlan) else plan.row_tokens
+    rows = sizes.tolist()
     return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))

@@ -19,9 +19,9 @@ from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.kv import KVReport
-from protocol.messages import Generate, Limits, LoadAdapter, UnloadAdapter
+from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapter
 from protocol.model_card import ModelCard
-from protocol.steps import AdapterReport, StepResult
+from protocol.steps import AdapterReport, EncodeResult, StepResult
 
 FORMAT = 6
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
@@ -83,6 +83,14 @@ class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
     reply_digest: bytes = msgspec.field(name="said")
 
 
+class AddEncodeRecord(JournalRecord, frozen=True, kw_only=True, tag="addedencode"):
+    """A call to `add_encode`."""
+
+    client: bytes
+    message: Encode
+    reply_digest: bytes = msgspec.field(name="said")
+
+
 class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
     """A call to `on_grammar_compiled`. The compiled grammar itself is not stored."""
 
@@ -126,7 +134,8 @@ class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
 
     #: Number of the step; None if `plan` returned None or raised.
     step: int | None = None
-    #: Number of rows and of tokens in the step. They make a difference easier to explain.
+    #: Number of rows (or inputs) and of tokens in the step. They make a difference easier to
+    #: explain.
     rows: int = 0
     tokens: int = 0
     reply_digest: bytes = msgspec.field(name="said", default=b"")
@@ -142,6 +151,14 @@ class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
     """A call to `commit`."""
 
     result: StepResult
+    elapsed_s: float
+    reply_digest: bytes = msgspec.field(name="said")
+
+
+class CommitEncodedRecord(JournalRecord, frozen=True, kw_only=True, tag="committedencode"):
+    """A call to `commit_encoded`."""
+
+    result: EncodeResult
     elapsed_s: float
     reply_digest: bytes = msgspec.field(name="said")
 
@@ -185,6 +202,7 @@ AnyRecord = (
     | SnapshotRecord
     | TickRecord
     | AddRecord
+    | AddEncodeRecord
     | GrammarRecord
     | AbortRecord
     | AbortByLabelRecord
@@ -193,6 +211,7 @@ AnyRecord = (
     | PlanRecord
     | MasksRecord
     | CommitRecord
+    | CommitEncodedRecord
     | KVReportRecord
     | LoadAdapterRecord
     | UnloadAdapterRecord

@@ -26,9 +26,11 @@ from engine_core.journal.records import (
     AbortByLabelRecord,
     AbortRecord,
     AdapterReportRecord,
+    AddEncodeRecord,
     AddRecord,
     AnyRecord,
     ClientLostRecord,
+    CommitEncodedRecord,
     CommitRecord,
     DrainRecord,
     FullRecord,
@@ -47,7 +49,7 @@ from engine_core.journal.snapshot import restore_snapshot
 from protocol.errors import ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 
 
 class ReplayDiffers(Exception):
@@ -82,11 +84,11 @@ class StepComparer(Protocol):
     def start(self, record: StartRecord) -> None:
         """Prepare for the steps of an engine that was created with these arguments."""
 
-    def send(self, message: StepPlan | Masks | AdapterCommand) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
         """Start to compute the step of a plan, or supply its masks. Raises an exception for a
         command about LoRA adapters if it cannot be carried out again."""
 
-    def compare(self, recorded: StepResult, where: str) -> None:
+    def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:
         """Compare the result of the oldest step with `recorded`. `where` names the record, for
         messages."""
 
@@ -167,6 +169,8 @@ class _ReplayedEngine:
             case AddRecord(client=client, message=message, seeds=seeds):
                 self._seeds = list(seeds)
                 self._compare(number, record, digest(engine.add(client, message)))
+            case AddEncodeRecord(client=client, message=encode):
+                self._compare(number, record, digest(engine.add_encode(client, encode)))
             case GrammarRecord():
                 self._compare(
                     number, record, digest(engine.on_grammar_compiled(self._compiled(record)))
@@ -187,6 +191,10 @@ class _ReplayedEngine:
                 if self._worker is not None:
                     self._worker.compare(result, self._position(number))
                 self._compare(number, record, digest(engine.commit(result, elapsed_s)))
+            case CommitEncodedRecord(result=encoded, elapsed_s=elapsed_s):
+                if self._worker is not None:
+                    self._worker.compare(encoded, self._position(number))
+                self._compare(number, record, digest(engine.commit_encoded(encoded, elapsed_s)))
             case KVReportRecord(report=report):
                 self._compare(number, record, digest(engine.on_kv_report(report)))
             case LoadAdapterRecord(client=client, message=load):
@@ -238,11 +246,13 @@ class _ReplayedEngine:
         number: int,
         record: TickRecord
         | AddRecord
+        | AddEncodeRecord
         | GrammarRecord
         | AbortRecord
         | AbortByLabelRecord
         | MasksRecord
         | CommitRecord
+        | CommitEncodedRecord
         | KVReportRecord
         | LoadAdapterRecord
         | UnloadAdapterRecord

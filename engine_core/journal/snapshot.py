@@ -22,6 +22,7 @@ import msgspec
 
 from engine_core.adapters import AdapterState, EngineAdapter
 from engine_core.blocks.pool import BlockPool
+from engine_core.encoding import EncodeProgress, EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
 from engine_core.grammar.cache import CompileJob
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
@@ -47,11 +48,12 @@ from engine_core.stage_timer import RequestStage, StageTimer
 from protocol import wire
 from protocol.messages import Account, TokenLogprobs
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotRelease, StepPlan
+from protocol.steps import EncodePlan, SlotRelease, StepPlan
 
 FindTemplate = Callable[[bytes], MatcherTemplate]
 """A function that returns the compiled grammar for a digest."""
 _PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
+_ENCODE_PLAN: wire.Decoder[EncodePlan] = wire.Decoder(EncodePlan)
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +138,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     drafting: DraftingSnapshot | None
     num_drafts: int
     num_accepted: int
+    encode: EncodeProgress | None
     stage_timer: StageSnapshot
 
 
@@ -148,6 +151,31 @@ class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
     rows: list[tuple[int, int]]
     needs_masks: bool
     num_requested_drafts: int
+
+
+class EncodeStepSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of an `EncodeStep`."""
+
+    #: The frames of the EncodePlan.
+    plan: list[bytes]
+    #: (index of the request, number of inputs) of each part.
+    parts: list[tuple[int, int]]
+
+
+class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of the `EncodeScheduler`.
+
+    Requests are given by their indexes in `EngineSnapshot.requests`.
+    """
+
+    #: Account by account, each account's requests by rank.
+    waiting: list[int]
+    started: list[int]
+    #: Steps in flight, oldest first.
+    inflight: list[EncodeStepSnapshot]
+    num_open: int
+    is_next: bool
+    continues: bool
 
 
 class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
@@ -290,6 +318,8 @@ class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     fair_share: FairShareSnapshot
     #: Running and waiting requests, and slots.
     scheduler: SchedulerSnapshot
+    #: Requests that encode.
+    encoding: EncodingSnapshot
     #: Holders of the blocks, and the prefix cache.
     blocks: BlockSnapshot
     #: Fetches, and the contents of the tiers.
@@ -318,7 +348,8 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     it must be encoded before the next call of the engine.
     """
     scheduler, fetches = engine.scheduler, engine.kv_transfers.fetches
-    held = [*scheduler.running, *scheduler.unbound]
+    encoded = [request for step in engine.encoding.inflight for request, _ in step.parts]
+    held = [*scheduler.running, *scheduler.unbound, *encoded]
     requests = {
         request: i for i, request in enumerate(dict.fromkeys([*engine.open_requests, *held]))
     }
@@ -351,6 +382,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
             known=[usages[usage] for usage in known],
         ),
         scheduler=_from_scheduler(scheduler, requests),
+        encoding=_from_encoding(engine.encoding, requests),
         blocks=_from_pool(scheduler.pool),
         kv=KVSnapshot(
             fetches=[_from_fetch(fetch, requests) for fetch in fetches._jobs.values()],
@@ -450,6 +482,23 @@ def _from_scheduler(scheduler: Scheduler, requests: dict[Request, int]) -> Sched
     )
 
 
+def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> EncodingSnapshot:
+    return EncodingSnapshot(
+        waiting=[requests[request] for request in encoding.waiting.requests()],
+        started=[requests[request] for request in encoding.started],
+        inflight=[
+            EncodeStepSnapshot(
+                plan=[bytes(frame) for frame in wire.encode(step.plan)],
+                parts=[(requests[request], count) for request, count in step.parts],
+            )
+            for step in encoding.inflight
+        ],
+        num_open=encoding.num_open,
+        is_next=encoding.is_next,
+        continues=encoding.continues,
+    )
+
+
 def _from_pool(pool: BlockPool) -> BlockSnapshot:
     return BlockSnapshot(
         holders=pool.holders,
@@ -506,6 +555,7 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
     _restore_admission(engine.admission, snapshot.admission, requests, find)
     _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
+    _restore_encoding(engine.encoding, snapshot.encoding, requests)
     _restore_pool(engine.scheduler.pool, snapshot.blocks)
     _restore_kv(engine.kv_transfers, snapshot.kv, requests)
 
@@ -599,6 +649,19 @@ def _restore_scheduler(
     scheduler.slots._releases = part.slot_releases
 
 
+def _restore_encoding(
+    encoding: EncodeScheduler, part: EncodingSnapshot, requests: list[Request]
+) -> None:
+    encoding.waiting.restore(requests[i] for i in part.waiting)
+    encoding.started = [requests[i] for i in part.started]
+    encoding.inflight.extend(
+        EncodeStep(_ENCODE_PLAN.decode(step.plan), [(requests[i], n) for i, n in step.parts])
+        for step in part.inflight
+    )
+    encoding.is_next, encoding.continues = part.is_next, part.continues
+    encoding.num_open = part.num_open
+
+
 def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
     pool.holders = part.holders
     pool._free.clear()
@@ -606,6 +669,7 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
     for block, content in part.cached.items():
         is_draft_computed = block in part.draft_computed
         pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
+    pool.num_cached = sum(block in pool.cache for block in part.free)
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

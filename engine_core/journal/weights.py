@@ -20,7 +20,15 @@ from engine_core.journal.records import StartRecord
 from engine_core.worker_link import WorkerLink
 from protocol.arrays import Array
 from protocol.model_card import ModelCard
-from protocol.steps import Logprobs, Masks, StepPlan, StepResult, WorkerReady
+from protocol.steps import (
+    EncodePlan,
+    EncodeResult,
+    Logprobs,
+    Masks,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
 
 POLL_MS = 1000
 
@@ -40,6 +48,9 @@ class StepComparison:
     #: Number of logprob entries, for sampled tokens and prompt tokens.
     num_logprobs: int = 0
     num_equal_logprobs: int = 0
+    #: Number of results of inputs that were encoded.
+    num_vectors: int = 0
+    num_equal_vectors: int = 0
     #: Describes the first step whose result differs; "" if there is none.
     first_difference: str = ""
 
@@ -72,12 +83,30 @@ class StepComparison:
         if difference and not self.first_difference:
             self.first_difference = f"{where}, step {recorded.step}: {difference}"
 
+    def add_encoded(self, recorded: EncodeResult, computed: EncodeResult, where: str) -> None:
+        """Compare the results of one step that encodes."""
+        self.num_steps += 1
+        count = len(recorded.vectors)
+        is_comparable = recorded.vectors.shape == computed.vectors.shape
+        equal = sum(
+            is_comparable and _row(recorded.vectors, i) == _row(computed.vectors, i)
+            for i in range(count)
+        )
+        self.num_vectors += count
+        self.num_equal_vectors += equal
+        if equal < count and not self.first_difference:
+            self.first_difference = (
+                f"{where}, step {recorded.step}: {count - equal} of {count} vectors differ"
+            )
+
     def summary(self) -> str:
         """Return the counts as text, and the first difference, if there is one."""
         text = (
             f"computed again: {self.num_equal_tokens:,} of {self.num_tokens:,} tokens are equal, "
             f"{self.num_equal_logprobs:,} of {self.num_logprobs:,} logprobs"
         )
+        if self.num_vectors:
+            text += f", {self.num_equal_vectors:,} of {self.num_vectors:,} vectors"
         if self.first_difference:
             text += f"\nthe first difference: {self.first_difference}"
         return text
@@ -123,7 +152,7 @@ class ReplayWorker:
         check_card(record.model, self._ready().model, any_fingerprint=self._any_fingerprint)
         self._start = record
 
-    def send(self, message: StepPlan | Masks | AdapterCommand) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
         """Send a plan or its masks to the worker. Raises NotComparable for a command about LoRA
         adapters, because their files may have changed."""
         assert self._link is not None, "not started"
@@ -134,13 +163,17 @@ class ReplayWorker:
             )
         self._link.send(message)
 
-    def compare(self, recorded: StepResult, where: str) -> None:
+    def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:
         """Wait for the result of the oldest step, and compare it. Raises WorkerLost if the worker
         process ends, and NotComparable if the worker returns no result of this step."""
         computed = self._receive()
-        if not isinstance(computed, StepResult) or computed.step != recorded.step:
-            raise NotComparable(f"{where}: the worker has no result of step {recorded.step}")
-        self.comparison.add(recorded, computed, where)
+        match recorded, computed:
+            case StepResult(), StepResult() if computed.step == recorded.step:
+                self.comparison.add(recorded, computed, where)
+            case EncodeResult(), EncodeResult() if computed.step == recorded.step:
+                self.comparison.add_encoded(recorded, computed, where)
+            case _:
+                raise NotComparable(f"{where}: the worker has no result of step {recorded.step}")
 
     def close(self) -> None:
         """Stop the worker, if it was started."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from engine_core.adapters import AdapterRegistry, EngineAdapter
+from engine_core.encoding import EncodeProgress, EncodeScheduler
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
@@ -26,6 +27,7 @@ from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock, StageTimer
 from protocol.config.engine import EngineConfig
+from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
 from protocol.errors import (
     ContextTooLong,
     Draining,
@@ -34,7 +36,7 @@ from protocol.errors import (
     ServingError,
 )
 from protocol.grammar import Grammar, check_grammar
-from protocol.messages import Accepted, Generate, Limits, Refused
+from protocol.messages import Accepted, Account, Encode, Generate, Limits, Refused
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
 
@@ -61,6 +63,7 @@ class Admission:
         kv_transfers: KVTransfers,
         open_requests: OpenRequests,
         waiting: WaitingQueue,
+        encoding: EncodeScheduler,
         speculation: Speculation,
         throughput: Throughput,
         accounts: Accounts,
@@ -79,6 +82,7 @@ class Admission:
         self._kv_transfers = kv_transfers
         self._open = open_requests
         self._waiting = waiting
+        self._encoding = encoding
         self._speculation = speculation
         self._throughput = throughput
         self._accounts = accounts
@@ -93,7 +97,10 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests, including those whose grammar is still being compiled."""
-        return len(self._waiting) + self._grammars.num_waiting
+        num_waiting = len(self._waiting) + self._grammars.num_waiting
+        if self._encoding.num_open:
+            num_waiting += len(self._encoding.waiting)
+        return num_waiting
 
     @property
     def templates(self) -> Mapping[bytes, MatcherTemplate]:
@@ -109,6 +116,19 @@ class Admission:
             return self._constrain(request, message.grammar)
         except ServingError as error:
             return self._refuse(message.request, error)
+
+    def add_encode(self, client: bytes, message: Encode) -> Accepted | Refused:
+        """Accept or refuse a request that encodes."""
+        try:
+            request = self._check_and_create_encode(client, message)
+        except ServingError as error:
+            return self._refuse(message.request, error)
+        request.move(RequestEvent.ACCEPT)
+        self._open.add(request)
+        self._deadlines.add(request)
+        self._encoding.add(request)
+        self.num_accepted += 1
+        return Accepted(request=request.number)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
         """Return the compile jobs added since the last call."""
@@ -172,13 +192,60 @@ class Admission:
         self.num_refused += 1
         return Refused(request=number, error=error.info())
 
-    def _check_and_create(self, client: bytes, message: Generate) -> Request:
+    def _check_new(self, client: bytes, number: int) -> None:
+        """Raise an error if no request, or none with this number, may be added now."""
         if self.is_draining:
             raise Draining("this server is shutting down and accepts no new requests")
-        if self._open.find(client, message.request) is not None:
-            raise InvalidRequest(
-                f"request number {message.request} is already in use", param="request"
-            )
+        if self._open.find(client, number) is not None:
+            raise InvalidRequest(f"request number {number} is already in use", param="request")
+
+    def _usage(self, account: Account | None) -> AccountUsage:
+        """Return the usage of an account that has sent a request now."""
+        name = "" if account is None else account.name
+        usage = self._fair_share.get(name, self._open.num_for_account)
+        self._fair_share.on_request(usage, self._clock.now)
+        return usage
+
+    def _check_and_create_encode(self, client: bytes, message: Encode) -> Request:
+        self._check_new(client, message.request)
+        lengths = message.inputs.lengths.tolist()
+        tokens = check_encode(message, lengths, self._model, self._limits)
+        is_new, account = not message.is_moved, message.account
+        if account is not None and is_new:
+            num_open = self._open.num_for_account(account.name)
+            self._accounts.check(account, num_open, is_first=True)
+        usage = self._usage(account)
+        if is_new:
+            self._check_encode_load(len(tokens), usage)
+        self._order += 1
+        splits = message.inputs.splits
+        request = Request(
+            client=client,
+            number=message.request,
+            order=self._order,
+            namespace="",
+            tokens=array("i", tokens),
+            prompt_tokens=len(tokens),
+            params=SamplingParams(max_tokens=0),
+            seed=0,
+            max_total_tokens=len(tokens),
+            stop_ids=frozenset(),
+            labels=tuple(dict.fromkeys(message.labels)),
+            account=account,
+            encode=EncodeProgress(lengths, None if splits is None else splits.tolist()),
+            stage_timer=StageTimer(self._clock),
+        )
+        self._set_order(request, message, usage)
+        if is_new:
+            self._check_time(request, self._encoding.waiting, self._throughput.encoded.per_s)
+            if account is not None:
+                self._accounts.charge_request(account, len(tokens), is_first=True)
+        return request
+
+    def _check_and_create(self, client: bytes, message: Generate) -> Request:
+        self._check_new(client, message.request)
+        if not self._model.generates:
+            raise InvalidRequest(f"{self._model.name} does not generate text", param="model")
         adapter = self._adapters.get(message.adapter) if message.adapter else None
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
@@ -187,9 +254,7 @@ class Admission:
         if message.account is not None and is_new:
             num_open = self._open.num_for_account(message.account.name)
             self._accounts.check(message.account, num_open, is_first=message.is_first)
-        account = "" if message.account is None else message.account.name
-        usage = self._fair_share.get(account, self._open.num_for_account)
-        self._fair_share.on_request(usage, self._clock.now)
+        usage = self._usage(message.account)
         if is_new:
             self._check_load(len(prompt), usage)
         self._order += 1
@@ -206,14 +271,14 @@ class Admission:
         )
         self._set_order(request, message, usage)
         if is_new:
-            self._check_time(request)
+            self._check_time(request, self._waiting, self._throughput.queue_per_s)
         if message.kv_handle:
             request.handle = self._kv_transfers.open_handle(message.kv_handle, request)
         if message.account is not None and is_new:
             self._accounts.charge_request(message.account, len(prompt), is_first=message.is_first)
         return request
 
-    def _set_order(self, request: Request, message: Generate, usage: AccountUsage) -> None:
+    def _set_order(self, request: Request, message: Generate | Encode, usage: AccountUsage) -> None:
         """Set the request's order and deadlines."""
         now = self._clock.now
         request.account_usage = usage
@@ -223,9 +288,9 @@ class Admission:
         request.start_deadline = now + message.queue_timeout_s if message.queue_timeout_s else inf
         request.deadline = now + message.timeout_s if message.timeout_s else inf
 
-    def _check_time(self, request: Request) -> None:
-        """Raise QueueTimeout if the request is not expected to leave the queue by its deadlines."""
-        rate, waiting = self._throughput.queue_per_s, self._waiting
+    def _check_time(self, request: Request, waiting: WaitingQueue, rate: float) -> None:
+        """Raise QueueTimeout if the request is not expected to leave its queue, at `rate` tokens
+        per second, by its deadlines."""
         max_tokens_ahead = rate * (
             min(request.start_deadline, request.deadline) - request.arrived_at
         )
@@ -237,6 +302,17 @@ class Admission:
             return  # the usual case; the exact count below is O(waiting requests of the account)
         if (num_ahead := waiting.tokens_before(request)) > max_tokens_ahead:
             raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s)
+
+    def _check_encode_load(self, num_tokens: int, usage: AccountUsage) -> None:
+        waiting, config = self._encoding.waiting, self._config
+        check_load(
+            num_tokens,
+            QueueLoad(len(waiting), waiting.tokens + self._encoding.num_started_tokens),
+            waiting.account_load(usage),
+            QueueLoad(config.max_waiting, config.max_waiting_tokens),
+            waiting.num_accounts + (not waiting.account_load(usage).requests),
+            self._throughput.encoded.per_s,
+        )
 
     @property
     def retry_after_s(self) -> float:
@@ -280,6 +356,41 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
         )
     if message.answer is not None:
         _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
+
+
+def check_encode(
+    message: Encode, lengths: list[int], model: ModelCard, limits: Limits
+) -> list[int]:
+    """Return the tokens of a request that encodes.
+
+    Raises InvalidRequest if the model does not encode, if there are too many inputs or results, or
+    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long.
+    """
+    encoding = model.encoding
+    if encoding is None:
+        raise InvalidRequest(f"{model.name} does not encode", param="model")
+    most = min(MAX_INPUTS, MAX_RESULT_NUMBERS // encoding.size)
+    if len(lengths) > most:
+        raise InvalidRequest(
+            f"input: {len(lengths):,} inputs; a request can have at most {most:,}", param="input"
+        )
+    tokens: list[int] = message.inputs.tokens.tolist()
+    if len(tokens) > MAX_REQUEST_TOKENS:
+        raise InvalidRequest(
+            f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
+            param="input",
+        )
+    longest, whose = min(encoding.max_tokens, limits.max_len), "this model"
+    if message.account is not None and 0 < message.account.max_len < longest:
+        longest, whose = message.account.max_len, "this key"
+    for index, length in enumerate(lengths):
+        if length > longest:
+            raise ContextTooLong(
+                f"input[{index}] is {length:,} tokens; {whose} takes {longest:,} tokens per input",
+                param=f"input[{index}]",
+            )
+    check_token_ids(tokens, model.vocab_size, "input")
+    return tokens
 
 
 def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:

@@ -69,10 +69,11 @@ def timeout_error(request: Request, now: float, retry_after_s: float) -> Serving
     QueueTimeout with `retry_after_s`."""
     field, given_s = _limit(request, is_total=request.deadline <= now)
     if has_started(request):
+        done = f"{request.num_generated:,} tokens were generated"
+        if request.encode is not None:
+            done = f"{request.encode.num_done:,} inputs were encoded"
         return TimedOut(
-            f"{field}: the request did not finish within {given_s:g} s; "
-            f"{request.num_generated:,} tokens were generated",
-            param=field,
+            f"{field}: the request did not finish within {given_s:g} s; {done}", param=field
         )
     return QueueTimeout(
         f"{field}: the request was not started within {given_s:g} s; the server is busy",

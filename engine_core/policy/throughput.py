@@ -40,6 +40,8 @@ class Throughput:
     prompts: Rate = field(default_factory=Rate)
     #: Known tokens, cached or not, of requests that left the queue while others waited.
     admitted: Rate = field(default_factory=Rate)
+    #: Tokens computed in steps that encode.
+    encoded: Rate = field(default_factory=Rate)
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,6 +58,11 @@ class Throughput:
         """Return whether a step of `num_tokens` tokens with prefills is expected to take longer
         than LONG_STEP_S seconds."""
         return num_tokens > LONG_STEP_S * self.prompts.per_s > 0
+
+    def observe_encoding(self, num_tokens: int, elapsed_s: float) -> None:
+        """Record that a step has encoded `num_tokens` in `elapsed_s` seconds."""
+        self.busy_s += elapsed_s
+        self.encoded.observe(num_tokens, elapsed_s)
 
     def observe(self, num_tokens: int, elapsed_s: float, *, has_prompts: bool) -> None:
         """Record that a step computed `num_tokens` in `elapsed_s` seconds. `has_prompts` is that of

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import astuple
 
-from engine_core.request import Request
+from engine_core.request import Request, RequestPhase
 from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.errors import ServingError
 from protocol.messages import FinishReason, Output, RequestStatus, TokenLogprobs, Usage
 from protocol.model_card import ModelCard
+from protocol.timeline import Lack
 
 
 @dataclass(slots=True)
@@ -124,16 +125,22 @@ def final_output(
 ) -> Output:
     """Return the final Output of a request, with the tokens of its last step."""
     is_first = request.num_generated == len(committed.tokens)
+    vectors, stop_token = None, None
+    if finish == "stop" and request.encode is not None:
+        vectors = request.encode.vectors()
+    elif finish == "stop":
+        stop_token = _stop_token(request, model)
     return Output(
         request=request.number,
         tokens=committed.tokens,
         logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first and finish != "abort" else [],
         finish=finish,
-        stop_token=_stop_token(request, model) if finish == "stop" else None,
+        stop_token=stop_token,
         usage=request_usage(request),
         error=(committed.error or request_failure(request)).info() if finish == "error" else None,
         kv_handle=committed.kv_handle,
+        vectors=vectors,
     )
 
 
@@ -160,8 +167,11 @@ def _stop_token(request: Request, model: ModelCard) -> int | None:
     return token if is_end else None
 
 
-def status_row(request: Request) -> RequestStatus:
-    """Return the entry of EngineStatus for `request`, without the name of its client."""
+def status_row(request: Request, lack: Lack = "") -> RequestStatus:
+    """Return the entry of EngineStatus for `request`, without the name of its client.
+
+    `lack` is what the first request in the queue lacks.
+    """
     times = request.stage_timer.times()
     return RequestStatus(
         name=request.name,
@@ -175,4 +185,17 @@ def status_row(request: Request) -> RequestStatus:
         generated_tokens=request.num_generated,
         most_tokens=request.max_total_tokens - request.prompt_tokens,
         preemptions=request.num_preemptions,
+        waits_for=_waits_for(request, lack),
     )
+
+
+def _waits_for(request: Request, lack: Lack) -> str:
+    """Return `RequestStatus.waits_for` of an open request."""
+    match request.phase:
+        case RequestPhase.ARRIVED:
+            return "grammar"
+        case RequestPhase.FETCHING:
+            return "fetch"
+        case RequestPhase.WAITING | RequestPhase.PREEMPTED:
+            return lack or "turn"
+    return "step"

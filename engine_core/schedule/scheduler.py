@@ -68,6 +68,7 @@ from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
 from protocol.messages import Limits
+from protocol.timeline import Lack
 
 MAX_DRAFT_LAG = 32
 """The draft model computes answer tokens once it lacks this many of them.
@@ -139,6 +140,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.unbound or len(self.waiting))
+
+    @property
+    def lack(self) -> Lack:
+        """What the last step had too few of for the first request in the queue."""
+        if self._blocked_newcomer is None:
+            return ""
+        return "blocks" if self._has_slot else "slot"
 
     def can_continue(self) -> bool:
         """Return whether the next step can be planned without preemption."""

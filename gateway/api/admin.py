@@ -68,11 +68,15 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
-    id       one of the model's served names, perhaps the operator's alias; the name of an adapter
-    root     the model's own name; the path of an adapter, as the operator gave it
-    parent   the main name of the model that an adapter changes; null for a model
-    state    ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
-    formats  absent if the model has not been loaded yet
+    id         one of the model's served names, perhaps the operator's alias; the name of an adapter
+    root       the model's own name; the path of an adapter, as the operator gave it
+    parent     the main name of the model that an adapter changes; null for a model
+    state      ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
+    max_slots  number of requests that an engine computes at the same time; absent if the model has
+               not been loaded yet, or has no engine
+    formats    absent if the model has not been loaded yet
+    fill_in_middle  whether the model can write the text between a prefix and a suffix; absent if
+               the model has not been loaded yet
     """
 
     id: str
@@ -84,7 +88,9 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     state: str
     default_sampling: SamplingInEffect
+    max_slots: int | UnsetType = UNSET
     formats: Formats | UnsetType = UNSET
+    fill_in_middle: bool | UnsetType = UNSET
 
 
 class Sleeping(msgspec.Struct, frozen=True):
@@ -183,7 +189,7 @@ def metrics(service: Service, context: RequestContext) -> Response:
     parameters=(_VERSION, *_PAGE),
 )
 def models(service: Service, context: RequestContext) -> Response:
-    listed = _listed(service)
+    listed = listed_models(service)
     if VERSION_HEADER in request.headers:
         return json_response(model_page(listed, request.args))
     entries = [_model(facts, name) for name, facts in listed.items()]
@@ -198,7 +204,7 @@ def models(service: Service, context: RequestContext) -> Response:
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
-    listed = _listed(service)
+    listed = listed_models(service)
     model, _, adapter = name.rpartition(":")
     if name not in listed and model in listed and adapter in listed:
         name = adapter  # MODEL:ADAPTER
@@ -209,7 +215,7 @@ def model(service: Service, context: RequestContext, name: str) -> Response:
     return json_response(_model(listed[name], name))
 
 
-def _listed(service: Service) -> dict[str, ListedModel]:
+def listed_models(service: Service) -> dict[str, ListedModel]:
     """Return the models to list, by all names. Raises the error of all requests if none can be
     described, because its engine has not reported it."""
     hosts = service.hosts
@@ -240,7 +246,9 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         max_model_len=facts.max_len,
         state=facts.state,
         default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
+        max_slots=facts.max_slots or UNSET,
         formats=formats,
+        fill_in_middle=UNSET if facts.fills_in_middle is None else facts.fills_in_middle,
     )
 
 

@@ -21,7 +21,7 @@ from gateway.generation.group import ChoiceGroup, ClientGone
 from gateway.generation.request import PromptRequest
 from gateway.generation.sinks import CollectSink, Sink
 from gateway.http.client_socket import HangUp, Outlet
-from gateway.http.sse import EventStream
+from gateway.http.sse import EVENTS, EventStream, StreamFormat
 from gateway.model_host import ModelUse
 from gateway.observe.timings import measure
 from gateway.service import Service
@@ -33,6 +33,8 @@ S = TypeVar("S", bound=Sink)
 SESSION_HEADER = "X-Session-ID"
 """Requests with the same value are sent to the same replica. Routers use this name, too."""
 MAX_SESSION_CHARS = 256
+BACKGROUND_PRIORITY = 100
+"""Priority of the requests of batches. Requests that set no priority have 0 and come first."""
 CLIENT_HEADERS = ("X-Stainless-Read-Timeout", "X-Stainless-Timeout")
 """Headers with the client's own timeout. The first one with a valid number of seconds is used."""
 
@@ -115,13 +117,18 @@ class GenerationRunner:
         ).minus(use.waited_s)
         use.check()
         names = [name for name in (options.label, context.request_id) if name]
+        labels = [label for name in names for label in caller.labels(name)]
+        context.timeline.load_s = use.waited_s
+        service.recent.add(labels, context.timeline)
         self.group = service.new_group(
             use.host,
             prompt_requests,
             context.timeline,
             namespace=caller.namespace(options.salt),
-            priority=options.priority,
-            labels=[label for name in names for label in caller.labels(name)],
+            priority=max(options.priority, BACKGROUND_PRIORITY)
+            if context.is_background
+            else options.priority,
+            labels=labels,
             account=caller.account,
             adapter=use.adapter,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
@@ -196,9 +203,11 @@ def stream(
     prompt_requests: Sequence[PromptRequest],
     options: RequestOptions,
     make_sink: Callable[[ChoiceGroup, Outlet], Sink],
+    form: StreamFormat = EVENTS,
 ) -> EventStream:
-    """Send all choices to the engine, and return a streamed response. `make_sink` creates the sink
-    that writes to the response's outlet. Raises the engine's refusal, or ClientGone."""
+    """Send all choices to the engine, and return a streamed response in the format `form`.
+    `make_sink` creates the sink that writes to the response's outlet. Raises the engine's refusal,
+    or ClientGone."""
     runner = GenerationRunner(service, use, context, prompt_requests, options)
     group = runner.group
     context.is_streaming = True
@@ -214,7 +223,7 @@ def stream(
         runner.close()
         context.close(200)
 
-    return _event_stream(service, runner.hang_up, attach, group.abandon, end)
+    return _event_stream(service, runner.hang_up, attach, group.abandon, end, form)
 
 
 def detached(
@@ -280,6 +289,7 @@ def _event_stream(
     attach: Callable[[Outlet], None],
     abandon: Callable[[], None],
     close: Callable[[], None],
+    form: StreamFormat = EVENTS,
 ) -> EventStream:
     """Return a streamed response that ends when `hang_up` detects that the client disconnected.
     `EventStream` describes the callbacks."""
@@ -290,6 +300,7 @@ def _event_stream(
         closing=service.is_draining,
         keep_alive_s=service.config.keep_alive_s,
         send_timeout_s=service.config.send_timeout_s,
+        form=form,
     )
     hang_up.then = response.hang_up
     return response

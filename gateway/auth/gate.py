@@ -178,6 +178,14 @@ class Gate:
             raise Forbidden(_missing_scope(caller, required))
         return caller
 
+    def admit_as(self, head: RequestHead, caller: Caller) -> Caller:
+        """Return the caller of a request that this process makes on the caller's behalf. Raises
+        Forbidden if the caller's key lacks the scope that the route requires."""
+        required = self._scopes.required(head.rule, head.method) if head.rule else None
+        if required is not None and required != "public" and required not in caller.scopes:
+            raise Forbidden(_missing_scope(caller, required))
+        return caller
+
     def check_head(self, head: RequestHead) -> None:
         """Check the target, Host and Origin, which do not depend on the route or the caller. Raises
         MalformedTarget if the target or the Host is malformed, and Forbidden if the Host or the

@@ -49,6 +49,10 @@ class Keyring:
                 found = caller
         return found
 
+    def named(self, name: str) -> Caller | None:
+        """Return the caller whose key has this name; None if there is no such key."""
+        return next((caller for _, caller in self._keys if caller.name == name), None)
+
 
 def option_keys(config: GatewayConfig) -> dict[str, KeyEntry]:
     """Return the keys that the operator's options contain. Keys of --api-key have all scopes."""
@@ -89,6 +93,17 @@ class KeyWatch:
             log.error("cannot reload the API keys, the previous keys stay valid: %s", error)
         else:
             log.info("reloaded %s: %d API keys are valid", self._path, len(self.keyring))
+
+    def caller_named(self, name: str, owner: str) -> Caller | None:
+        """Return the caller on whose behalf work continues after its request has ended; None if its
+        key is not valid any more.
+
+        name    name of the caller's key; "" if the server had no keys
+        owner   `Caller.owner`
+        """
+        if self.keyring is not None:
+            return self.keyring.named(name)
+        return Caller("", ALL_SCOPES - {"admin"}, owner)
 
     def _read(self) -> Keyring:
         """Return the keys of options and file. Raises ValueError if the file is invalid."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import NoEngine, ServingError
 from protocol.messages import (
     Aborted,
@@ -22,10 +23,11 @@ from protocol.messages import (
     Output,
     Profiled,
     Refused,
+    RequestTimelines,
 )
 from protocol.model_card import ModelCard, read_card
 from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions
+from protocol.session import EncodeOptions, GenerateOptions
 from protocol.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -39,10 +41,26 @@ class RoutedOptions(GenerateOptions, total=False):
     session: str
 
 
-Report = Accepted | Refused | Output | Aborted | AdapterChanged | Profiled | EngineStatus
+Report = (
+    Accepted
+    | Refused
+    | Output
+    | Aborted
+    | AdapterChanged
+    | Profiled
+    | EngineStatus
+    | RequestTimelines
+)
 """A message of the engine about one request."""
 Subscriber = Callable[[Report], None]
 """Receives the reports about one request, in order."""
+
+
+class RoutedEncodeOptions(EncodeOptions, total=False):
+    """The options of a request that encodes, to an engine client."""
+
+    #: As in `RoutedOptions`.
+    session: str
 
 
 class RequestSender(Protocol):
@@ -61,6 +79,15 @@ class RequestSender(Protocol):
         a ServingError, such as EngineNotReady, EngineLost or NoEngine, if the request cannot be
         sent.
         """
+
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        """Send a request that encodes, and return its number. `subscriber` and the errors are those
+        of `generate`."""
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         """Abort `request` if it is open. Its subscriber gets no more reports.
@@ -201,6 +228,9 @@ class NullEngineClient:
         raise NoEngine(
             "this server has no engine (--render-only); it only renders, derenders and tokenizes"
         )
+
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        self.generate()
 
     def abort_by_label(self, labels: Sequence[str]) -> NoReturn:
         self.generate()

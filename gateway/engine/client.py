@@ -18,26 +18,31 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import zmq
 from gevent import get_hub
 from gevent.event import AsyncResult
 
-from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.base import Report, RoutedEncodeOptions, RoutedOptions, Subscriber
 from gateway.engine.coalesce import coalesce
 from gateway.engine.refusal_cache import RefusalCache
 from protocol import sockets, wire
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
+from protocol.encoding import EncodeInputs
 from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
 from protocol.messages import (
     AbortByLabel,
     Aborted,
     Account,
     AdapterChanged,
+    Encode,
+    EngineStatus,
     Generate,
+    GetStatus,
+    GetTimeline,
     KeepKV,
     Limits,
     LoadAdapter,
@@ -47,6 +52,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     ToClient,
     ToEngine,
@@ -55,10 +61,12 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions, RequestReport, Session
+from protocol.session import EncodeOptions, GenerateOptions, RequestReport, Session
 from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
+Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | UnloadAdapter
+Reply = TypeVar("Reply", Aborted, EngineStatus, RequestTimelines)
 
 MAX_MESSAGES_PER_CALLBACK = 512
 MAX_TOKENS_PER_CALLBACK = 1024
@@ -160,12 +168,39 @@ class ZmqEngineClient:
         self._open(message, subscriber)
         return message.request
 
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        self.start()
+        options.pop("session", "")  # only a choice between engines needs it
+        message = self.session.encode(inputs, **cast(EncodeOptions, options))
+        self._open(message, subscriber)
+        return message.request
+
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         self.start()
+        return self._reply(self.session.abort_by_label(labels), Aborted)
+
+    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+        """Return the timelines of the open and recently ended requests of all clients with these
+        names. Raises EngineNotReady or EngineLost if the engine cannot be reached."""
+        self.start()
+        return self._reply(self.session.get_timeline(names), RequestTimelines)
+
+    def get_status(self, max_rows: int, after_step: int | None) -> EngineStatus:
+        """Return the engine's status (`GetStatus`). Raises as `get_timelines` does."""
+        self.start()
+        return self._reply(self.session.get_status(max_rows, after_step), EngineStatus)
+
+    def _reply(self, message: Command, kind: type[Reply]) -> Reply:
+        """Send a command, and wait for its reply, which is of this kind."""
         result: AsyncResult[Report] = AsyncResult()
-        self._open(self.session.abort_by_label(labels), result.set)
+        self._open(message, result.set)
         report = result.get()
-        if isinstance(report, Aborted):
+        if isinstance(report, kind):
             return report
         assert isinstance(report, Output)
         assert report.error is not None
@@ -270,11 +305,7 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(
-        self,
-        message: Generate | AbortByLabel | LoadAdapter | UnloadAdapter,
-        subscriber: Subscriber,
-    ) -> None:
+    def _open(self, message: Generate | Encode | Command, subscriber: Subscriber) -> None:
         """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:

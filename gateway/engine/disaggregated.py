@@ -26,7 +26,13 @@ import msgspec
 from gevent import get_hub
 
 from gateway.engine.adapters import load_in_all, unload_in_all
-from gateway.engine.base import Report, RoutedOptions, Subscriber, remaining_s
+from gateway.engine.base import (
+    Report,
+    RoutedEncodeOptions,
+    RoutedOptions,
+    Subscriber,
+    remaining_s,
+)
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.handoff import (
     Handoff,
@@ -41,6 +47,7 @@ from gateway.engine.pool import EnginePool
 from gateway.engine.remote_prefill import RemotePrefill
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import (
     EngineError,
     EngineLost,
@@ -231,6 +238,17 @@ class DisaggregatedClient:
             prefill.readers.add(request.number)
         self._requests[request.number] = request
         return request.number
+
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        """Raise InvalidRequest: these engines share the work of generating, and encode nothing."""
+        raise InvalidRequest(
+            "model: a server with prefill and decode engines does not encode", param="model"
+        )
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         found = self._requests.get(request)

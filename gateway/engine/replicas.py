@@ -23,13 +23,19 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from gevent import get_hub
 from msgspec.structs import replace
 
 from gateway.engine.adapters import load_in_all, unload_in_all
-from gateway.engine.base import Report, RoutedOptions, Subscriber, remaining_s
+from gateway.engine.base import (
+    Report,
+    RoutedEncodeOptions,
+    RoutedOptions,
+    Subscriber,
+    remaining_s,
+)
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
 from gateway.engine.engine_list import EngineList
 from gateway.engine.failover import (
@@ -48,6 +54,7 @@ from gateway.engine.routing import (
 )
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import (
     Draining,
     EngineError,
@@ -240,6 +247,35 @@ class ReplicatedClient:
             if adapter
             else None,
         )
+        return self._opened(request)
+
+    def encode(
+        self,
+        inputs: EncodeInputs,
+        subscriber: Subscriber,
+        **options: Unpack[RoutedEncodeOptions],
+    ) -> int:
+        """Send a request that encodes to a replica; see `RequestSender.encode`. If the replica is
+        lost, another one computes the whole request again."""
+        self.start()
+        self._replicas.refresh()
+        session = options.pop("session", "")
+        return self._opened(
+            ReplicatedRequest(
+                number=self._next_number,
+                prompt=inputs.tokens,
+                params=SamplingParams(max_tokens=0),
+                subscriber=subscriber,
+                options=cast(RoutedOptions, options),
+                hashes=[],
+                session=f"/{session}" if session else "",
+                digest=self._replicas.digest,
+                inputs=inputs,
+            )
+        )
+
+    def _opened(self, request: ReplicatedRequest) -> int:
+        """Send a new request to a replica, and return its number."""
         if not self._place(request):
             raise self._unplaced_error(request)
         self._next_number += 1
@@ -302,12 +338,8 @@ class ReplicatedClient:
         now = time.monotonic()
         while (decision := self._choose(request)) is not None:
             replica = self._replicas.get(decision.replica)
-            options = self._options_for(request, replica, now)
-            on_report = partial(self._on_report, request)
             try:
-                request.inner = replica.client.generate(
-                    request.prompt, request.params, on_report, **options
-                )
+                request.inner = self._send(request, replica, now)
             except EngineError as error:
                 request.tried.add(decision.replica)
                 request.refusal = request.refusal or Refused(request=0, error=error.info())
@@ -318,6 +350,17 @@ class ReplicatedClient:
             self._note_sent(request, decision)
             return True
         return False
+
+    def _send(self, request: ReplicatedRequest, replica: ConnectedReplica, now: float) -> int:
+        """Send the request to a replica, and return its number there."""
+        options = self._options_for(request, replica, now)
+        on_report = partial(self._on_report, request)
+        if request.inputs is None:
+            return replica.client.generate(request.prompt, request.params, on_report, **options)
+        is_moved = options.pop("answer", None) is not None
+        own = cast(RoutedEncodeOptions, options)
+        own["is_moved"] = is_moved
+        return replica.client.encode(request.inputs, on_report, **own)
 
     def _choose(self, request: ReplicatedRequest) -> RoutingDecision | None:
         if request.num_losses:

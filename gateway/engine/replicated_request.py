@@ -12,6 +12,7 @@ from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.messages import Usage
 from protocol.sampling import SamplingParams
 
@@ -33,6 +34,8 @@ class ReplicatedRequest:
     digest: str
     #: The LoRA adapter that computes it; None: none.
     adapter: AdapterInfo | None = None
+    #: The inputs of a request that encodes, whose tokens `prompt` has; None: it generates.
+    inputs: EncodeInputs | None = None
     failover: Failover = field(default_factory=Failover)
     #: The replica that has the request, and the request's number there.
     replica: ConnectedReplica | None = None

@@ -52,6 +52,8 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens  whether special tokens have no text
     continues            whether the answer continues the prompt's text (a completion); a blank
                          before its first word is then kept
+    end_token_ids        tokens that end the answers besides the model's end tokens, and are no
+                         stop reason either
     """
 
     stop: Sequence[str] = ()
@@ -59,6 +61,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     continues: bool = False
+    end_token_ids: Sequence[int] = ()
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +116,7 @@ class ParserFactory:
         self.tokenizer = tokenizer
         self.options = options or ReadOptions()
         self.answer = answer
+        self.end_token_ids = tokenizer.eos_token_ids.union(self.options.end_token_ids)
         self.stops = compile_stops(self.options.stop)
         is_one_call = answer is not None and not answer.parallel_tool_calls
         self.may_stop = self.stops is not None or is_one_call
@@ -367,7 +371,7 @@ class ChoiceParser:
         reason = finish_reason(
             output.finish, stop_matched=self.stopped, completed_calls=self._num_completed_calls
         )
-        return end_of(output, reason, self._factory.tokenizer.eos_token_ids, matched)
+        return end_of(output, reason, self._factory.end_token_ids, matched)
 
     def _delta(self, events: list[Event]) -> OutputDelta:
         """Return a delta of `events` and the waiting tokens."""

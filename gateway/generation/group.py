@@ -21,16 +21,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Unpack, cast
 
 from gevent.event import Event
 
-from gateway.engine.base import Report, RequestSender, RoutedOptions
+from gateway.engine.base import Report, RequestSender, RoutedEncodeOptions, RoutedOptions
 from gateway.formats.events import Failed, Finished
 from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.arrays import Int32
+from protocol.encoding import EncodeInputs
 from protocol.errors import EngineError, ServingError, error_from
 from protocol.messages import Accepted, Output, Refused
 
@@ -104,6 +105,9 @@ class ChoiceGroup:
         prompts = [Int32.of(prompt_request.prompt_ids) for prompt_request in self.prompt_requests]
         for choice in self.choices:
             request = choice.prompt_request
+            if request.encode is not None:
+                self._send_encode(choice, request.encode)
+                continue
             options: RoutedOptions = {
                 **self._options,
                 "grammar": request.grammar,
@@ -115,6 +119,13 @@ class ChoiceGroup:
             choice.request = self._engine.generate(prompt, choice.params, on_report, **options)
         self._accepted.wait()
         self._raise_refusal()
+
+    def _send_encode(self, choice: Choice, inputs: EncodeInputs) -> None:
+        """Send a choice whose request encodes. Only the options of such requests are sent."""
+        names = RoutedEncodeOptions.__optional_keys__
+        options = {name: value for name, value in self._options.items() if name in names}
+        own = cast(RoutedEncodeOptions, options)
+        choice.request = self._engine.encode(inputs, partial(self.on_report, choice), **own)
 
     def wait_started(self) -> None:
         """Wait for the first token of any choice, or for the end of all choices. Raises an error
@@ -131,6 +142,7 @@ class ChoiceGroup:
         if self.is_gone:
             return
         self._sink = self._attached = sink
+        self.timeline.note_read()
         self._buffer.drain(lambda: self._sink)
         while self._sink is sink and self._pending.emit_next(sink):
             pass
@@ -140,6 +152,7 @@ class ChoiceGroup:
         sink's outlet may call this while the sink handles an event."""
         if not self.is_gone:
             self._sink = self._pending
+            self.timeline.note_unread()
 
     def wait(self) -> None:
         """Wait until all choices have ended. Raises the error if one failed, or ClientGone."""

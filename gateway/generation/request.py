@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.formats.events import Finished, OutputDelta, OutputWarning, ToolCall, ToolCallEnd
 from gateway.formats.reasoning_tokens import ReasoningCounter
+from protocol.encoding import EncodeInputs
 from protocol.grammar import Grammar
 from protocol.messages import Output, TokenLogprobs, Usage
 from protocol.sampling import SamplingParams
@@ -76,6 +77,8 @@ class PromptRequest:
     kv_readers: int = 0
     #: The handle of kept K/V from which the engine continues; "": the engine computes the prompt.
     kv_handle: str = ""
+    #: The inputs of a request that encodes; their tokens are `prompt_ids`. None: it generates.
+    encode: EncodeInputs | None = None
 
 
 @dataclass(slots=True)

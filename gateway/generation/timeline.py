@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
+from protocol.timeline import ClientTimes
+
 
 class TimelineMoment(Enum):
     STARTED = "started"  # the request's headers were read
@@ -26,7 +28,15 @@ class Timeline:
     """The times at which a request reached each `TimelineMoment`. STARTED is the creation of this
     object."""
 
-    __slots__ = ("_at", "started_ns", "tokenize_s")
+    __slots__ = (
+        "_at",
+        "_unread_s",
+        "_unread_since",
+        "load_s",
+        "started_ns",
+        "template_s",
+        "tokenize_s",
+    )
 
     def __init__(self) -> None:
         self._at = {TimelineMoment.STARTED: time.monotonic()}
@@ -34,6 +44,13 @@ class Timeline:
         self.started_ns = time.time_ns()
         #: Time spent rendering templates and tokenizing.
         self.tokenize_s = 0.0
+        #: The part of `tokenize_s` spent rendering templates.
+        self.template_s = 0.0
+        #: Time spent waiting until the model was loaded.
+        self.load_s = 0.0
+        self._unread_s = 0.0
+        #: Since when output waits because the client does not read; None: none does.
+        self._unread_since: float | None = None
 
     def note(self, moment: TimelineMoment) -> None:
         """Record that the request has reached `moment` now, unless it has reached it before."""
@@ -52,6 +69,38 @@ class Timeline:
         """Seconds since the start; after the end, the seconds from the start to the end."""
         ended_s = self.at_s(TimelineMoment.ENDED)
         return time.monotonic() - self._at[TimelineMoment.STARTED] if ended_s is None else ended_s
+
+    def note_unread(self) -> None:
+        """Record that output waits from now on, because the client does not read."""
+        if self._unread_since is None:
+            self._unread_since = time.monotonic()
+
+    def note_read(self) -> None:
+        """Record that the client has read all output that waited."""
+        self._unread_s, self._unread_since = self.unread_s, None
+
+    @property
+    def unread_s(self) -> float:
+        """Time in which output waited because the client did not read."""
+        if self._unread_since is None:
+            return self._unread_s
+        until = self._at.get(TimelineMoment.ENDED, time.monotonic())
+        return self._unread_s + max(0.0, until - self._unread_since)
+
+    def client_times(self) -> ClientTimes:
+        """Return the gateway's part of the request's timeline, so far."""
+        return ClientTimes(
+            took_s=self.now_s,
+            arrived_ago_s=time.monotonic() - self._at[TimelineMoment.STARTED],
+            load_s=self.load_s,
+            template_s=self.template_s,
+            tokenize_s=self.tokenize_s - self.template_s,
+            sent_s=self.at_s(TimelineMoment.SENT),
+            first_token_s=self.at_s(TimelineMoment.FIRST_TOKEN),
+            answered_s=self.at_s(TimelineMoment.ANSWERED),
+            ended_s=self.at_s(TimelineMoment.ENDED),
+            unread_s=self.unread_s,
+        )
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:

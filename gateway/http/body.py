@@ -145,8 +145,12 @@ class BodyReader:
             return convert(fields, kind), unknown_fields(fields, kind)
 
     @contextlib.contextmanager
-    def read(self, request: Request, bounds: JsonBounds = USUAL_BOUNDS) -> Iterator[Any]:
+    def read(
+        self, request: Request, bounds: JsonBounds = USUAL_BOUNDS, *, any_type: bool = False
+    ) -> Iterator[Any]:
         """Yield the decoded JSON body of a request. It must be converted inside the `with` block.
+
+        any_type  treat the body as JSON whatever its content type is
 
         A request without a content type is treated as JSON. Raises these errors:
 
@@ -156,7 +160,7 @@ class BodyReader:
         RequestTimeout         the body takes longer than BODY_S to arrive (408)
         Overloaded             too many large bodies are being read
         """
-        _check_type(request)
+        _check_type(request, any_type=any_type)
         with contextlib.ExitStack() as held:
             try:
                 with gevent.Timeout(
@@ -213,13 +217,13 @@ class BodyReader:
         return held.enter_context(memoryview(large)[:num_bytes])
 
 
-def _check_type(request: Request) -> None:
+def _check_type(request: Request, *, any_type: bool) -> None:
     """Raise UnsupportedMediaType if the body is not plain JSON, according to the headers."""
     encoding = request.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
         name = encoding if _FIELD_NAME.fullmatch(encoding) else "this encoding"
         raise UnsupportedMediaType(f"Content-Encoding: {name} is not supported; send plain JSON")
-    if request.mimetype and not request.is_json:
+    if request.mimetype and not request.is_json and not any_type:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
 
 

@@ -37,6 +37,7 @@ from protocol.errors import (
     ServingError,
     TimedOut,
     UnknownModel,
+    UnknownRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _STATUS: dict[type[ServingError], int] = {
     InvalidRequest: 400,
     ContextTooLong: 400,
     UnknownModel: 404,
+    UnknownRequest: 404,
     Overloaded: 429,
     QueueTimeout: 429,
     TimedOut: 504,

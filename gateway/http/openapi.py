@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.route import Operation
+from gateway.http.field_docs import describe
+from gateway.http.route import Operation, Stream
 
 OPENAPI = "3.2.0"
 TITLE = "Tidegate"
 REFERENCES = "#/components/schemas/{name}"
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON = "application/json"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _VARIABLE = re.compile(r"<(?:\w+:)?(\w+)>")
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -72,16 +74,18 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
             *operation.otherwise.values(),
         ]
         if operation.streams is not None:
-            used.append(operation.streams.chunk)
+            used += operation.streams.chunks
         types.update(dict.fromkeys(used))
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
-    return dict(zip(types, found, strict=True)), dict(components)
+    components = dict(components)
+    describe(components, types)
+    return dict(zip(types, found, strict=True)), components
 
 
 def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     summary, _, description = operation.about.partition("\n")
     entry: Json = {
-        "operationId": _identifier(operation),
+        "operationId": operation_id(operation),
         "tags": [operation.tag],
         "summary": summary,
         "responses": _responses(operation, schemas),
@@ -105,7 +109,10 @@ def _operation(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
         ]
     if operation.takes:
         schema = _any_of([schemas[body] for body in operation.takes])
-        entry["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        entry["requestBody"] = {
+            "required": True,
+            "content": {operation.takes_type: {"schema": schema}},
+        }
     return entry
 
 
@@ -113,7 +120,7 @@ def _any_of(schemas: Sequence[Json]) -> Json:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _identifier(operation: Operation) -> str:
+def operation_id(operation: Operation) -> str:
     """Return the operation's unique id, such as `get_v1_models_name`."""
     words = re.findall(r"\w+", operation.rule.replace("path:", ""))
     return "_".join([operation.method, *words])
@@ -121,15 +128,17 @@ def _identifier(operation: Operation) -> str:
 
 def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     """Return the descriptions of all responses, by status."""
-    content: Json = {TEXT: {"schema": {"type": "string"}}}
+    content: Json = {kind: {"schema": {"type": "string"}} for kind in operation.text_types}
     if operation.given:
         content = {JSON: {"schema": _any_of([schemas[kind] for kind in operation.given])}}
     about = "The response."
     if operation.streams is not None:
-        end = operation.streams.ends_with
-        about += " With `stream`: server-sent events, each with a chunk as its data"
-        about += f"; the data of the last one is `{end}`." if end else "."
-        content[EVENTS] = {"itemSchema": _event(operation, schemas)}
+        about += _about_stream(operation.streams)
+        items = [schemas[kind] for kind in (*operation.streams.chunks, *operation.errors)]
+        if operation.streams.is_lines:
+            content[LINES] = {"itemSchema": _any_of(items)}
+        else:
+            content[EVENTS] = {"itemSchema": _event(items, operation.streams.ends_with)}
     refusals = (400, 403) if operation.scope == "public" else (400, 401, 403)
     bodies = dict.fromkeys((*operation.statuses, *refusals), operation.errors)
     bodies |= {status: (kind,) for status, kind in operation.otherwise.items()}
@@ -145,13 +154,19 @@ def _responses(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
     }
 
 
-def _event(operation: Operation, schemas: Mapping[Any, Json]) -> Json:
+def _about_stream(stream: Stream) -> str:
+    if stream.is_lines:
+        return " Streamed unless `stream` is false: one JSON object per line."
+    about = " With `stream`: server-sent events, each with a chunk as its data"
+    end = stream.ends_with
+    return about + (f"; the data of the last one is `{end}`." if end else ".")
+
+
+def _event(items: Sequence[Json], end: str) -> Json:
     """Return the schema of a stream's event, as OpenAPI 3.2 writes it. The event's `data` is a
-    string that contains JSON."""
-    assert operation.streams is not None
-    kinds = (operation.streams.chunk, *operation.errors)
-    chunk = _any_of([schemas[kind] for kind in kinds])
+    string that contains JSON. `end` is the data of the last event, if that is not JSON."""
+    chunk = _any_of(items)
     data: Json = {"type": "string", "contentMediaType": JSON, "contentSchema": chunk}
-    if end := operation.streams.ends_with:
+    if end:
         data = {"anyOf": [{"const": end}, data]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}

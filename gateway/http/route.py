@@ -21,12 +21,18 @@ name, the variables of the rule."""
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """A stream of server-sent events, as the OpenAPI document describes it."""
+    """A stream of server-sent events or of lines, as the OpenAPI document describes it."""
 
-    #: Struct of each event's data.
+    #: Struct of each event's data or of each line, or a tuple of structs if there are several.
     chunk: Any
     #: The data of the last event, if it is not a chunk; otherwise "".
     ends_with: str = ""
+    #: Whether each item is a line of JSON, and no server-sent event.
+    is_lines: bool = False
+
+    @property
+    def chunks(self) -> tuple[Any, ...]:
+        return self.chunk if isinstance(self.chunk, tuple) else (self.chunk,)
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -50,12 +56,16 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     #: A summary in one line. Further lines are the description.
     about: str
+    #: Media type of the request body.
+    takes_type: str = "application/json"
     #: Structs of the request body. If there are several, the body's fields decide which one it is.
     #: Empty: the request has no body.
     takes: tuple[type, ...] = ()
     #: Struct of a response with status 200, or a tuple of structs if it depends on the request.
-    #: None: the response is text.
+    #: None: the response is not JSON.
     gives: Any = None
+    #: Media types of a response that is not JSON.
+    text_types: tuple[str, ...] = ("text/plain",)
     #: The response if it is streamed; None if the route cannot stream.
     streams: Stream | None = None
     #: Struct of every error response, or a tuple of structs if it depends on a header.

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, and the response that streams them.
+"""Server-sent events: frames, and the response that streams them. It can also stream lines of JSON.
 
 If the client's socket is accessible (gunicorn, HTTP/1.1), the response takes the socket over.
 Frames are then written to it directly, in gevent's hub, when the engine's output arrives, and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import flask
@@ -32,6 +33,20 @@ LAST_EVENT_HEADER = "Last-Event-ID"
 """Header of a client that resumes a stream: the id of the last event that it received."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How a stream is written."""
+
+    content_type: str
+    #: Written while nothing else is, so that proxies and clients keep the connection.
+    keep_alive: bytes
+
+
+EVENTS = StreamFormat("text/event-stream; charset=utf-8", KEEP_ALIVE)
+JSON_LINES = StreamFormat("application/x-ndjson", b" ")
+"""One JSON value per line. A space may stand before any value. Clients fail on an empty line."""
+
+
 def frame(data: bytes) -> bytes:
     """Return an SSE frame. `data` is JSON without line breaks, as msgspec writes it."""
     return b"data: " + data + b"\n\n"
@@ -46,6 +61,7 @@ class EventStream(flask.Response):
     closing         returns whether to close the connection after the stream
     keep_alive_s    a keep-alive is sent after this many seconds without a frame
     send_timeout_s  a client that reads nothing for this many seconds is disconnected
+    form            what is streamed
     """
 
     def __init__(
@@ -57,8 +73,9 @@ class EventStream(flask.Response):
         closing: Callable[[], bool],
         keep_alive_s: float,
         send_timeout_s: float,
+        form: StreamFormat = EVENTS,
     ) -> None:
-        super().__init__(content_type="text/event-stream; charset=utf-8")
+        super().__init__(content_type=form.content_type)
         self.headers["Cache-Control"] = "no-cache"
         self.headers["X-Accel-Buffering"] = "no"  # otherwise nginx would buffer the stream
         self._attach = attach
@@ -68,7 +85,7 @@ class EventStream(flask.Response):
         self._outlet: Outlet | None = None
         self._options: dict[str, Any] = {
             "on_overflow": abandon,
-            "keep_alive": KEEP_ALIVE,
+            "keep_alive": form.keep_alive,
             "keep_alive_s": keep_alive_s,
             "send_timeout_s": send_timeout_s,
         }

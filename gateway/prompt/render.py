@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,8 @@ class RenderedPrompt:
     ids: list[int]
     #: The arguments that the chat template received.
     kwargs: dict[str, Any]
+    #: Seconds that the template took; the rest of the time went to the tokenizer.
+    template_s: float = 0.0
 
 
 class ChatRenderer:
@@ -126,8 +129,11 @@ class ChatRenderer:
         encoded, and ContextTooLong if the text is too long.
         """
         kwargs = self.kwargs(options, conversation.template, conversation.tools)
+        started_at = time.monotonic()
         text = self.text(replace(conversation, kwargs=kwargs))
-        return RenderedPrompt(text, self._encode(text, conversation.param, offload), kwargs)
+        template_s = time.monotonic() - started_at
+        ids = self._encode(text, conversation.param, offload)
+        return RenderedPrompt(text, ids, kwargs, template_s)
 
     def kwargs(
         self, options: TemplateOptions, own: ParsedTemplate | None, tools: Sequence[Any] | None

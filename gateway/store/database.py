@@ -1,7 +1,6 @@
-"""The store's SQLite file: stored responses, and the events of runs.
+"""The response store: stored responses, and the events of runs.
 
-A run is a generation that continues without its client. `Database` has the blocking operations;
-`Store` runs them in a thread, in order. Invariants:
+A run is a generation that continues without its client. Invariants:
 
 - New events, the end and the response of a run are written in one transaction, so readers always
   see events that are complete and in order.
@@ -15,34 +14,20 @@ A run is a generation that continues without its client. `Database` has the bloc
 - If the file is larger than `max_bytes`, the least recently used records are deleted. A record is a
   response with its run, or a run without a response, which counts as used when it was created.
 - None of these rules deletes an open run.
-
-The processes of one host may share the file (SQLite's WAL mode). The file is created with mode
-0600, so that only the user who runs the server can read it. The mode of an existing file is not
-changed.
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
-
-from gevent.threadpool import ThreadPool
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gateway.store import queries
 from gateway.store.queries import Interruption, NewRun, RunBatch, RunControl, RunPage, StoredRecord
-from gateway.threads import result_of
+from gateway.store.sqlite_file import SqliteFile
 
 LEASE_S = 10.0
 """Time after which a run is dead if its process has not renewed its lease."""
-BUSY_MS = 10_000
-"""Longest time that SQLite waits for a lock of another process."""
-JOURNAL_BYTES = 16 << 20
-"""Size to which SQLite truncates its write-ahead log."""
 SWEEP_EVERY_S = 60.0
 """Interval at which old records are deleted."""
 EVICTED_AT_ONCE = 16
@@ -50,7 +35,6 @@ EVICTED_AT_ONCE = 16
 SHARE_KEPT = 0.9
 """Share of `max_bytes` that may still be in use after making room."""
 
-T = TypeVar("T")
 Interrupt = Callable[[str, int, bytes | None], Interruption]
 """Makes the last event and the final response of a dead run. The arguments are the run's id, the
 number of its last event, and its stored response, if it has one."""
@@ -64,36 +48,7 @@ class BrokenChain(Exception):
         self.missing = missing
 
 
-class Store:
-    """Runs the operations of a `Database` in one thread, in order. Other greenlets are not blocked.
-    The file is opened on first use, after the fork."""
-
-    def __init__(self, open_database: Callable[[], Database]) -> None:
-        self._open_database = open_database
-        self._pool: ThreadPool | None = None
-        self._database: Database | None = None
-
-    def call(self, work: Callable[[Database], T]) -> T:
-        """Run `work` in the store's thread and return its result. Raises the exceptions of `work`,
-        and sqlite3.Error if the file cannot be used."""
-        if self._pool is None:
-            self._pool = ThreadPool(1)
-        return result_of(self._pool, lambda: work(self._opened()))
-
-    def close(self) -> None:
-        if self._database is not None:
-            self.call(Database.close)
-        if self._pool is not None:
-            self._pool.kill()
-            self._pool = None
-
-    def _opened(self) -> Database:
-        if self._database is None:
-            self._database = self._open_database()
-        return self._database
-
-
-class Database:
+class Database(SqliteFile):
     """The open database file. The methods block, and only one thread at a time may call them.
 
     interrupt  kind of a run -> the function that makes the run's last event and final response if
@@ -117,10 +72,7 @@ class Database:
         self._max_age_s = max_age_s
         self._runner = runner or f"{os.getpid()}-{uuid.uuid4().hex}"
         self._swept_at = 0.0
-        self._connection = _open(path)
-
-    def close(self) -> None:
-        self._connection.close()
+        super().__init__(path, queries.SCHEMA, queries.VERSION)
 
     # ---- responses
 
@@ -295,67 +247,8 @@ class Database:
                     return
                 self._remove([name for (name,) in rows])
 
-    def _used_bytes(self) -> int:
-        """Return the size of the file without its free pages."""
-        pages, free, size = (
-            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * size)
-
     def _remove(self, names: Sequence[str]) -> None:
         """Delete the responses, runs and events with these ids."""
         rows = [(name,) for name in names]
         for statement in (queries.DELETE_RESPONSE, queries.DELETE_RUN, queries.DELETE_EVENTS):
             self._many(statement, rows)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Run the `with` block as one transaction that may write."""
-        with self._connection:  # commits, or rolls back after an exception
-            self._connection.execute("BEGIN IMMEDIATE")
-            yield
-
-    def _execute(self, statement: str, *values: Any) -> None:
-        self._connection.execute(statement, values)
-
-    def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
-        self._connection.executemany(statement, rows)
-
-    def _one(self, statement: str, *values: Any) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
-        return row
-
-
-def _open(path: str) -> sqlite3.Connection:
-    """Return a connection to the file, which is created if it does not exist. Raises
-    sqlite3.Error."""
-    try:
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise sqlite3.OperationalError(f"{path}: {error.strerror}") from None
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    with ExitStack() as on_failure:
-        on_failure.callback(connection.close)
-        _prepare(connection, path)
-        on_failure.pop_all()
-    return connection
-
-
-def _prepare(connection: sqlite3.Connection, path: str) -> None:
-    """Set SQLite's options and create the tables. Raises sqlite3.Error."""
-    for pragma in (
-        f"busy_timeout = {BUSY_MS}",
-        "journal_mode = WAL",
-        "synchronous = NORMAL",
-        f"journal_size_limit = {JOURNAL_BYTES}",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, queries.VERSION):
-        raise sqlite3.DatabaseError(
-            f"{path} has schema version {version}; this server needs {queries.VERSION}"
-        )
-    connection.executescript("BEGIN IMMEDIATE;" + queries.SCHEMA + "COMMIT;")
-    connection.execute(f"PRAGMA user_version = {queries.VERSION}")

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 import gevent
 
 from gateway.http.client_socket import Outlet
-from gateway.store.database import Store
+from gateway.store.database import Database
 from gateway.store.queries import RunPage
+from gateway.store.sqlite_file import Store
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class RunTail:
     marked as wanted for the next `window_s` seconds, so it continues.
     """
 
-    def __init__(self, store: Store, run: str, owner: str, after: int, window_s: float) -> None:
+    def __init__(
+        self, store: Store[Database], run: str, owner: str, after: int, window_s: float
+    ) -> None:
         self._store = store
         self._run, self._owner = run, owner
         self._after = after

@@ -22,8 +22,9 @@ import gevent
 from gevent.event import Event
 
 from gateway.http.client_socket import Outlet
-from gateway.store.database import Database, Interrupt, Store
+from gateway.store.database import Database, Interrupt
 from gateway.store.queries import NewRun, RunBatch, RunControl, StoredRecord
+from gateway.store.sqlite_file import Store
 from protocol.config.gateway import NO_STORE, GatewayConfig
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Runs:
     window_s  seconds that a resumable run continues without a client
     """
 
-    def __init__(self, store: Store, window_s: float) -> None:
+    def __init__(self, store: Store[Database], window_s: float) -> None:
         self._store = store
         self._window_s = window_s
         self._runs: dict[str, DetachedRun] = {}
@@ -228,7 +229,7 @@ def _is_unwanted(control: RunControl, now: float) -> bool:
 class Persistence:
     """The store and the runs of this process, made from the operator's options."""
 
-    store: Store
+    store: Store[Database]
     runs: Runs
     #: Seconds that a resumable stream continues, and is kept, without a client.
     window_s: float

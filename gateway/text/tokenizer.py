@@ -9,7 +9,8 @@ GIL. `encode` does not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, cast
@@ -26,7 +27,7 @@ from gateway.text.detokenizer import (
     WindowDetokenizer,
     WindowState,
 )
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.errors import ContextTooLong, InvalidRequest, ServingError
 from protocol.model_card import ModelCard
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
@@ -79,6 +80,11 @@ class Tokenizer:
             True: TokenTable(codec, spelling, self.special_ids),
         }
 
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library. It is shared, and must not be changed."""
+        return self._inner
+
     def encode(
         self,
         text: str,
@@ -95,7 +101,42 @@ class Tokenizer:
         Raises ContextTooLong if the text is too long. Raises InvalidRequest if the tokenizer cannot
         encode it, or if the model does not have one of the tokens.
         """
-        num_bytes = _num_bytes(text, param)
+        num_bytes = self._check_length(text, param)
+        with library_failures(param):
+            if offload is None or num_bytes < INLINE_BYTES:
+                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = offload(lambda: self._encode_long(text, add_special_tokens))
+        self._check_ids(ids, param)
+        return ids
+
+    def encode_pieces(
+        self, pieces: Sequence[str], *, offload: Offload | None = None, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Return the token ids of each piece of a text, encoded on its own and without special
+        tokens at its ends. Raises the errors of `encode` about the whole text."""
+        num_bytes = self._check_length("".join(pieces), param)
+        found: list[list[int]] = []
+
+        def encode() -> list[int]:
+            found.extend(
+                each.ids
+                for each in self._inner.encode_batch_fast([*pieces], add_special_tokens=False)
+            )
+            return []
+
+        with library_failures(param):
+            if offload is None or num_bytes < INLINE_BYTES:
+                encode()
+            else:
+                offload(encode)
+        for ids in found:
+            self._check_ids(ids, param)
+        return found
+
+    def _check_length(self, text: str, param: str) -> int:
+        """Return the length of a text in bytes. Raises ContextTooLong if it is too long."""
+        num_bytes = text_bytes(text, param)
         if num_bytes > self.max_text_bytes:
             raise ContextTooLong(
                 f"{param} is {num_bytes:,} bytes long; this model takes "
@@ -103,19 +144,7 @@ class Tokenizer:
                 f"{self.max_text_bytes:,} bytes are rejected",
                 param=param,
             )
-        try:
-            if offload is None or num_bytes < INLINE_BYTES:
-                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                ids = offload(lambda: self._encode_long(text, add_special_tokens))
-        except BaseException as error:  # foreign code: see `_is_failure`
-            if not _is_failure(error):
-                raise
-            raise InvalidRequest(
-                f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
-            ) from None
-        self._check_ids(ids, param)
-        return ids
+        return num_bytes
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         """Raise InvalidRequest if the tokenizer returned an id that the model does not have."""
@@ -213,6 +242,20 @@ def _load(data: bytes) -> tokenizers.Tokenizer:
     return inner
 
 
+@contextmanager
+def library_failures(param: str) -> Iterator[None]:
+    """Raise InvalidRequest, naming the field, if the library `tokenizers` fails inside the
+    block."""
+    try:
+        yield
+    except BaseException as error:  # foreign code: see `_is_failure`
+        if isinstance(error, ServingError) or not _is_failure(error):
+            raise
+        raise InvalidRequest(
+            f"{param}: the model's tokenizer cannot encode this text: {error}", param=param
+        ) from None
+
+
 def _is_failure(error: BaseException) -> bool:
     """Return whether an exception is a failure of the library `tokenizers`.
 
@@ -229,7 +272,7 @@ def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
     return codec_of(json.loads(state))
 
 
-def _num_bytes(text: str, param: str) -> int:
+def text_bytes(text: str, param: str) -> int:
     """Return the length of a text in UTF-8. Raises InvalidRequest for half a surrogate pair."""
     if text.isascii():
         return len(text)

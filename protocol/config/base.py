@@ -12,14 +12,25 @@ from msgspec import Meta
 from protocol.log_lines import LogStyle
 
 
-def about(description: str, *, wiring: bool = False, alias: str = "", **bounds: Any) -> Meta:
+def about(
+    description: str,
+    *,
+    wiring: bool = False,
+    alias: str = "",
+    path: bool = False,
+    secret: bool = False,
+    **bounds: Any,
+) -> Meta:
     """Return the metadata of a config field: its help text and its bounds.
 
     wiring   the field connects processes: code sets it, and there is no command-line option for it
     alias    a second, shorter option for the field; "": none
+    path     the text is the path of a file or a directory
+    secret   the value is not printed
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
-    return Meta(description=description, extra={"wiring": wiring, "alias": alias}, **bounds)
+    extra = {"wiring": wiring, "alias": alias, "path": path, "secret": secret}
+    return Meta(description=description, extra=extra, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 msgspec.structs.force_setattr(self, field, os.path.abspath(path))
 
 
-KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`")]
+KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`", path=True)]
 SharedKey = Annotated[
     str, about("file that holds the cluster key shared by all engines of one cluster", wiring=True)
 ]

@@ -174,7 +174,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory for a record of the engine's input, for `tidegate replay`; it contains the "
-            "token ids of users' prompts. Default: no journal"
+            "token ids of users' prompts. Default: no journal",
+            path=True,
         ),
     ] = ""
     journal_mib: Annotated[

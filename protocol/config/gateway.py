@@ -12,7 +12,7 @@ from protocol.hosts import is_loopback
 from protocol.model_card import sampling_defaults
 
 NO_STORE = "none"
-"""The value of `response_store` that turns storing off."""
+"""The value of `response_store` and of `file_store` that turns storing off."""
 ENVIRONMENT_VARIABLE = "TIDEGATE_GATEWAY"
 """The environment variable in which a gateway process receives its config, as JSON."""
 
@@ -45,7 +45,9 @@ ExpectedCard = Annotated[
 ServedNames = Annotated[
     list[str], about("model name in the API; repeat for aliases. Default: the model's own")
 ]
-ChatTemplate = Annotated[str, about("file with a chat template to use in place of the model's own")]
+ChatTemplate = Annotated[
+    str, about("file with a chat template to use in place of the model's own", path=True)
+]
 DefaultTemplateKwargs = Annotated[
     str, about("JSON object of chat template variables for requests that do not set them")
 ]
@@ -155,13 +157,17 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = 1
     api_keys: Annotated[
         str,
-        about("file with the clients' API keys, made by `tidegate keys`; reloaded when it changes"),
+        about(
+            "file with the clients' API keys, made by `tidegate keys`; reloaded when it changes",
+            path=True,
+        ),
     ] = ""
     api_key: Annotated[
         list[str],
         about(
             "API key with all permissions; repeat for several. Prefer $TIDEGATE_API_KEY, "
-            "which is not visible in `ps`"
+            "which is not visible in `ps`",
+            secret=True,
         ),
     ] = []
     api_key_digests: Annotated[
@@ -198,6 +204,9 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         list[str],
         about("origin of web pages that may call this server, or * for any; repeat for several"),
     ] = []
+    web: Annotated[
+        bool, about("serve a web page at / with a chat and a reference of the API (docs/page.md)")
+    ] = True
     served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
@@ -268,7 +277,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores responses, shared by all gateways; none: do not store "
-            "them. Default: responses/PORT.db in $TIDEGATE_HOME"
+            "them. Default: responses/PORT.db in $TIDEGATE_HOME",
+            path=True,
         ),
     ] = ""
     response_store_mib: Annotated[
@@ -282,6 +292,42 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     response_store_days: Annotated[
         float, about("delete stored responses unused for this many days", ge=0.001, le=36500)
     ] = 30.0
+    file_store: Annotated[
+        str,
+        about(
+            "SQLite file that stores uploaded files and batches, shared by all gateways; none: no "
+            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME"
+        ),
+    ] = ""
+    file_store_mib: Annotated[
+        int, about("size of the file store from which uploads are refused", ge=1, le=1 << 24)
+    ] = 4096
+    file_max_mib: Annotated[int, about("largest uploaded file", ge=1, le=1 << 16)] = 200
+    files_per_key: Annotated[int, about("most uploaded files of one API key", ge=1, le=1 << 20)] = (
+        1000
+    )
+    file_days: Annotated[
+        float,
+        about(
+            "delete uploaded files, results and ended batches after this many days, unless a "
+            "request sets another time",
+            ge=0.001,
+            le=36500,
+        ),
+    ] = 30.0
+    batch_max_lines: Annotated[int, about("most lines of a batch", ge=1, le=1 << 24)] = 50_000
+    batches_per_key: Annotated[int, about("most open batches of one API key", ge=1, le=1 << 20)] = (
+        100
+    )
+    batch_concurrency: Annotated[
+        int,
+        about(
+            "most lines of batches that a gateway process sends to engines at the same time; "
+            "0: as many as an engine has slots",
+            ge=0,
+            le=4096,
+        ),
+    ] = 0
     resume_s: Annotated[
         float,
         about(
@@ -313,8 +359,9 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._make_absolute("chat_template", "api_keys", "engines_file")
         _check_names(self.hosted)
-        if self.response_store != NO_STORE:
-            self._make_absolute("response_store")
+        for field in ("response_store", "file_store"):
+            if getattr(self, field) != NO_STORE:
+                self._make_absolute(field)
         if not (is_loopback(self.host) or self.has_keys or self.insecure_no_auth):
             raise ValueError(
                 f"host {self.host} is reachable from other machines, but no API key is set: set "

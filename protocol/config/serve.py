@@ -33,6 +33,15 @@ class SupervisorConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "text"
 
+    log_file_mib: Annotated[
+        int,
+        about(
+            "largest size of the log in the run directory, which `tidegate logs` shows; 0: none",
+            ge=0,
+            le=1 << 16,
+        ),
+    ] = 8
+
     @property
     def max_restarts(self) -> int:
         """The number of restarts allowed within five minutes; 0 if `restart` is off."""
@@ -87,14 +96,16 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         str,
         about(
             "file with addresses of running engines, one per line; read again when it changes, so "
-            "engines can be added and removed"
+            "engines can be added and removed",
+            path=True,
         ),
     ] = ""
     models: Annotated[
         str,
         about(
             "file with several models in place of MODEL: TOML tables [[model]] with path, name, "
-            "alias, and options of this command (docs/several-models.md)"
+            "alias, and options of this command (docs/several-models.md)",
+            path=True,
         ),
     ] = ""
     load: Annotated[

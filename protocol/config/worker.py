@@ -20,6 +20,7 @@ AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
 KVDtype = Literal["auto", "int8"]
+PoolingOption = Literal["auto", "cls", "mean", "last"]
 
 MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
 TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
@@ -149,6 +150,13 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "(docs/performance.md); auto: --dtype"
         ),
     ] = "auto"
+    pooling: Annotated[
+        PoolingOption,
+        about(
+            "serve /v1/embeddings with the vector of the first token (cls), the mean of all tokens "
+            "or the last token; auto: as the model's files say, so a chat model has no embeddings"
+        ),
+    ] = "auto"
     measurements: Annotated[
         str,
         about(
@@ -241,7 +249,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory that keeps computed blocks across restarts, for its owner only; servers may "
-            "share it. Default: none"
+            "share it. Default: none",
+            path=True,
         ),
     ] = ""
     kv_disk_gib: Annotated[

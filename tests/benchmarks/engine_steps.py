@@ -75,6 +75,7 @@ class StepTimer:
         both, in seconds."""
         started = time.process_time()
         while (plan := self._engine.plan()) is not None:
+            assert isinstance(plan, StepPlan), "no request of this benchmark encodes"
             self._in_flight.append(plan)
         planned = time.process_time()
         oldest = self._in_flight.popleft()

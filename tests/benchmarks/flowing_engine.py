@@ -86,6 +86,7 @@ class FlowingEngine(ScriptedEngine):
     def _step(self) -> None:
         news: dict[bytes, list[Output]] = {}
         for key, talk in list(self._talks.items()):
+            assert isinstance(talk.message, Generate)
             tokens, top = talk.steps.popleft(), talk.message.params.logprobs
             is_last, is_first = not talk.steps, not talk.num_generated
             talk.num_generated += 1

@@ -1,7 +1,8 @@
 """One session with a tool in each of several client libraries, with the real model.
 
 The session has a question, a required tool call, its result, an answer in text, and an answer that
-is an object. Each turn is sent whole and streamed, and both answers must be equal.
+is an object. Each turn is sent whole and streamed, and both answers must be equal. Ollama's API
+cannot require a call, so its session begins with one that was made before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import ollama
 import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -209,3 +211,105 @@ def test_langchain(exact_server: Server) -> None:
     whole = short.invoke(history).content
     assert whole
     assert "".join(str(chunk.content) for chunk in short.stream(history)) == whole
+
+
+def test_llama_index(exact_server: Server) -> None:
+    openai_like = pytest.importorskip(
+        "llama_index.llms.openai_like", reason="`make` installs it, no extra does"
+    )
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        return RESULT
+
+    options: dict[str, Any] = {
+        "model": SERVED_NAME,
+        "api_base": f"{exact_server.url}/v1",
+        "api_key": "none",
+        "temperature": 0,
+        "max_tokens": WORDS,
+        "max_retries": 0,
+    }
+    model = openai_like.OpenAILike(is_chat_model=True, is_function_calling_model=True, **options)
+    tool = FunctionTool.from_defaults(weather)
+    first = model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    (call,) = model.get_tool_calls_from_response(first)
+    assert call.tool_name == NAME
+    assert isinstance(call.tool_kwargs["city"], str)
+    result = ChatMessage(
+        role="tool", content=RESULT, additional_kwargs={"tool_call_id": call.tool_id}
+    )
+    history = [ChatMessage(role="user", content=QUESTION), first.message, result]
+    whole = model.chat(history).message.content
+    assert whole
+    assert "".join(part.delta for part in model.stream_chat(history)) == whole
+    texts = openai_like.OpenAILike(is_chat_model=False, **options)
+    text = texts.complete("Once upon a time").text
+    assert text
+    assert "".join(part.delta for part in texts.stream_complete("Once upon a time")) == text
+
+
+# ---- Ollama's API
+
+
+def ollama_turn(client: ollama.Client, **asked: Any) -> Any:
+    """Return the whole answer, after checking that the streamed one is equal."""
+    asked = {"model": SERVED_NAME, **asked}
+    asked["options"] = {"temperature": 0, "num_predict": WORDS}
+    whole = client.chat(**asked)
+    parts = list(client.chat(**asked, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [*[False] * (len(parts) - 1), True]
+    assert parts[-1].done_reason == whole.done_reason
+    assert parts[-1].eval_count == whole.eval_count
+    return whole
+
+
+def test_ollama(exact_server: Server) -> None:
+    with ollama.Client(exact_server.url) as client:
+        (listed,) = client.list().models
+        (loaded,) = client.ps().models
+        assert listed.model == loaded.model == f"{SERVED_NAME}:latest"
+        shown = client.show(listed.model)
+        assert shown.capabilities == ["completion", "tools"]
+        assert shown.modelinfo["llama.context_length"] == loaded.context_length
+        function = {"name": NAME, "arguments": {"city": "Oslo"}}
+        messages: list[Any] = [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "tool_calls": [{"function": function}]},
+            {"role": "tool", "tool_name": NAME, "content": RESULT},
+        ]
+        told = ollama_turn(client, messages=messages, tools=[CHAT_TOOL])
+        assert told.message.content
+        assert told.done_reason in ("stop", "length")
+        assert min(told.prompt_eval_duration, told.eval_duration) > 0
+        messages += [told.message, {"role": "user", "content": "Say it as an object."}]
+        formed = client.chat(SERVED_NAME, messages, format=Weather.model_json_schema())
+        assert Weather.model_validate_json(formed.message.content)
+
+
+def test_texts_of_ollama(exact_server: Server) -> None:
+    with ollama.Client(exact_server.url) as client:
+        options = {"temperature": 0, "num_predict": WORDS}
+        asked: dict[str, Any] = {"model": f"{SERVED_NAME}:latest", "options": options}
+        for prompt in ({"prompt": "Once upon a time", "raw": True}, {"prompt": QUESTION}):
+            whole = client.generate(**asked, **prompt)
+            parts = list(client.generate(**asked, **prompt, stream=True))
+            assert whole.response
+            assert "".join(part.response for part in parts) == whole.response
+            assert parts[-1].context == whole.context
+        assert whole.context
+        again = client.generate(**asked, prompt="And tomorrow?", context=whole.context)
+        assert again.prompt_eval_count > len(whole.context)
+        assert client.pull(SERVED_NAME).status == "success"
+        for refused, status in (
+            (lambda: client.generate(**asked, prompt="a", suffix="b"), 400),
+            (lambda: client.pull("another"), 403),
+            (lambda: client.delete(SERVED_NAME), 403),
+            (lambda: client.chat("another", [{"role": "user", "content": "x"}]), 404),
+        ):
+            with pytest.raises(ollama.ResponseError) as error:
+                refused()
+            assert error.value.status_code == status

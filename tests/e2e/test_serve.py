@@ -20,7 +20,7 @@ from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually
-from tools.commands.chat import ChatSession
+from tools.chat.session import ChatSession
 from tools.http.web import WebServer as Address
 from tools.processes.run_lock import METRICS, RUN_KEY
 

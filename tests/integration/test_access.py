@@ -27,7 +27,7 @@ KEYS = {
     "boss": KeyEntry(digest=digest_of(BOSS), scopes=["inference", "admin"]),
     "watch": KeyEntry(digest=digest_of(WATCH), scopes=["metrics"]),
 }
-PUBLIC = {"/livez", "/startupz", "/readyz", "/health"}
+PUBLIC = {"/livez", "/startupz", "/readyz", "/health", "/", "/docs", "/web/some-id"}
 CANARY = "canary-in-a-coal-mine"
 
 
@@ -101,10 +101,12 @@ def odd_spellings(path: str) -> list[str]:
         f"{path}#x",
         f"http://localhost{path}",
         f"http://evil.example{path}",
-        f"/%{ord(path[1]):02x}{path[2:]}",
         segments.replace("/", "%2f"),
         segments.replace("/", "\\"),
     ]
+    if path == "/":  # the only path without a letter
+        return [spelling for spelling in spellings if spelling != path]
+    spellings.append(f"/%{ord(path[1]):02x}{path[2:]}")
     if rest:
         spellings += [f"/{first}//{rest}", f"/{first}%2f{rest}", f"/{first}/x/../{rest}"]
     return spellings
@@ -144,7 +146,8 @@ def test_no_route_is_served_to_a_caller_without_its_scope(
 
 def test_only_the_listed_routes_need_no_key(gateway: GatewayProcess):
     assert {path for _, path, scope in ROUTES if scope == "public"} == PUBLIC
-    assert all(ask(gateway, "GET", path)[0] == 200 for path in PUBLIC)
+    opened = PUBLIC - {"/web/some-id"} | {"/web/app.js"}
+    assert all(ask(gateway, "GET", path)[0] == 200 for path in opened)
 
 
 def test_each_scope_opens_its_own_routes(gateway: GatewayProcess):
@@ -190,6 +193,27 @@ def test_an_errors_shape_is_that_of_the_api_that_was_asked(gateway: GatewayProce
     assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "authentication_error")
     _, _, anthropic = ask(gateway, "POST", "/v1/messages", x_api_key=WATCH)
     assert anthropic["error"]["type"] == "permission_error"
+    _, _, ollama = ask(gateway, "POST", "/api/chat")
+    assert ollama.keys() == {"error"}
+    assert "an API key is required" in ollama["error"]
+
+
+def test_only_admins_unload_a_model_through_ollamas_api(gateway: GatewayProcess):
+    def unload(key: str) -> Told:
+        body = b'{"model": "scripted", "keep_alive": 0}'
+        head = ("POST /api/generate HTTP/1.1", "Host: localhost", "Connection: close")
+        return sent(
+            gateway,
+            *head,
+            f"Authorization: Bearer {key}",
+            f"Content-Length: {len(body)}",
+            body=body,
+        )
+
+    status, _, result = unload(USER)
+    assert (status, "scope 'admin'" in result["error"]) == (403, True)
+    status, _, result = unload(BOSS)
+    assert (status, "keeps its only model loaded" in result["error"]) == (400, True)
 
 
 def test_a_request_without_a_key_is_refused_before_its_body_is_read(gateway: GatewayProcess):

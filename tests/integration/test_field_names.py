@@ -14,6 +14,7 @@ import pytest
 import requests
 from msgspec import inspect
 
+from gateway.api.ollama.requests import OllamaChatBody, OllamaGenerateBody
 from gateway.api.openai.requests import BatchBody
 from gateway.api.render.requests import DerenderChat, DerenderCompletion
 from gateway.app import operations
@@ -33,6 +34,8 @@ BESIDE: dict[type, dict[str, Any]] = {
     BatchBody: {"messages": [HI]},
     DerenderChat: {"generate_response": RESPONSE},
     DerenderCompletion: {"generate_responses": [RESPONSE]},
+    OllamaChatBody: {"model": "scripted", "messages": HI},
+    OllamaGenerateBody: {"model": "scripted", "prompt": "hi"},
 }
 """Fields that a body needs in addition to those that its struct requires."""
 VALID: dict[str, Any] = {
@@ -233,6 +236,8 @@ def test_every_refusal_names_the_field_as_it_was_spelled(
         for at, body in faults_of_struct(struct, "", lambda value: value):
             answer = session.post(gateway.url + path, json=body, timeout=20)
             error = answer.json().get("error", {})
+            if isinstance(error, str):  # Ollama's errors have no `param`
+                error = {"param": at, "message": error}
             named = (answer.status_code, error.get("param"))
             if named != (400, at) or at not in error["message"]:
                 wrong.append((at, str(body)[:120], answer.status_code, error))

@@ -3,17 +3,11 @@ reads the journal of an engine."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
-from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +20,7 @@ from protocol.messages import Pong
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program
+from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_engine import tiny_engine
@@ -81,7 +76,14 @@ def test_requests_are_seen_aborted_and_let_finish(
         assert "slots" in text
         assert "\x1b" not in text
         last = rows[-1]["name"]
+        why = tool("why", last)
+        assert why.startswith(f"{last}: took ")
+        assert "for a slot: all 8 were in use" in why
+        (timeline,) = json.loads(tool("why", last, "--json"))
+        assert [span["stage"] for span in timeline["stages"]][-1] == "queued"
+        assert "keeps the last 1,000 requests" in tool("why", "nobody", code=1)
         assert tool("abort", last) == f"aborted  {last}\n"
+        assert "ended with 'abort'" in tool("why", last)
         assert "no open request" in tool("abort", last, code=1)
         assert "aborted  job-" in tool("abort", "--all")
         assert client.get_status().num_open == 0
@@ -120,35 +122,6 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
         scripted.stats = replace(scripted.stats, draining=False)
         gateway.await_ready()
         assert requests.get(gateway.url + "/livez", timeout=5).ok
-
-
-class PseudoTerminal:
-    """A program with a terminal of its own. `text` is its output so far."""
-
-    def __init__(self, command: list[str], columns: int, lines: int) -> None:
-        self.text = ""
-        self._ours, theirs = pty.openpty()
-        os.set_blocking(self._ours, False)
-        self._theirs = theirs
-        self.resize(columns, lines)
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs)
-
-    def resize(self, columns: int, lines: int) -> None:
-        ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def shows(self, words: str) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self.text += os.read(self._ours, 1 << 20).decode(errors="replace")
-        return words in self.text
-
-    def press(self, keys: bytes) -> None:
-        os.write(self._ours, keys)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._theirs)
-        os.close(self._ours)
 
 
 def test_top_redraws_a_terminal_until_quit_and_restores_it(

@@ -13,9 +13,10 @@ from typing import Any
 import gevent
 import pytest
 
-from gateway.store.database import Database, Store
+from gateway.store.database import Database
 from gateway.store.queries import Interruption, NewRun, StoredRecord
 from gateway.store.runs import DetachedRun, Runs
+from gateway.store.sqlite_file import Store
 from tests.support.waiting import eventually
 
 

@@ -394,6 +394,23 @@ def test_a_model_can_be_put_to_sleep_and_woken_up(scene: OnDemand) -> None:
         assert woken.result().json() == {"is_sleeping": False}
 
 
+def test_a_request_of_ollama_without_a_prompt_loads_and_unloads_its_model(scene: OnDemand) -> None:
+    scene.supervisor.on_stop = lambda model: scene.supervisor.set(model, "unloaded")
+    for path in ("/api/generate", "/api/chat"):
+        with scene.load():
+            loaded = scene.gateway.post(path, {"model": "b:latest"})
+            assert loaded.json()["done_reason"] == "load"
+            assert "b:latest" in str(scene.get("/api/ps"))
+            unloaded = scene.gateway.post(path, {"model": "b:latest", "keep_alive": 0})
+            assert (unloaded.status_code, unloaded.json()["done_reason"]) == (200, "unload")
+        assert scene.supervisor.stopped[-1] == "b"
+        assert "b:latest" not in str(scene.get("/api/ps"))
+        assert "b:latest" in str(scene.get("/api/tags"))
+    assert (
+        scene.gateway.post("/api/generate", {"model": "c", "keep_alive": "0s"}).status_code == 404
+    )
+
+
 def test_sleep_names_its_model_and_reports_the_supervisors_refusal(scene: OnDemand) -> None:
     assert scene.gateway.post("/sleep", None).status_code == 400
     assert scene.gateway.post("/sleep?model=c", None).status_code == 404

@@ -67,6 +67,9 @@ class CutLine:
         subscriber(Accepted(request=1))
         return 1
 
+    def encode(self, *_: Any, **__: Any) -> int:
+        raise AssertionError("no request here encodes")
+
     def abort(self, request: int, freed: object = None) -> None:
         pass
 

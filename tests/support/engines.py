@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import MatcherTemplate
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.encoding import EncodeInputs, EncodingCard
 from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
@@ -30,6 +31,7 @@ from protocol.kv_window import KVGroups, max_request_tokens
 from protocol.messages import (
     Accepted,
     Account,
+    Encode,
     Generate,
     Limits,
     LoadAdapter,
@@ -40,7 +42,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
-from protocol.steps import NULL_BLOCK, Masks, StepPlan, StepResult
+from protocol.steps import NULL_BLOCK, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 from tests.support.echo_adapters import ROOT, EchoAdapters, adapter_info
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover
@@ -49,6 +51,10 @@ from tests.support.tiers import EchoTiers
 VOCAB = 97
 EOS = 0
 CLIENT = b"client"
+MAX_INPUT, ECHO_SIZE = 40, 3
+"""Most tokens of an input, and numbers in its result, of a model that encodes."""
+FAILING_SUM = 13
+"""The echo model fails to encode an input whose tokens add up to this."""
 
 
 def next_token(tokens: list[int], seed: int = 0, possible: list[int] | None = None) -> int:
@@ -65,6 +71,11 @@ def repetitive_token(tokens: list[int], seed: int = 0, possible: list[int] | Non
     seven of eight cases the token depends only on the last one, modulo 4."""
     drawn = sha256(repr((tokens, seed)).encode()).digest()[1]
     return next_token(tokens if drawn % 8 == 0 else [tokens[-1] % 4], seed, possible)
+
+
+def echo_vector(tokens: Sequence[int], split: int) -> list[float]:
+    """Return the result of the echo model for one input."""
+    return [float(len(tokens)), float(sum(tokens)), float(split)]
 
 
 SampleToken = Callable[[list[int], int, list[int] | None], int]
@@ -128,7 +139,8 @@ class EchoWorker:
             return [self.limits.kv_window]
         return [None, *[groups.window] * groups.window_blocks]
 
-    def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+    def execute(self, plan: StepPlan | EncodePlan, masks: Masks | None = None) -> StepResult:
+        assert isinstance(plan, StepPlan)
         self._possible = _possible(plan, masks)
         for released in plan.release:
             slot = released.slot
@@ -178,6 +190,24 @@ class EchoWorker:
             counts=None if plan.row_drafts is None else Int32.of(map(len, results)),
             failed=Int32.of([]),
             proposed=self._run_draft_model(plan),
+        )
+
+    def encode(self, plan: EncodePlan) -> EncodeResult:
+        lengths, tokens = plan.inputs.lengths.tolist(), plan.inputs.tokens.tolist()
+        splits = plan.inputs.splits
+        ends = list(accumulate(lengths))
+        assert len(lengths) == 1 or ends[-1] <= self.limits.token_budget
+        rows = [
+            echo_vector(tokens[end - length : end], split)
+            for end, length, split in zip(
+                ends, lengths, lengths if splits is None else splits.tolist(), strict=True
+            )
+        ]
+        failed = [place for place, row in enumerate(rows) if row[1] == FAILING_SUM]
+        return EncodeResult(
+            step=plan.step,
+            vectors=Float32.of(chain.from_iterable(rows), (len(rows), ECHO_SIZE)),
+            failed=Int32.of(failed),
         )
 
     def _run_draft_model(self, plan: StepPlan) -> Int32 | None:
@@ -284,6 +314,7 @@ def a_card(**changes: object) -> ModelCard:
         "context_tokens": 512,
         "tokenizer": signs_tokenizer(markers=False),
         "eos_token_ids": [EOS],
+        "encoding": EncodingCard(task="embed", max_tokens=MAX_INPUT, size=ECHO_SIZE),
     }
     return ModelCard(**(fields | changes))  # type: ignore[arg-type]
 
@@ -394,7 +425,7 @@ class Bench:
         self.compiler = echo_compiler()
         self.outputs: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
-        self.in_flight: deque[StepPlan] = deque()
+        self.in_flight: deque[StepPlan | EncodePlan] = deque()
         self.masks: Masks | None = None
         self.jobs: list[CompileJob] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}
@@ -462,6 +493,44 @@ class Bench:
         self.outputs[client, self._next] = []
         return self._next
 
+    def encode(self, *inputs: list[int], **more: Any) -> int:
+        """Add a request that encodes, and that is accepted. Return its number."""
+        number = self.try_encode(*inputs, **more)
+        assert isinstance(number, int), number
+        return number
+
+    def try_encode(
+        self,
+        *inputs: list[int],
+        client: bytes = CLIENT,
+        splits: list[int] | None = None,
+        **more: Any,
+    ) -> int | Refused:
+        """Add a request that encodes. Return its number, or the refusal."""
+        self._next += 1
+        message = Encode(
+            request=self._next,
+            inputs=EncodeInputs(
+                tokens=Int32.of(chain.from_iterable(inputs)),
+                lengths=Int32.of(map(len, inputs)),
+                splits=None if splits is None else Int32.of(splits),
+            ),
+            **more,
+        )
+        reply = self.engine.add_encode(client, message)
+        self.check()
+        if isinstance(reply, Refused):
+            return reply
+        self.outputs[client, self._next] = []
+        return self._next
+
+    def vectors(self, number: int, client: bytes = CLIENT) -> list[list[float]]:
+        """Return the results of a request that encodes."""
+        vectors = self.last_output(number, client).vectors
+        assert vectors is not None
+        flat = vectors.tolist()
+        return [flat[place : place + ECHO_SIZE] for place in range(0, len(flat), ECHO_SIZE)]
+
     def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
         """Compile the grammar `jobs[which]`. Return {request: reply} for the requests that waited
         for it."""
@@ -492,22 +561,32 @@ class Bench:
         self.check()
         return known
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepPlan | EncodePlan | None:
         self.adapters.commands += self.engine.drain_adapter_commands()
         plan = self.engine.plan()
         self.send_kv_commands()
         if plan is not None:
-            self.adapters.check(plan)
-            self.plans.append(plan)
+            if isinstance(plan, StepPlan):
+                self.adapters.check(plan)
+                self.plans.append(plan)
             self.in_flight.append(plan)
-            if len(self.in_flight) == 1:
+            if self.masks is None:
                 self.masks = self.engine.masks()
         self.check()
         return plan
 
     def finish(self, elapsed_s: float = 0.01) -> None:
         """Let the worker execute the oldest plan in flight, and commit its result."""
-        self.commit(self.worker.execute(self.in_flight[0], self.masks), elapsed_s)
+        plan = self.in_flight[0]
+        if isinstance(plan, EncodePlan):
+            self.in_flight.popleft()
+            for client, outputs in self.engine.commit_encoded(
+                self.worker.encode(plan), elapsed_s
+            ).items():
+                self._keep(client, outputs.outputs)
+            self.check()
+        else:
+            self.commit(self.worker.execute(plan, self.masks), elapsed_s)
 
     def commit(self, result: StepResult, elapsed_s: float = 0.01) -> None:
         """Commit the result of the oldest plan in flight."""
@@ -566,13 +645,15 @@ class Bench:
 
     def step(self) -> dict[int, int] | None:
         """Make all plans that are possible, and finish the oldest. Return {slot: tokens} of that
-        plan's rows, or None if there was nothing to do."""
+        plan's rows, or of its inputs, or None if there was nothing to do."""
         while self.plan() is not None:
             pass
         if not self.in_flight:
             return None
         plan = self.in_flight[0]
         self.finish()
+        if isinstance(plan, EncodePlan):
+            return dict(enumerate(plan.inputs.lengths.tolist()))
         return dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
 
     def run(self, most: int = 100_000) -> None:

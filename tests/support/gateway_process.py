@@ -17,9 +17,10 @@ CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
 class GatewayProcess(Program):
     """A gateway that runs until the end of its `with` block. Keyword arguments are fields of
-    GatewayConfig."""
+    GatewayConfig, kept as `config`."""
 
     def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
+        self.config = config
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = command or ["-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"]

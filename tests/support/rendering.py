@@ -56,6 +56,9 @@ class Tape:
         subscriber(Accepted(request=number))
         return number
 
+    def encode(self, *_: Any, **__: Any) -> int:
+        raise AssertionError("no recorded request encodes")
+
     def abort(self, request: int, freed: object = None) -> None:
         self._open.pop(request, None)
 

@@ -259,6 +259,7 @@ class Replica:
     def plan(self) -> None:
         """Make all plans that are possible."""
         while (plan := self.engine.plan()) is not None:
+            assert isinstance(plan, StepPlan), "no request here encodes"
             self.out.append(plan)
             if len(self.out) == 1:
                 self._masks = self.engine.masks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32, UInt8
+from protocol.encoding import EncodeInputs, EncodingCard
 from protocol.errors import ErrorInfo
 from protocol.grammar import (
     Either,
@@ -56,10 +57,12 @@ from protocol.messages import (
     AdapterChanged,
     Adapters,
     Drain,
+    Encode,
     EngineStatus,
     EngineStopped,
     Generate,
     GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -76,7 +79,7 @@ from protocol.messages import (
     Profiled,
     Refused,
     ReleaseKV,
-    RequestStatus,
+    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     Times,
@@ -85,13 +88,16 @@ from protocol.messages import (
     Usage,
     Welcome,
 )
-from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.model_card import InfillTokens, ModelCard, SamplingDefaults
+from protocol.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady, OfflineRequest
 from protocol.sampling import SamplingParams
-from protocol.stats import EngineLoad, EngineStats, WorkerStatus
+from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
 from protocol.steps import (
     AdapterLoad,
     AdapterReport,
     AdapterUnload,
+    EncodePlan,
+    EncodeResult,
     Heartbeat,
     JoinRefused,
     Logprobs,
@@ -110,6 +116,8 @@ from protocol.steps import (
     WorkerReady,
     WorkerSettings,
 )
+from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
+from protocol.usage import RequestStatus
 
 PARAMS = SamplingParams(
     max_tokens=7,
@@ -167,8 +175,21 @@ CARD = ModelCard(
     license="apache-2.0",
     tool_use_template="{{ tools }}",
     numerics="0f1e2d3c",
+    infill_tokens=InfillTokens(prefix=4, suffix=5, middle=6, pad=7, repository=8, file=9),
+    generates=False,
+    encoding=EncodingCard(
+        task="score",
+        max_tokens=256,
+        size=2,
+        pooling="mean",
+        normalizes=True,
+        similarity="dot",
+        prompts={"query": "q: "},
+        default_prompt="query",
+    ),
 )
 ADAPTER = AdapterInfo(name="fr", digest="a1", rank=16, path="french/7")
+INPUTS = EncodeInputs(tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1]))
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
 )
@@ -263,6 +284,16 @@ MESSAGES: list[Message] = [
         answer=Int32.of([7]),
         adapter="fr",
     ),
+    Encode(
+        request=2,
+        inputs=INPUTS,
+        priority=-1,
+        labels=["embd-7"],
+        account=Account(name="alice"),
+        timeout_s=30.0,
+        queue_timeout_s=2.5,
+        is_moved=True,
+    ),
     Abort(requests=[1, 2]),
     AbortByLabel(request=3, names=["7", "8"], everything=True),
     KeepKV(handles=["aGFuZGxl"]),
@@ -270,7 +301,8 @@ MESSAGES: list[Message] = [
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
     LoadAdapter(request=6, name="fr", path="french/7"),
     UnloadAdapter(request=7, name="fr"),
-    GetStatus(request=5, max_rows=20),
+    GetStatus(request=5, max_rows=20, after_step=34),
+    GetTimeline(request=6, names=["7"]),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
     Goodbye(),
@@ -323,6 +355,7 @@ MESSAGES: list[Message] = [
                     ),
                 ),
                 error=ERROR,
+                vectors=Float32.of([0.5], (1, 1)),
                 kv_handle="aGFuZGxl",
             )
         ],
@@ -347,8 +380,59 @@ MESSAGES: list[Message] = [
                 generated_tokens=10,
                 most_tokens=64,
                 preemptions=1,
+                waits_for="step",
             )
         ],
+        blocks=BlockCounts(requests=3, leased=4, cached=5, free=6),
+        steps=[StepSummary(33, 2, 5, 6, 7, 0.5, 0.25, 1000.25)],
+        first_tokens=[0, 1],
+        gaps=[2, 3],
+    ),
+    RequestTimelines(
+        request=6,
+        timelines=[
+            EngineTimeline(
+                name="7",
+                client="gateway-42",
+                account="alice",
+                finish="stop",
+                took_s=2.5,
+                ended_ago_s=1.5,
+                prompt_tokens=20,
+                cached_tokens=16,
+                fetched_tokens=8,
+                generated_tokens=10,
+                preemptions=1,
+                draft_tokens=3,
+                accepted_tokens=2,
+                first_token_s=0.5,
+                slots=64,
+                stages=[StageSpan(stage="queued", start_s=0.25, end_s=0.5)],
+                groups=[
+                    StepGroup(
+                        start_s=0.25,
+                        end_s=0.5,
+                        first_step=33,
+                        steps=2,
+                        busy_s=0.25,
+                        longest_s=0.125,
+                        own_prefill=4,
+                        own_decodes=1,
+                        own_drafts=3,
+                        other_decodes=63,
+                        other_prefill=512,
+                        other_drafts=5,
+                        lack="slot",
+                        prompts=[
+                            PromptShare(name="8", account="bob", tokens=512, prompt_tokens=7900)
+                        ],
+                    )
+                ],
+                has_lost_steps=True,
+            )
+        ],
+        kept=1000,
+        kept_s=900.0,
     ),
     Profiled(request=4, file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5),
     Aborted(request=3, aborted=["7"], unknown=["8"]),
@@ -404,6 +488,13 @@ MESSAGES: list[Message] = [
     KVCancel(job=5),
     KVStore(blocks=Int32.of([7]), hashes=[b"h" * 32]),
     KVUsed(hashes=[b"h" * 32]),
+    EncodePlan(step=4, inputs=INPUTS),
+    EncodeResult(
+        step=4,
+        vectors=Float32.of([0.5, 0.25, 1.0, 2.0], (2, 2)),
+        failed=Int32.of([1]),
+        compute_s=0.25,
+    ),
     StepResult(
         step=3,
         tokens=Int32.of([9, 4, 10]),
@@ -496,4 +587,8 @@ MESSAGES: list[Message] = [
     KVLive(),
     KVExpired(),
     KVUnlike(reason="the peer's cache is of another model"),
+    OfflineRequest(request=7, path="/v1/completions", body=b"{}"),
+    OfflineAbort(requests=[7, 8]),
+    OfflineReady(model="m", max_len=512, max_slots=8),
+    OfflineAnswer(request=7, status=200, body=b"{}"),
 ]

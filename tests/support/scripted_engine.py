@@ -7,17 +7,20 @@ replies.
         engine.script = lambda generate: text_reply("Hello", size=2)
 
 A request with `kv_readers` is answered with a handle, unless `computes` replies otherwise. The
-prompt of a request with a handle is reported as fetched.
+prompt of a request with a handle is reported as fetched. A request that encodes gets the results of
+`scripted_vector`, if the card says that the model encodes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any, Self
 
 import msgspec
@@ -27,6 +30,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from protocol import sockets, wire
 from protocol.adapters import AdapterInfo
+from protocol.arrays import Float32
 from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -37,7 +41,11 @@ from protocol.messages import (
     AdapterChanged,
     Adapters,
     Drain,
+    Encode,
+    EngineStatus,
     Generate,
+    GetStatus,
+    GetTimeline,
     Goodbye,
     Hello,
     KeepKV,
@@ -50,6 +58,7 @@ from protocol.messages import (
     Pong,
     Refused,
     ReleaseKV,
+    RequestTimelines,
     ResourcesFreed,
     Times,
     ToEngine,
@@ -60,6 +69,8 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineLoad, EngineStats
+from protocol.timeline import EngineTimeline
+from protocol.usage import RequestStatus
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -135,6 +146,19 @@ def thinking_card(**changes: Any) -> ModelCard:
     return scripted_card(**(fields | changes))
 
 
+INFILL_MARKERS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+"""The markers of a model that fills in the middle. Their ids follow those of `MARKERS`."""
+
+
+def infill_card(**changes: Any) -> ModelCard:
+    """Return the card of a model that also fills in the middle, with `INFILL_MARKERS` as tokens."""
+    fields = {
+        "vocab_size": 259 + len(MARKERS) + len(INFILL_MARKERS),
+        "tokenizer": byte_tokenizer((*MARKERS, *INFILL_MARKERS)).to_str().encode(),
+    }
+    return thinking_card(**(fields | changes))
+
+
 def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
@@ -188,17 +212,33 @@ def text_reply(
     return TokenReply(steps, finish, EOS if finish == "stop" else None, error)
 
 
+def scripted_vector(tokens: Sequence[int], size: int) -> list[float]:
+    """Return the scripted result of one input, which has length 1 and depends on all its tokens."""
+    raw = [1.0 + sum(token % (place + 3) for token in tokens) for place in range(size)]
+    length = math.hypot(*raw)
+    return [number / length for number in raw]
+
+
 @dataclass
 class _Talk:
     client: bytes
-    message: Generate
+    message: Generate | Encode
     steps: deque[list[int]]
     reply: TokenReply
     num_generated: int = 0
     has_output: bool = False
 
 
-BEHAVIOUR = ("script", "computes", "step_s", "is_paused", "ignores_aborts", "is_silent", "welcomes")
+BEHAVIOUR = (
+    "script",
+    "computes",
+    "refuses",
+    "step_s",
+    "is_paused",
+    "ignores_aborts",
+    "is_silent",
+    "welcomes",
+)
 
 
 @dataclass
@@ -213,7 +253,9 @@ class ScriptedEngine:
     is_silent        whether it answers nothing, as if the process hung
     welcomes         whether it answers Hello with Welcome; else with Loading, which reports
                      `loading_s`
+    refuses          returns the refusal of an Encode; None: it is accepted
     generates        all requests received
+    encodes          the same for those that encode
     aborts           number of each aborted request -> time of its Abort
     num_steps        steps made
     num_early        requests that gateways refused from their cache, as their pings report
@@ -221,11 +263,15 @@ class ScriptedEngine:
     ignored          types of the messages received while the engine was silent
     adapters         the LoRA adapters; a load succeeds unless the name is taken
     kept, released   handles of all KeepKV and ReleaseKV messages
+    timelines        name of a request -> its timeline
+    rows             open requests in a status
+    num_polls        number of GetStatus messages received; num_pings: of Ping messages
     """
 
     address: str
     script: Script = lambda generate: text_reply("Hello, world!")
     computes: Script = lambda generate: prefill_reply()
+    refuses: Callable[[Encode], ErrorInfo | None] = lambda encode: None
     card: ModelCard = field(default_factory=scripted_card)
     step_s: float = 0.0005
     max_len: int = 512
@@ -235,6 +281,7 @@ class ScriptedEngine:
     welcomes: bool = True
     loading_s: float = 3.0
     generates: list[Generate] = field(default_factory=list)
+    encodes: list[Encode] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
     num_steps: int = 0
     num_early: int = 0
@@ -244,6 +291,10 @@ class ScriptedEngine:
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
     adapters: list[AdapterInfo] = field(default_factory=list)
+    timelines: dict[str, EngineTimeline] = field(default_factory=dict)
+    rows: list[RequestStatus] = field(default_factory=list)
+    num_polls: int = 0
+    num_pings: int = 0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -260,8 +311,17 @@ class ScriptedEngine:
         remain."""
         for name, value in self._first.items():
             setattr(self, name, value)
-        for recorded in (self.generates, self.aborts, self.ignored, self.kept, self.released):
+        for recorded in (
+            self.generates,
+            self.encodes,
+            self.aborts,
+            self.ignored,
+            self.kept,
+            self.released,
+        ):
             recorded.clear()
+        self.timelines.clear()
+        self.rows = []
         self.goodbyes = 0
 
     def __enter__(self) -> Self:
@@ -344,10 +404,13 @@ class ScriptedEngine:
                 answer = self._welcome() if self.welcomes else Loading(elapsed_s=self.loading_s)
                 self._send(client, answer)
             case Ping(num_early=num_early):
+                self.num_pings += 1
                 self.num_early += num_early
                 self._send(client, Pong(epoch=self.epoch, stats=self.stats))
             case Generate():
                 self._generate(client, message)
+            case Encode():
+                self._encode(client, message)
             case Abort(requests=numbers):
                 self._abort(client, numbers)
             case AbortByLabel():
@@ -361,6 +424,26 @@ class ScriptedEngine:
             case Goodbye():
                 self.goodbyes += 1
                 self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
+            case GetTimeline():
+                found = [self.timelines[name] for name in message.names if name in self.timelines]
+                self._send(
+                    client,
+                    RequestTimelines(
+                        request=message.request, timelines=found, kept=1000, kept_s=900.0
+                    ),
+                )
+            case GetStatus():
+                self.num_polls += 1
+                self._send(
+                    client,
+                    EngineStatus(
+                        request=message.request,
+                        now_s=time.monotonic(),
+                        stats=self.stats,
+                        num_open=len(self.rows),
+                        rows=self.rows,
+                    ),
+                )
             case Drain():
                 raise AssertionError("a gateway does not drain its engine")
 
@@ -432,17 +515,44 @@ class ScriptedEngine:
         self._talks[client, message.request] = talk
         self._send(client, Accepted(request=message.request))
 
+    def _encode(self, client: bytes, message: Encode) -> None:
+        self.encodes.append(message)
+        if (refusal := self.refuses(message)) is not None:
+            self._send(client, Refused(request=message.request, error=refusal))
+            return
+        talk = _Talk(client, message, deque(), TokenReply([]))
+        self._talks[client, message.request] = talk
+        self._send(client, Accepted(request=message.request))
+
     def _step(self) -> None:
         by_client: dict[bytes, list[Output]] = {}
         self.num_steps += bool(self._talks)  # first: all steps are counted once no talk is open
         for key, talk in list(self._talks.items()):
-            output = _output(talk)
+            output = (
+                self._encoded(talk.message) if isinstance(talk.message, Encode) else _output(talk)
+            )
             by_client.setdefault(talk.client, []).append(output)
             if output.finish is not None:
                 del self._talks[key]
         for client, outputs in by_client.items():
             load = EngineLoad(len(self._talks), 0, 0)
             self._send(client, Outputs(step=self.num_steps, outputs=outputs, load=load))
+
+    def _encoded(self, message: Encode) -> Output:
+        encoding, inputs = self.card.encoding, message.inputs
+        assert encoding is not None
+        lengths, tokens = inputs.lengths.tolist(), inputs.tokens.tolist()
+        ends = [*accumulate(lengths)]
+        rows = [
+            scripted_vector(tokens[end - length : end], encoding.size)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+        return Output(
+            request=message.request,
+            finish="stop",
+            vectors=Float32.of(chain.from_iterable(rows), (len(rows), encoding.size)),
+            usage=Usage(prompt_tokens=ends[-1], generated_tokens=0, times=TIMES),
+        )
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         try:
@@ -453,6 +563,7 @@ class ScriptedEngine:
 
 
 def _output(talk: _Talk) -> Output:
+    assert isinstance(talk.message, Generate)
     params, prompt = talk.message.params, talk.message.prompt.tolist()
     tokens = talk.steps.popleft() if talk.steps else []
     room = None if params.max_tokens is None else params.max_tokens - talk.num_generated

@@ -17,9 +17,12 @@ from protocol.grammar import Body, ChoiceGrammar, Regex
 from protocol.kv_window import KVGroups, max_live_blocks, num_column_blocks
 from protocol.messages import Account, Refused
 from tests.support.engines import (
+    FAILING_SUM,
+    MAX_INPUT,
     VOCAB,
     Bench,
     SampleToken,
+    echo_vector,
     guess_with_accuracy,
     next_token,
     repetitive_token,
@@ -391,3 +394,76 @@ class AdapterStorm(RequestStorm):
         assert self.bench.engine.adapters.is_empty
         assert not adapters.rows, "the worker still holds an adapter"
         assert len(adapters.replies) == self.num_commands
+
+
+class EncodeStorm(RequestStorm):
+    """A storm in which many requests encode. The results of each are compared with those of the
+    echo model.
+
+    encoded   (client, number) -> (inputs, splits) of all accepted requests that encode
+    """
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        super().__init__(seed, **config)
+        self.encoded: dict[tuple[bytes, int], tuple[list[list[int]], list[int] | None]] = {}
+
+    def operate(self) -> None:
+        choice = self.random.random()
+        if choice < 0.2:
+            self.encode()
+        elif choice < 0.24 and self.encoded:
+            client, number = self.random.choice(list(self.encoded)[-10:])
+            self.bench.abort(number, client=client)
+        elif choice < 0.4:
+            self.bench.step()
+        else:
+            super().operate()
+
+    def encode(self) -> None:
+        client = self.random.choice([b"a", b"b", b"c"])
+        inputs = [
+            [self.random.randrange(VOCAB) for _ in range(self.random.randrange(1, MAX_INPUT + 1))]
+            for _ in range(self.random.choice([1, 1, 2, 9, 30]))
+        ]
+        splits = None
+        if self.random.random() < 0.3:
+            splits = [self.random.randrange(len(each) + 1) for each in inputs]
+        number = self.bench.try_encode(
+            *inputs,
+            client=client,
+            splits=splits,
+            priority=self.random.choice([0, 0, 1]),
+            labels=self.random.choices(LABELS, k=self.random.randrange(3)),
+            account=self.random.choice(ACCOUNTS),
+        )
+        if isinstance(number, Refused):
+            self.refused += 1
+        else:
+            self.encoded[client, number] = (inputs, splits)
+
+    def drop(self) -> None:
+        client = self.random.choice([b"a", b"b", b"c"])
+        self.bench.engine.on_client_lost(client)
+        self.bench.check()
+        self.dropped |= {key for key in [*self.asked, *self.encoded] if key[0] == client}
+
+    def check(self) -> None:
+        stats = self.bench.engine.stats()
+        assert self.bench.engine.is_idle
+        assert stats.num_accepted == len(self.asked) + len(self.encoded)
+        assert stats.num_accepted == sum(stats.num_finished.values())
+        for client, number in self.asked:
+            self._check_answer(client, number)
+        for (client, number), (inputs, splits) in self.encoded.items():
+            news = self.bench.outputs[client, number]
+            if (client, number) in self.dropped and not news:
+                continue  # its client was lost before the end
+            (end,) = news
+            wanted = [
+                echo_vector(each, len(each) if splits is None else splits[place])
+                for place, each in enumerate(inputs)
+            ]
+            has_failed = any(row[1] == FAILING_SUM for row in wanted)
+            assert end.finish in ("abort", "error" if has_failed else "stop")
+            if end.finish == "stop":
+                assert self.bench.vectors(number, client) == wanted

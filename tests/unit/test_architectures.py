@@ -56,7 +56,7 @@ def test_no_architecture_is_both_computed_and_refused() -> None:
         ("DeepseekV3ForCausalLM", "multi-head latent attention"),
         ("RwkvForCausalLM", "state-space, recurrent"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
-        ("BertForMaskedLM", "sees later tokens"),
+        ("BertLMHeadModel", "sees later tokens"),
         ("Gemma3nForCausalLM", "share keys and values"),
         ("BloomForCausalLM", "computes attention itself"),
     ],

@@ -198,6 +198,7 @@ def test_options_that_are_not_given_leave_the_defaults_alone() -> None:
         engine=made.engine.address,
         served_name=["smollm2-135m"],
         response_store=str(home() / "responses" / "8000.db"),
+        file_store=str(home() / "files" / "8000.db"),
         metrics_directory=str(made.directory / "metrics"),
     )
 

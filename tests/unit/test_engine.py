@@ -388,8 +388,10 @@ def test_status_rows_show_each_open_request() -> None:
         computed_tokens=4,
         generated_tokens=2,
         most_tokens=9,
+        waits_for="step",
     )
     assert (second.name, second.stage) == ("016f74686572.2", "queued")
+    assert second.waits_for == "slot"
     assert [row for _, row in bench.engine.status_rows(1)] == [first]
     assert bench.engine.status_rows(0) == bench.engine.status_rows(-1) == []
     assert len(bench.engine.status_rows(1 << 63)) == 2

@@ -47,7 +47,9 @@ FLASK_IN = (
     "gateway/http/*.py",
     "gateway/api/adapters.py",
     "gateway/api/admin.py",
+    "gateway/api/web.py",
     "gateway/api/*/*routes.py",
+    "gateway/offline/process.py",
 )
 """The only files of the gateway that may import Flask."""
 
@@ -58,14 +60,14 @@ PURE = ("prompt", "text", "formats")
 """Folders of the gateway without sockets, threads, greenlets or request objects."""
 
 LEVELS = (
-    {"app", "gunicorn_conf", "unparsed", "check"},
+    {"app", "gunicorn_conf", "unparsed", "check", "offline"},
     {"api"},
     {"service", "model_host", "context"},
     {"store", "observe"},
     {"generation", "served_model"},
     {"prompt", "formats", "sandbox"},
     {"engine"},
-    {"text", "http", "auth", "threads"},
+    {"text", "http", "auth", "threads", "web"},
 )
 """The modules and folders of the gateway in levels, from the entrances down. Each may import its
 own level and the levels below."""
@@ -82,6 +84,7 @@ BROAD_EXCEPTS = {
     "worker/kv/report_queue.py": "raises a thread's exception in the loop",
     "worker/lora/service.py": "a damaged file may make any library fail, in a thread",
     # The boundary of a request.
+    "gateway/api/batches/runner.py": "a batch that fails is continued later",
     "gateway/api/render/replay.py": "a forged state may make any parser fail",
     "gateway/api/responses/stream.py": "the client must not wait forever",
     "gateway/generation/group.py": "a parser's failure ends its own request only",
@@ -108,14 +111,19 @@ ENVIRONMENT = {
     # Commands of the command line.
     "tools/commands/bench.py": "the API key",
     "tools/commands/chat.py": "the API key",
+    "tools/commands/config.py": "the API key",
+    "tools/commands/run.py": "the API key",
+    "tools/commands/run_batch.py": "the API key",
     "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
     "engine_core/worker_process.py": "a worker's",
+    "protocol/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",
     "tools/processes/children.py": "a server's processes'",
+    "tools/processes/private_server.py": "a server's processes'",
     # Variables of libraries, which read them when they are imported.
     "gateway/gunicorn_conf.py": "prometheus_client's directory",
     "gateway/observe/metrics.py": "prometheus_client's directory",
@@ -129,6 +137,7 @@ LIGHT_ENTRANCES = {
     "gateway.sandbox.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
     "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
+    "protocol.offline": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "tqdm"},
     "tools.__main__": HEAVY
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},

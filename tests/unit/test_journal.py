@@ -20,6 +20,7 @@ from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
     FORMAT,
     AnyRecord,
+    CommitEncodedRecord,
     CommitRecord,
     PlanRecord,
     SnapshotRecord,
@@ -28,14 +29,22 @@ from engine_core.journal.records import (
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
 from engine_core.journal.weights import StepComparison
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
-from protocol.steps import AdapterLoad, AdapterUnload, Masks, StepPlan, StepResult
+from protocol.steps import (
+    AdapterLoad,
+    AdapterUnload,
+    EncodePlan,
+    EncodeResult,
+    Masks,
+    StepPlan,
+    StepResult,
+)
 from tests.support.engines import Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
-from tests.support.storm import AdapterStorm, RequestStorm, SmallCacheStorm
+from tests.support.storm import AdapterStorm, EncodeStorm, RequestStorm, SmallCacheStorm
 
 
 class Journals:
@@ -82,6 +91,11 @@ def stormy(
         storm: RequestStorm = SmallCacheStorm(seed, [*tiers])
     else:
         storm = AdapterStorm(seed) if seed in ADAPTED else RequestStorm(seed)
+    return recorded(storm, journals, length)
+
+
+def recorded(storm: RequestStorm, journals: Journals, length: int) -> tuple[Bench, Path]:
+    """Record the operations of a storm, and all answers to it."""
     path = journals.record(storm.bench)
     for number in range(length):
         storm.bench.engine.tick(number / 8)
@@ -97,24 +111,30 @@ class EchoComparer:
     def __init__(self, sample: SampleToken, guess: SampleToken) -> None:
         self.comparison = StepComparison()
         self._functions = sample, guess
-        self._steps: deque[tuple[StepPlan, Masks | None]] = deque()
+        self._steps: deque[tuple[StepPlan | EncodePlan, Masks | None]] = deque()
         self._worker: EchoWorker | None = None
 
     def start(self, record: StartRecord) -> None:
         self._worker = EchoWorker(record.limits, *self._functions)
 
-    def send(self, message: StepPlan | Masks | AdapterCommand) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
         if isinstance(message, AdapterLoad | AdapterUnload):
             return
-        if isinstance(message, StepPlan):
+        if isinstance(message, StepPlan | EncodePlan):
             self._steps.append((message, None))
         else:
             (number,) = [i for i, (plan, _) in enumerate(self._steps) if plan.step == message.step]
             self._steps[number] = self._steps[number][0], message
 
-    def compare(self, recorded: StepResult, where: str) -> None:
+    def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:
         assert self._worker is not None
-        self.comparison.add(recorded, self._worker.execute(*self._steps.popleft()), where)
+        plan, masks = self._steps.popleft()
+        if isinstance(recorded, EncodeResult) and isinstance(plan, EncodePlan):
+            self.comparison.add_encoded(recorded, self._worker.encode(plan), where)
+        elif isinstance(recorded, StepResult) and isinstance(plan, StepPlan):
+            self.comparison.add(recorded, self._worker.execute(plan, masks), where)
+        else:
+            raise AssertionError("results of another kind than the plan")
 
 
 @pytest.mark.parametrize("seed", [2, 3, *ADAPTED, 104, 205])
@@ -131,6 +151,43 @@ def test_a_replay_gives_the_same_replies_and_steps_for_any_input(
     assert report.kinds["added"] == report.stats.num_accepted + report.stats.num_refused
     assert not report.is_full
     assert report.seconds > 10
+
+
+@pytest.mark.parametrize("seed", [2, 3, 104])
+def test_a_replay_encodes_the_same_inputs(seed: int, journals: Journals) -> None:
+    bench, path = recorded(EncodeStorm(seed), journals, 150)
+    comparer = EchoComparer(bench.worker.sample, bench.worker.guess)
+    report = replay(read(path), checks=True, worker=comparer)
+    assert comparer.comparison.is_same, comparer.comparison.first_difference
+    assert comparer.comparison.num_vectors == comparer.comparison.num_equal_vectors > 20
+    assert report.stats == bench.engine.stats()
+    assert report.kinds["addedencode"] > 10 < report.kinds["committedencode"]
+
+
+def test_a_file_started_while_inputs_are_encoded_replays_by_itself(
+    journals: Journals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
+    monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)
+    bench, _ = recorded(EncodeStorm(5), journals, 60)
+    reports = [replay(read(path), checks=True) for path in parts(journals)]
+    assert sum(report.kinds["committedencode"] for report in reports) > 5
+    assert reports[-1].stats == bench.engine.stats()
+
+
+def test_a_changed_vector_changes_the_reply(journals: Journals) -> None:
+    bench = Bench()
+    path = journals.record(bench)
+    bench.encode([5, 6, 7])
+    bench.run()
+    records = list(read(path))
+    at = next(i for i, record in enumerate(records) if isinstance(record, CommitEncodedRecord))
+    found = records[at]
+    assert isinstance(found, CommitEncodedRecord)
+    other = Float32.of([1.0, 2.0, 3.0], (1, 3))
+    records[at] = replace(found, result=replace(found.result, vectors=other))
+    with pytest.raises(ReplayDiffers, match="the reply to 'committedencode'"):
+        replay(records)
 
 
 def small(journals: Journals) -> tuple[Bench, list[AnyRecord]]:
@@ -169,7 +226,7 @@ def test_a_replay_of_the_input_that_made_an_engine_fail_fails_too(journals: Jour
     path = journals.record(bench)
     bench.add([5, 6], ignore_eos=True)
     plan = bench.plan()
-    assert plan is not None
+    assert isinstance(plan, StepPlan)
     wrong = replace(bench.worker.execute(plan), step=77)
     with pytest.raises(RuntimeError) as first:
         bench.engine.commit(wrong, 0.0)
@@ -379,7 +436,7 @@ from engine_core.grammar.cache import CompiledGrammar
 from engine_core.journal.file import Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.replay import replay
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
 from protocol.grammar import Grammar, Lark
 from protocol.messages import Generate
 from protocol.sampling import SamplingParams

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.model_card import SamplingDefaults
+from protocol.model_card import InfillTokens, SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama
 from tests.support.gguf_files import write_gguf
 from worker.loading import gguf_weights
@@ -23,6 +23,7 @@ from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.loading.gguf_weights import read_tensor
 from worker.loading.header import read_header
 from worker.models.load import load_model
+from worker.startup.card import text_card
 
 Kind = GGMLQuantizationType
 PLAIN = [Kind.F32, Kind.F16, Kind.BF16]
@@ -111,6 +112,18 @@ def test_a_template_for_conversations_with_tools_has_a_key_of_its_own(tmp_path: 
     path = write_gguf(tmp_path / "a.gguf", random_llama(), metadata=metadata)
     card = load_model(path, dtype=torch.float32, device=torch.device("cpu")).card
     assert (card.chat_template, card.tool_use_template) == (TEMPLATE, "T")
+
+
+def test_tokens_for_filling_in_the_middle_may_be_named_by_old_and_new_keys(tmp_path: Path) -> None:
+    names = {"fim_pre": 3, "prefix": 9, "suffix": 4, "fim_mid": 5, "fim_pad": 6, "fim_rep": 7}
+    metadata = {f"tokenizer.ggml.{name}_token_id": token for name, token in names.items()}
+    path = write_gguf(tmp_path / "a.gguf", random_llama(), metadata=metadata)
+    card = load_model(path, dtype=torch.float32, device=torch.device("cpu")).card
+    expected = InfillTokens(prefix=3, suffix=4, middle=5, pad=6, repository=7)
+    assert card.infill_tokens == text_card(path).infill_tokens == expected
+    beyond = {"tokenizer.ggml.fim_sep_token_id": VOCAB}
+    path = write_gguf(tmp_path / "b.gguf", random_llama(), metadata=beyond)
+    assert "tokenizer.ggml.fim_sep_token_id is" in refusal(path)
 
 
 def refusal(path: Path) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.app import create_app, encoded_document, operations
+from gateway.http.field_docs import field_descriptions, split_docstring, structs_in
 from gateway.http.openapi import document, path_of
 
 UNDOCUMENTED_METHODS = {"HEAD", "OPTIONS"}
@@ -71,3 +73,52 @@ def test_the_parameters_of_a_path_are_described(spec):
 def test_the_document_does_not_depend_on_the_order_of_the_rows():
     rows = operations()
     assert document(reversed(rows), "1") == document(rows, "1")
+
+
+class Inherited(msgspec.Struct):
+    """A base.
+
+    seed        -1 means no seed
+    first, second
+                describes both,
+                in two lines
+    """
+
+    seed: int
+    first: int
+    second: int
+
+
+class Described(Inherited):
+    """A struct whose fields are described.
+
+    seed  overrides the description
+    own   has a description. It
+          goes on
+
+    Not a field   but prose.
+    """
+
+    own: list[Inherited]
+
+
+def test_a_struct_inherits_the_descriptions_of_its_fields() -> None:
+    both = "describes both, in two lines"
+    assert field_descriptions(Described) == {
+        "seed": "overrides the description",
+        "first": both,
+        "second": both,
+        "own": "has a description. It goes on",
+    }
+    prose, _ = split_docstring(Described)
+    assert prose == "A struct whose fields are described.\n\n\nNot a field   but prose."
+    assert list(structs_in([list[Described]])) == [Described, Inherited]
+
+
+def test_the_document_describes_fields_where_they_are(spec):
+    body = spec["components"]["schemas"]["ChatBody"]
+    assert body["properties"]["bad_words"]["description"].startswith("texts that the answer")
+    assert "include_reasoning" not in body["description"]
+    options = spec["components"]["schemas"]["StreamOptions"]
+    assert options["description"] == "Options of a stream."
+    assert options["properties"]["include_usage"]["description"].startswith("send a last chunk")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.devices import DeviceHolder
-from tools.commands.chat import ChatAnswer, events
+from tools.chat.session import ChatAnswer, events
 from tools.commands.ps import ProcessUsage, duration, format_found
 from tools.commands.stop import select, signal_targets
 from tools.failure import Failure

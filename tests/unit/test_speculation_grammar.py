@@ -47,7 +47,9 @@ class WatchedDrafter(Bench):
         self.executed: list[tuple[StepPlan, Masks | None]] = []
 
     def finish(self, elapsed_s: float = 0.01) -> None:
-        self.executed.append((self.in_flight[0], self.masks))
+        plan = self.in_flight[0]
+        assert isinstance(plan, StepPlan)
+        self.executed.append((plan, self.masks))
         super().finish(elapsed_s)
 
 

@@ -188,7 +188,7 @@ def test_a_result_with_missing_or_extra_proposals_is_refused(proposed) -> None:
     each = bench()
     each.add(PROMPT, max_tokens=40)
     plan = each.plan()
-    assert plan is not None
+    assert isinstance(plan, StepPlan)
     assert num_requested(plan) not in (0, 1, 5)
     result = each.worker.execute(plan)
     wrong = None if proposed is None else Int32.of(proposed)
@@ -214,7 +214,7 @@ def test_drafts_of_a_step_are_the_proposals_of_the_step_before() -> None:
     proposed_tokens: list[int] = []
     for _ in range(12):
         plan = each.plan()
-        assert plan is not None
+        assert isinstance(plan, StepPlan)
         (drafts,) = drafts_of(plan)
         assert drafts == proposed_tokens[: len(drafts)]
         result = each.worker.execute(plan, each.masks)

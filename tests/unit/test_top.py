@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+import msgspec
 import pytest
 
-from protocol.messages import EngineStatus, Limits, RequestStatus
+from protocol.latency import NUM_BUCKETS, bucket
+from protocol.messages import EngineStatus, Limits
 from protocol.stats import EngineStats
+from protocol.usage import RequestStatus
+from protocol.watch import EngineFrame, EngineWatcher
 from tools.terminal import clean
-from tools.top.picture import Canvas, Rates, TopScene, age, bar, curve, rates, render
+from tools.top.picture import Canvas, TopScene, age, bar, curve, render
 
 LIMITS = Limits(
     max_len=512, max_slots=8, block_tokens=16, num_blocks=101, token_budget=64, prefix_cache=True
@@ -31,25 +35,13 @@ def a_row(name: str = "chatcmpl-1", **more) -> RequestStatus:
     return RequestStatus(name=name, **{**fields, **more})
 
 
+def frames_of(*views: EngineStatus) -> list[EngineFrame]:
+    watcher = EngineWatcher("tiny")
+    return [watcher.push(view, LIMITS) for view in views]
+
+
 def drawn(*views: EngineStatus, **paper) -> list[str]:
-    return render(TopScene("tiny", LIMITS, views), Canvas(**paper))
-
-
-def test_rates_are_differences_by_the_engines_own_clock() -> None:
-    before = a_view(10.0, num_generated_tokens=100, num_prompt_tokens=10, num_finished={"stop": 1})
-    now = a_view(
-        12.0,
-        num_generated_tokens=150,
-        num_prompt_tokens=50,
-        num_cached_tokens=30,
-        num_steps=20,
-        num_finished={"stop": 2, "length": 3},
-        busy_s=1.0,
-    )
-    assert rates(before, now) == Rates(
-        tokens_per_s=25.0, steps_per_s=10.0, requests_per_s=2.0, cache_hits=0.75, busy=0.5
-    )
-    assert rates(now, now) == rates(now, before) == Rates()
+    return render(TopScene("tiny", LIMITS, frames_of(*views)), Canvas(**paper))
 
 
 def test_the_picture_shows_the_engines_load_and_requests() -> None:
@@ -66,9 +58,19 @@ def test_the_picture_shows_the_engines_load_and_requests() -> None:
 END = ["alice", "gateway-7"]
 
 
+def test_the_picture_shows_latencies_once_there_are_any() -> None:
+    assert not any("latency" in line for line in drawn(a_view(1.0), a_view(2.0)))
+    counts = [0] * NUM_BUCKETS
+    counts[bucket(0.05)] = 9
+    later = msgspec.structs.replace(a_view(2.0), gaps=counts)
+    (line,) = [each for each in drawn(a_view(1.0), later, width=120) if "latency" in each]
+    assert "gap between tokens 5" in line
+    assert " ms, 99 % below " in line
+
+
 def test_the_first_line_shows_that_an_engine_drains_or_is_lost() -> None:
     assert "draining" in drawn(a_view(draining=True))[0]
-    scene = TopScene("tiny", LIMITS, [a_view()], "the engine has been silent for 4.0 s")
+    scene = TopScene("tiny", LIMITS, frames_of(a_view()), "the engine has been silent for 4.0 s")
     assert "silent for 4.0 s" in render(scene, Canvas())[0]
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
-from protocol import kv_peers, messages, steps, wire
+from protocol import kv_peers, messages, offline_messages, steps, wire
 from protocol.arrays import Int32
 from protocol.errors import WireError
 from protocol.messages import Generate, Message
@@ -27,6 +27,8 @@ DIRECTIONS = (
     steps.FromWorker,
     kv_peers.FromReader,
     kv_peers.FromExporter,
+    offline_messages.ToText,
+    offline_messages.FromText,
 )
 
 

@@ -1,30 +1,38 @@
 """`tidegate chat`: a conversation at the terminal.
 
-Lines that start with a slash are commands. Every other line is a message to the model. Ctrl-C stops
+Lines that start with a slash are commands. Everything else is a message to the model. Ctrl-C stops
 an answer, not the program. If stdin is not a terminal, there is no prompt, and the first failure
-ends the program. If stdout is not a terminal, only the answers are printed.
+ends the program. If stdout is not a terminal, only the answers are printed, as the model wrote
+them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import sys
-import time
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from tools.chat.lines import MessageLines, add_to_history, read_history
+from tools.chat.markdown import MarkdownPrinter
+from tools.chat.options import add_sampling, sampling_of
+from tools.chat.session import ChatAnswer, ChatSession
 from tools.failure import Failure
-from tools.http.sse import DONE, EventReader
-from tools.http.web import KEY_VARIABLE, WebServer, hang_up, no_server
+from tools.http.web import KEY_VARIABLE, WebServer, no_server
+from tools.models.fetch import home
 from tools.processes.discovery import add_server, server_url
+from tools.terminal import safe_text
 
-DESCRIPTION = "Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat."
+DESCRIPTION = """\
+Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. Markdown is shown as such.
+A line that ends with a backslash continues in the next one, and so does one that starts with three
+double quotes, until three more. Ctrl-R searches earlier lines, which are kept in
+$TIDEGATE_HOME/chat_history.
+"""
 
 EXAMPLES = """\
 examples:
@@ -35,8 +43,14 @@ examples:
 
 HELP = """\
 /reset          start a new conversation     /system TEXT   set the system prompt (no TEXT: show it)
-/save FILE      save it as JSON              /quit          quit (or Ctrl-D)"""
+/retry          answer the last message again
+/model NAME     talk to another model (no NAME: list the models)
+/save FILE      save it, as markdown if FILE ends with .md, else as JSON
+/quit           quit (or Ctrl-D)"""
 
+COMMANDS = ("/help", "/model", "/quit", "/reset", "/retry", "/save", "/system")
+PROMPT, CONTINUED = "> ", ". "
+HISTORY = "chat_history"
 FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -47,19 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="model name (default: the server's first model)"
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_sampling(parser)
     parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="sampling temperature (default: the model's own)",
+        "--plain", action="store_true", help="print answers as the model writes them, with markdown"
     )
     parser.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="maximum length of an answer (default: no limit)",
+        "--no-history", action="store_true", help="do not keep the lines that you type"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="seed for reproducible answers")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,20 +75,51 @@ def run(options: argparse.Namespace) -> int:
     model = options.model or server.first_model()
     if model is None:
         raise no_server(server)
-    sampling = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
-    given = {name: value for name, value in sampling.items() if value is not None}
-    conversation = ChatSession(server, model, system=options.system, options=given)
-    return ChatTerminal(conversation).run()
+    conversation = ChatSession(server, model, system=options.system, options=sampling_of(options))
+    history = None if options.no_history else home() / HISTORY
+    return ChatTerminal(conversation, is_plain=options.plain, history=history).run()
+
+
+class AnswerPrinter(Protocol):
+    """Converts the pieces of an answer into what is printed."""
+
+    def push(self, text: str) -> str: ...
+    def finish(self) -> str: ...
+
+
+class PlainPrinter:
+    """Passes the pieces of an answer through a function."""
+
+    def __init__(self, convert: Callable[[str], str]) -> None:
+        self.push = convert
+
+    def finish(self) -> str:
+        return ""
+
+
+class SafeMarkdown(MarkdownPrinter):
+    """Shows markdown in which no character can control the terminal."""
+
+    def push(self, text: str) -> str:
+        return super().push(safe_text(text))
 
 
 class ChatTerminal:
     """Reads lines from stdin, and prints the answers. If stdout is a terminal, it also prints
-    notes."""
+    notes.
 
-    def __init__(self, conversation: ChatSession) -> None:
+    is_plain   markdown is printed as it is
+    history    file that keeps the lines; None: they are not kept
+    """
+
+    def __init__(
+        self, conversation: ChatSession, *, is_plain: bool = False, history: Path | None = None
+    ) -> None:
         self._conversation = conversation
+        self._is_plain = is_plain
+        self._history = history
         self._is_interactive = sys.stdin.isatty()
-        self._prints_notes = sys.stdout.isatty()
+        self._is_shown = sys.stdout.isatty()
 
     def run(self) -> int:
         """Process lines until the end of the input, and return the exit code. If stdin is not a
@@ -88,35 +127,41 @@ class ChatTerminal:
         if self._is_interactive:
             self._print_note(f"{self._conversation.model} at {self._conversation.server.url}")
             self._print_note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
-        for line in self._lines():
-            if line in ("/quit", "/exit"):
+        for message in self._messages():
+            if message in ("/quit", "/exit"):
                 break
             try:
-                self._process(line)
+                self._process(message)
             except Failure as failure:
                 print(f"tidegate: {failure}", file=sys.stderr)
                 if not self._is_interactive:
                     return failure.exit_code
         return 0
 
-    def _process(self, line: str) -> None:
-        if line.startswith("/"):
-            self._command(*line[1:].split(maxsplit=1))
+    def _process(self, message: str) -> None:
+        if message.startswith("/"):
+            self._command(*message[1:].split(maxsplit=1))
         else:
-            self._answer(line)
+            self._answer(message)
 
     def _answer(self, text: str) -> None:
         """Print the answer to `text` as it arrives. Ctrl-C disconnects; the text so far is kept."""
-        pieces = self._conversation.ask(text)
+        pieces, printer = self._conversation.ask(text), self._printer()
         stopped = False
         with contextlib.closing(pieces):
             try:
                 for piece in pieces:
-                    print(piece, end="", flush=True)
+                    print(printer.push(piece), end="", flush=True)
             except KeyboardInterrupt:
                 stopped = True
-        print(flush=True)
+            finally:
+                print(printer.finish(), flush=True)
         self._print_note(_summary(self._conversation.last, stopped=stopped))
+
+    def _printer(self) -> AnswerPrinter:
+        if not self._is_shown:
+            return PlainPrinter(str)
+        return PlainPrinter(safe_text) if self._is_plain else SafeMarkdown()
 
     def _command(self, name: str = "", argument: str = "") -> None:
         conversation = self._conversation
@@ -124,56 +169,126 @@ class ChatTerminal:
             case "reset":
                 conversation.reset()
                 self._print_note("conversation cleared")
+            case "retry":
+                message = conversation.take_back()
+                if message is None:
+                    raise Failure("there is no message to answer again")
+                self._answer(message)
             case "system":
                 conversation.system = argument or conversation.system
                 self._print_note(f"system prompt: {conversation.system or 'none'}")
+            case "model":
+                self._choose_model(argument)
             case "save":
                 self._save(argument)
             case "help":
                 self._print_note(HELP)
             case _:
-                raise Failure(
-                    f"unknown command /{name}; commands: /help /reset /system /save /quit"
-                )
+                raise Failure(f"unknown command /{name}; commands: {' '.join(COMMANDS)}")
+
+    def _choose_model(self, name: str) -> None:
+        """Continue with another model of the server; without a name, list the models."""
+        conversation = self._conversation
+        names = conversation.server.model_names()
+        if name and name not in names:
+            raise Failure(f"the server has no model {name!r}; it has {', '.join(names)}")
+        conversation.model = name or conversation.model
+        others = [each for each in names if each != conversation.model]
+        note = f"model: {conversation.model}" + (f"  (also: {', '.join(others)})" if others else "")
+        self._print_note(note)
 
     def _save(self, name: str) -> None:
         if not name:
             raise Failure("/save needs a file name")
         conversation = self._conversation
-        system = [{"role": "system", "content": conversation.system}] if conversation.system else []
-        saved: dict[str, Any] = {
-            "model": conversation.model,
-            "messages": [*system, *conversation.messages],
-        }
+        file = Path(name).expanduser()
         try:
-            text = json.dumps(saved, indent=2, ensure_ascii=False)
-            Path(name).expanduser().write_text(text + "\n", encoding="utf-8")
+            text = as_markdown if file.suffix == ".md" else as_json
+            file.write_text(text(conversation), encoding="utf-8")
         except OSError as error:
             raise Failure(f"cannot save: {error}") from None
         self._print_note(f"saved {len(conversation.messages)} messages to {name}")
 
-    def _lines(self) -> Iterator[str]:
-        """Yield the lines of stdin, except empty ones. Ctrl-C at the prompt clears the line."""
-        if self._is_interactive:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (editing and history for input())
-        while True:
+    def _messages(self) -> Iterator[str]:
+        """Yield the messages and commands of stdin, except empty ones. Ctrl-C at the prompt clears
+        the message."""
+        lines = MessageLines()
+        read = self._editor() if self._is_interactive else _read_line
+        with contextlib.ExitStack() as at_end:
+            if self._is_interactive and self._history is not None:
+                at_end.callback(self._keep_history)
+            while True:
+                try:
+                    message = lines.push(read(CONTINUED if lines.is_open else PROMPT))
+                except EOFError:
+                    if self._is_interactive:
+                        print()
+                    elif message := lines.finish():
+                        yield message
+                    return
+                except KeyboardInterrupt:
+                    lines.finish()
+                    self._print_note("\n/quit or Ctrl-D ends the chat")
+                    continue
+                if message:
+                    yield message
+
+    def _editor(self) -> Callable[[str], str]:
+        """Return a function that reads a line, which can be edited if Python has readline."""
+        with contextlib.suppress(ImportError):
+            import readline
+
+            for line in read_history(self._history) if self._history else []:
+                readline.add_history(line)
+            self._old_lines = readline.get_current_history_length()
+            readline.set_completer(_complete)
+            readline.set_completer_delims(" ")
+            readline.parse_and_bind("tab: complete")
+        return input
+
+    def _keep_history(self) -> None:
+        """Add the lines of this chat to the history."""
+        with contextlib.suppress(ImportError):
+            import readline
+
+            places = range(self._old_lines, readline.get_current_history_length())
+            lines = [readline.get_history_item(place + 1) for place in places]
+            assert self._history is not None
             try:
-                line = input("> ") if self._is_interactive else sys.stdin.readline()
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                self._print_note("\n/quit or Ctrl-D ends the chat")
-                continue
-            if not self._is_interactive and not line:
-                return
-            if line.strip():
-                yield line.strip()
+                add_to_history(self._history, [line for line in lines if line])
+            except OSError as error:
+                print(f"tidegate: cannot keep the history: {error}", file=sys.stderr)
 
     def _print_note(self, text: str) -> None:
-        if self._prints_notes:
-            print(f"{FAINT}{text}{PLAIN}")
+        if self._is_shown:
+            print(f"{FAINT}{safe_text(text)}{PLAIN}")
+
+
+def as_json(conversation: ChatSession) -> str:
+    """Return the model and the messages of a conversation as JSON."""
+    saved = {"model": conversation.model, "messages": conversation.transcript}
+    return json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
+
+
+def as_markdown(conversation: ChatSession) -> str:
+    """Return a conversation as markdown, with a heading for each message."""
+    parts = [f"# Chat with {conversation.model}"]
+    for message in conversation.transcript:
+        parts += [f"## {message['role'].capitalize()}", message["content"].strip()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _read_line(_prompt: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _complete(text: str, number: int) -> str | None:
+    """Return the command with this number among those that start with `text`, for readline."""
+    found = [command for command in COMMANDS if text and command.startswith(text)]
+    return found[number] if number < len(found) else None
 
 
 def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
@@ -182,126 +297,3 @@ def _summary(answer: ChatAnswer, *, stopped: bool) -> str:
     facts = [f"{answer.tokens} tokens"] if answer.tokens else []
     facts += [f"{answer.tokens_per_s:.1f} tokens/s"] if answer.tokens_per_s else []
     return f"[{', '.join([*facts, 'stopped by you' if stopped else str(answer.finish_reason)])}]"
-
-
-# ---- the conversation: its history and its streamed answers
-
-
-@dataclass(slots=True)
-class ChatAnswer:
-    """An answer to which text is added until its stream ends. Times are in seconds of a monotonic
-    clock."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    #: Number of tokens that the server reported; 0 if it reported none.
-    tokens: int = 0
-    #: When the first text arrived.
-    started_at: float = 0.0
-    #: When the last text arrived.
-    ended_at: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The decoding speed, without the time to the first token; 0 if it is unknown."""
-        seconds = self.ended_at - self.started_at
-        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
-
-
-@dataclass(slots=True)
-class ChatSession:
-    """The history of a conversation, and its options.
-
-    options    sampling parameters for each request
-    messages   the history, whose last message is always an answer
-    last       the last answer
-    """
-
-    server: WebServer
-    model: str
-    system: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
-    last: ChatAnswer = field(default_factory=ChatAnswer)
-
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Send `text` as a user's message, and yield the pieces of the answer as they arrive.
-
-        Closing the iterator early disconnects, which ends the request on the server. The text so
-        far is added to the history, because the user has read it. A message without any answer is
-        not added. Raises Failure if the server refuses the request or reports an error, or if the
-        connection is lost.
-        """
-        turn = {"role": "user", "content": text}
-        self.last = answer = ChatAnswer()
-        connection = self.server.connect(None)
-        try:
-            yield from self._stream(connection, turn, answer)
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise Failure(f"lost the connection to {self.server.url}: {reason}") from None
-        finally:
-            hang_up(connection)
-            if answer.text or answer.finish_reason:
-                self.messages += [turn, {"role": "assistant", "content": answer.text}]
-
-    def reset(self) -> None:
-        self.messages.clear()
-
-    def _stream(
-        self, connection: http.client.HTTPConnection, turn: dict[str, str], answer: ChatAnswer
-    ) -> Iterator[str]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        body = {
-            "model": self.model,
-            "messages": [*system, *self.messages, turn],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.options,
-        }
-        try:
-            response = self.server.post(connection, "/v1/chat/completions", body)
-        except ConnectionRefusedError:
-            raise no_server(self.server) from None
-        if response.status != http.client.OK:
-            raise Failure(_error_message(response.status, response.read()))
-        for data in events(response):
-            if piece := _apply(json.loads(data), answer):
-                yield piece
-
-
-def events(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the data of each server-sent event until [DONE]. Skip comments (keep-alives). Raises
-    Failure if the stream ends without [DONE], because the answer may be incomplete."""
-    reader = EventReader()
-    for line in lines:
-        for data in reader.push(line):
-            if data == DONE:
-                return
-            yield data.decode()
-    raise Failure("the answer is incomplete: the server closed the stream without [DONE]")
-
-
-def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
-    """Add a chunk to `answer`. Return the chunk's text. Raises Failure if the chunk is an error."""
-    if error := chunk.get("error"):
-        raise Failure(f"the server reported an error: {error.get('message', error)}")
-    if usage := chunk.get("usage"):
-        answer.tokens = usage["completion_tokens"]
-    piece = ""
-    for choice in chunk.get("choices", ()):
-        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        piece += choice["delta"].get("content") or ""
-    if piece:
-        answer.ended_at = time.monotonic()
-        answer.started_at = answer.started_at or answer.ended_at
-        answer.text += piece
-    return piece
-
-
-def _error_message(status: int, body: bytes) -> str:
-    """Return a message about an error response, with the server's own message if it has one."""
-    try:
-        return f"the server refused the request ({status}): {json.loads(body)['error']['message']}"
-    except (ValueError, LookupError, TypeError):
-        return f"the server refused the request with status {status}"

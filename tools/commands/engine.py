@@ -25,6 +25,7 @@ from protocol.log_lines import LogStyle
 from protocol.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.commands.serve import engine_command
+from tools.config_file import add_config_option
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import ServerReadiness
@@ -33,6 +34,7 @@ from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.children import Child
+from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_kv_disk
 from tools.processes.topology import check_reachable, in_cluster, with_model
 from tools.processes.watch import supervise
@@ -63,7 +65,8 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, default=DEFAULT)
+    add_model(parser)
+    add_config_option(parser, CONFIGS)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
@@ -82,9 +85,8 @@ def plan(
         solo = build(SoloConfig, options)
         directory = directory_of(solo.address)
         address = f"ipc://{directory / 'worker.sock'}"
-        worker = build(
-            WorkerConfig, options, model=options["model"], address=address, log_format=style
-        )
+        model = options["model"] or DEFAULT
+        worker = build(WorkerConfig, options, model=model, address=address, log_format=style)
         engine = build(EngineConfig, options, worker=worker, address=solo.address, log_format=style)
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
@@ -133,17 +135,25 @@ def run(options: argparse.Namespace) -> int:
     check_key(engine.cluster_key)
     check_kv_disk(engine.worker.kv_disk)
     check_device(engine.worker.device)
-    with run_lock.holding(directory, IN_USE) as lock:
+    with (
+        run_lock.holding(directory, IN_USE) as lock,
+        keeping(directory, solo.log_file_mib, terminal) as log,
+    ):
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None
         engine = with_model(engine, path, draft_path)
         log_limits(check_models(engine.checked_workers).plans, terminal)
-        return _serve(solo, engine, lock, started, terminal)
+        return _serve(solo, engine, lock, started, terminal, log)
 
 
 def _serve(
-    solo: SoloConfig, engine: EngineConfig, lock: int, started: float, terminal: Terminal
+    solo: SoloConfig,
+    engine: EngineConfig,
+    lock: int,
+    started: float,
+    terminal: Terminal,
+    log: ServerLog,
 ) -> int:
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
@@ -164,6 +174,7 @@ def _serve(
         on_started=log_start,
         on_listening=lambda: None,
         on_ready=show_banner,
+        log=log,
     )
 
 

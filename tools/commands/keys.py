@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for action in (adding, listing, revoking):
         action.add_argument("file", metavar="FILE", help="the keys file")
-    for action in (adding, revoking):
+    for action, metavar in ((adding, "NAME"), (revoking, "KEY_NAME")):
         action.add_argument(
-            "name", metavar="NAME", help="name of the key: letters, digits, - and _"
+            "name", metavar=metavar, help="name of the key: letters, digits, - and _"
         )
     adding.add_argument(
         "--stdin", action="store_true", help="read the key from stdin instead of creating one"

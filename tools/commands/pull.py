@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         default=DEFAULT,
-        metavar="NAME",
+        metavar="MODEL",
         help="a name from `tidegate models`, OWNER/REPO or OWNER/REPO:QUANTISATION on the Hugging "
         f"Face Hub, or URL#sha256=HEX (default {DEFAULT})",
     )

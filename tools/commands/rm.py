@@ -27,7 +27,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="NAME", help="a name from `tidegate models`")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name from `tidegate models`")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.exit_codes import ExitCode
+from protocol.lifeline import attach_if_supervised
 from protocol.log_lines import LogStyle
 from protocol.model_card import CardFile, read_card
 from protocol.model_card import write_card as write_card_file
@@ -40,6 +42,7 @@ from tools.cluster.command import (
     with_cluster,
 )
 from tools.commands.models import add_model, resolve
+from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer
@@ -61,6 +64,7 @@ from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
 from tools.processes.serve_plan import ServePlan, banner
+from tools.processes.server_log import ServerLog, keeping
 from tools.processes.several_models import (
     check_shared,
     engines_of_models,
@@ -140,6 +144,7 @@ REPLICAS = "the engines"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
+    add_config_option(parser, CONFIGS, several=True)
     for title, config in CONFIGS:
         add_flags(parser, config, title=title)
 
@@ -192,12 +197,14 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
     has_name = bool(name and (engines or options["model"] or serve.render_only)) and not models
     names = gateway.served_name or ([name] if name and has_name else [])
     store = gateway.response_store or str(home() / "responses" / f"{gateway.port}.db")
+    files = gateway.file_store or str(home() / "files" / f"{gateway.port}.db")
     if serve.kv_address:
         check_reachable(serve.kv_address, "--kv-address")
     gateway = msgspec.structs.replace(
         gateway,
         served_name=names,
         response_store=store,
+        file_store=files,
         metrics_directory=str(directory / run_lock.METRICS),
     )
     return ServePlan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
@@ -271,8 +278,9 @@ def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
+    attach_if_supervised(signal.SIGTERM)  # started by a command, for the time of its run
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
-    api_key = [*(options.api_key or []), *([own] if own else [])]
+    api_key = api_keys_in_effect(options, own)
     terminal = Terminal(log_style(options.log_format))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
     libraries = EXTRAS.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
@@ -282,7 +290,10 @@ def run(options: argparse.Namespace) -> int:
         check_kv_disk(planned.engine.worker.kv_disk)
         check_device(planned.engine.worker.device)
     _check_gateway(planned.gateway)
-    with run_lock.holding(planned.directory) as lock:
+    with (
+        run_lock.holding(planned.directory) as lock,
+        keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
+    ):
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
         if planned.serve.split:
             key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
@@ -293,9 +304,9 @@ def run(options: argparse.Namespace) -> int:
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
         check = _check_models if found.models else _check_model
-        with GatedStart() as start, start.interruptible():
+        with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
-        return _serve(checked, start.children, lock, started, terminal)
+        return _serve(checked, start.children, lock, started, terminal, log)
 
 
 def _describe(lock: int, plan: ServePlan, names: Sequence[str | None]) -> None:
@@ -412,7 +423,12 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
 
 
 def _serve(
-    plan: ServePlan, children: Sequence[Child], lock: int, started: float, terminal: Terminal
+    plan: ServePlan,
+    children: Sequence[Child],
+    lock: int,
+    started: float,
+    terminal: Terminal,
+    log: ServerLog,
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
@@ -443,6 +459,7 @@ def _serve(
             f"listening at {plan.url}" + ("; the model is loading" if loads else "")
         ),
         on_ready=show_banner,
+        log=log,
     )
 
 

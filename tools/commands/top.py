@@ -11,12 +11,12 @@ import msgspec
 
 from protocol.client import Client
 from protocol.errors import ServingError
-from protocol.messages import EngineStatus
 from protocol.session import PING_EVERY_S
+from protocol.watch import EngineFrame, EngineWatcher
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
 from tools.terminal import use_colors
-from tools.top.picture import Canvas, TopScene, rates, render
+from tools.top.picture import Canvas, TopScene, render
 from tools.top.screen import open_screen
 
 DESCRIPTION = """\
@@ -33,8 +33,8 @@ examples:
   tidegate top --engine tcp://host:5600 --cluster-key cluster.key
 """
 
-KEPT_STATUSES = 120
-"""Number of past statuses that are kept, for the curve of tokens per second."""
+KEPT_FRAMES = 120
+"""Number of past frames that are kept, for the curve of tokens per second."""
 ALL_ROWS = 1000
 ONCE_WIDTH = 120
 
@@ -72,19 +72,22 @@ def _once(engine: Client, options: argparse.Namespace) -> str:
 
     The status is fetched twice, because a rate is the difference between two statuses.
     """
-    before = engine.get_status(0)
+    watcher = EngineWatcher(engine.model.name)
+    frames = [watcher.push(engine.get_status(0), engine.limits)]
     time.sleep(options.every_s)
     now = engine.get_status(ALL_ROWS)
+    frames.append(watcher.push(now, engine.limits))
     if options.json:
-        facts = {"model": engine.model.name, "limits": engine.limits, "rates": rates(before, now)}
+        facts = {"model": engine.model.name, "limits": engine.limits, "rates": frames[-1].rates}
         return msgspec.json.encode({**facts, "view": now}).decode()
-    scene = TopScene(engine.model.name, engine.limits, [before, now])
+    scene = TopScene(engine.model.name, engine.limits, frames)
     return "\n".join(render(scene, Canvas(ONCE_WIDTH, has_colours=use_colors())))
 
 
 def _watch(engine: Client, every_s: float) -> None:
     """Update the screen until the user quits. If the engine is lost, keep trying."""
-    statuses: deque[EngineStatus] = deque(maxlen=KEPT_STATUSES)
+    watcher = EngineWatcher(engine.model.name)
+    frames: deque[EngineFrame] = deque(maxlen=KEPT_FRAMES)
     error_text = ""
     with open_screen(has_colours=use_colors()) as screen:
         polled_at = float("-inf")
@@ -92,12 +95,13 @@ def _watch(engine: Client, every_s: float) -> None:
             if time.monotonic() - polled_at >= every_s:
                 polled_at = time.monotonic()
                 try:
-                    statuses.append(engine.get_status(screen.canvas.height or ALL_ROWS))
+                    status = engine.get_status(screen.canvas.height or ALL_ROWS)
+                    frames.append(watcher.push(status, engine.limits))
                     error_text = ""
                 except ServingError as error:
                     error_text = str(error)
-            if statuses:
-                scene = TopScene(engine.model.name, engine.limits, list(statuses), error_text)
+            if frames:
+                scene = TopScene(engine.model.name, engine.limits, list(frames), error_text)
                 screen.show(render(scene, screen.canvas))
             if not screen.wait(max(0.0, polled_at + every_s - time.monotonic())):
                 return

@@ -73,18 +73,23 @@ class WebServer:
     def post(
         self, connection: http.client.HTTPConnection, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        """Send `body` as JSON in a POST request. Return the response. The caller reads its
-        body."""
-        connection.request(
-            "POST",
-            self._path + path,
-            json.dumps(body).encode(),
-            {
-                "Content-Type": "application/json",
-                "Accept": "text/event-stream",
-                **self._headers,
-            },
-        )
+        """Send `body` as JSON in a POST request, and accept a stream. Return the response. The
+        caller reads its body."""
+        data = json.dumps(body).encode()
+        return self.post_json(connection, path, data, accept="text/event-stream")
+
+    def post_json(
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        data: bytes,
+        *,
+        accept: str = "application/json",
+    ) -> http.client.HTTPResponse:
+        """Send a POST request whose body is the JSON text `data`. Return the response. The caller
+        reads its body. Raises OSError or HTTPException if the connection fails."""
+        headers = {"Content-Type": "application/json", "Accept": accept, **self._headers}
+        connection.request("POST", self._path + path, data, headers)
         return connection.getresponse()
 
     def readiness(self) -> ServerReadiness | None:
@@ -112,15 +117,23 @@ class WebServer:
     def first_model(self) -> str | None:
         """Return the name of the server's first model; None if no model server answers. Raises
         Failure if the API key is missing or wrong."""
+        return next(iter(self.model_names()), None)
+
+    def model_names(self) -> list[str]:
+        """Return the names of the server's models. Like `models` in all else."""
+        return [str(entry["id"]) for entry in self.models()]
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the entries of the server's models, each with an `id`; none if no model server
+        answers. Raises Failure if the API key is missing or wrong."""
         answer = self.get("/v1/models")
         if answer is not None and answer[0] == http.client.UNAUTHORIZED:
             raise Failure(f"{self.url} requires a valid API key; set --api-key or ${KEY_VARIABLE}")
         if answer is None or answer[0] != http.client.OK:
-            return None
-        try:
-            return str(json.loads(answer[1])["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            return None
+            return []
+        listed = _json_object(answer[1]).get("data")
+        entries = listed if isinstance(listed, list) else []
+        return [each for each in entries if isinstance(each, dict) and "id" in each]
 
 
 def no_server(server: WebServer) -> Failure:

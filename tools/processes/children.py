@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
-from protocol.log_lines import LineFormatter, LogStyle, without_style
+from protocol.log_lines import LineFormatter, LogStyle, without_colors, without_style
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from tools.failure import Failure
 from tools.processes.actions import ProcessExit, StoppedProcess
+from tools.processes.server_log import ServerLog
 
 KEPT_LINES = 40
 READ_BYTES = 1 << 16
@@ -70,13 +71,15 @@ class Command:
 class Child:
     """A child process. Its constructor starts it.
 
+    log           keeps a copy of what the process prints; None: nothing does
     pidfd         descriptor that becomes readable when the process exits
     output        descriptor that becomes readable when the process prints
     has_printed   whether it has printed anything since the reader set this to False
     """
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command, log: ServerLog | None = None) -> None:
         self.name = command.name
+        self._log = log
         self.survivors_s = command.survivors_s
         self._command = command
         self._lifeline = Lifeline()
@@ -191,7 +194,10 @@ class Child:
         also kept for `_reason`."""
         self._lines.extend(line.decode(errors="replace") for line in whole)
         if self._command.log_format == "json":
-            data = b"".join(self._as_json(line) + b"\n" for line in whole if line.strip())
+            whole = [self._as_json(line) for line in whole if line.strip()]
+            data = b"".join(line + b"\n" for line in whole)
+        if self._log is not None:
+            self._log.write(without_colors(line) for line in whole if line.strip())
         with contextlib.suppress(OSError):  # a closed stderr must not end the child
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()

@@ -190,7 +190,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         port.name,
         type=port.read,
-        metavar=port.metavar,
+        metavar="PORT",
         help="use the server on this port (default: your only server on this machine)",
     )
     parser.add_argument("--url", metavar="URL", help="use the server at this URL")

@@ -12,6 +12,7 @@ from protocol.exit_codes import KILLED
 from protocol.start_gate import StartGate
 from tools.failure import Failure
 from tools.processes.children import Child, Command
+from tools.processes.server_log import ServerLog
 from tools.processes.watch import handled_stop_signals
 
 
@@ -25,9 +26,12 @@ class GatedStart:
     Stop signals are held back in the block, so none can interrupt the start or the kill of a
     process. The first one is raised as an exception inside `interruptible`, or else at the end of
     the block. Later ones are ignored. Use this class in the main thread.
+
+    log   keeps what the processes print; None: nothing does
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: ServerLog | None = None) -> None:
+        self._log = log
         self.children: list[Child] = []
         self._received: signal.Signals | None = None
         self._may_raise = False
@@ -57,7 +61,7 @@ class GatedStart:
                 environment={**each.environment, **self._gate.environment},
                 keeps_open=[*each.keeps_open, self._gate.fd],
             )
-            self.children.append(Child(gated))
+            self.children.append(Child(gated, self._log))
         self._may_raise = may_raise
         if may_raise:
             self._raise_received()

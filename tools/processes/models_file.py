@@ -47,8 +47,9 @@ def given_models(options: Mapping[str, Any], serve: ServeConfig) -> list[NamedMo
     the file cannot be used, or if two models have the same name."""
     if serve.models and options["model"]:
         raise ValueError("--models cannot be combined with MODEL")
+    config_file = options.get("config_file")
     given = (
-        read_models_file(Path(serve.models))
+        read_models_file(Path(serve.models), is_config=is_same_file(serve.models, config_file))
         if serve.models
         else named_models(options["model"] or [DEFAULT])
     )
@@ -63,15 +64,23 @@ def model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConf
     return build(ModelConfig, own, load=own.get("load") or serve.load)
 
 
-def read_models_file(file: Path) -> list[NamedModel]:
+def is_same_file(file: str, other: str | None) -> bool:
+    """Return whether two paths name the same file; False if `other` is None."""
+    return other is not None and Path(file).absolute() == Path(other).expanduser().absolute()
+
+
+def read_models_file(file: Path, *, is_config: bool = False) -> list[NamedModel]:
     """Return the models in `file`. Raises ValueError, naming the table and the key, if the file
-    cannot be read or used. Paths in it are relative to its directory."""
+    cannot be read or used. Paths in it are relative to its directory.
+
+    is_config   the file is also that of --config, and has more than models
+    """
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--models {file}: {error}") from None
     tables = content.pop("model", None)
-    if content or not isinstance(tables, list) or not tables:
+    if (content and not is_config) or not isinstance(tables, list) or not tables:
         raise ValueError(f"--models {file}: expected only tables [[model]], and at least one")
     found = []
     for number, table in enumerate(tables, start=1):

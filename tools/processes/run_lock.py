@@ -23,6 +23,7 @@ import msgspec
 from protocol.exit_codes import ExitCode
 from protocol.sockets import MEETING_FILE, make_private
 from tools.failure import Failure
+from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE
 
 LOCK = "pid"
 RUN_KEY = "cluster.key"
@@ -123,7 +124,7 @@ def clear(directory: Path) -> list[str]:
             shutil.rmtree(path, ignore_errors=True)
         elif (
             path.is_socket()
-            or path.name == RUN_KEY
+            or path.name in (RUN_KEY, LOG_FILE, OLD_LOG_FILE)
             or path.suffix == CARD_SUFFIX
             or path.name.startswith(MEETING_FILE)
             or path.stem == ENGINES_FILE

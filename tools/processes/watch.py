@@ -30,6 +30,7 @@ from tools.processes.control_service import ControlService
 from tools.processes.fleet import Fleet, ModelPhase
 from tools.processes.readiness import ChildReadiness, ReadinessPoller, ReadinessProbe
 from tools.processes.restart_policy import RestartPolicy
+from tools.processes.server_log import ServerLog
 from tools.processes.supervisor import Supervisor
 from tools.processes.supervisor_phases import SupervisorPhase
 from tools.terminal import Terminal
@@ -76,6 +77,7 @@ class Watch:
     directory      directory of the control socket; None: the server has none
     on_listening   is called once, when the server first answers
     on_ready       is called once, when the server is ready for the first time
+    log            keeps what the children print; None: nothing does
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class Watch:
         terminal: Terminal,
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
+        log: ServerLog | None = None,
     ) -> None:
+        self._log = log
         self._supervisor = supervisor
         self._commands = {command.name: command for command in commands}
         self._children = {child.name: child for child in children}
@@ -230,7 +234,7 @@ class Watch:
 
     def _start(self, name: str) -> None:
         self._ready.on_start(name)
-        child = self._children[name] = Child(self._commands[name])
+        child = self._children[name] = Child(self._commands[name], self._log)
         self._register(child)
         self._readiness.restart()
         again = " again" if name in self._was_started else ""
@@ -279,6 +283,7 @@ def supervise(
     on_started: Callable[[Sequence[Child]], None],
     on_listening: Callable[[], None],
     on_ready: Callable[[str | None], None],
+    log: ServerLog | None = None,
 ) -> int:
     """Start the processes of a server, supervise them until all have ended, and return the exit
     code.
@@ -297,6 +302,7 @@ def supervise(
     on_started        is called once, after the processes were started
     on_listening      is called once, when the server first answers
     on_ready          is called once, with the model's name, when the server is first ready
+    log               keeps what the processes print; None: nothing does
     """
     groups = {each.name: each.group for each in commands if each.group}
     models = {} if fleet is None else {name: fleet.phase(name) for name in fleet.models}
@@ -315,7 +321,7 @@ def supervise(
             unloaded=[each.name for each in commands if each not in at_start],
         )
         running = {child.name: child for child in started}
-        children = [running.get(command.name) or Child(command) for command in at_start]
+        children = [running.get(command.name) or Child(command, log) for command in at_start]
         on_started(children)
         control = ControlService(supervisor, groups, fleet=fleet, timeout_s=start_timeout_s)
         with ReadinessPoller(server) as readiness:
@@ -330,4 +336,5 @@ def supervise(
                 terminal=terminal,
                 on_listening=on_listening,
                 on_ready=lambda: on_ready(readiness.model),
+                log=log,
             ).run()

@@ -1,14 +1,14 @@
-"""Draws the state of an engine, and its rates, as lines of text. Does no I/O."""
+"""Draws the frames of an engine (protocol/watch.py) as lines of text. Does no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import msgspec
-
-from protocol.messages import EngineStatus, Limits, RequestStatus
+from protocol.explain import duration
+from protocol.messages import Limits
+from protocol.usage import RequestStatus
+from protocol.watch import EngineFrame, Percentiles
 from tools.terminal import clean, cut
 
 MIN_WIDTH = 40
@@ -23,58 +23,14 @@ BUSY, FULL = 0.7, 0.9
 STAGE_COLOURS = {"decode": GREEN, "prefill": CYAN, "preempted": RED}
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates of an engine between two of its statuses."""
-
-    #: Generated tokens per second.
-    tokens_per_s: float = 0.0
-    #: Computed positions of prompts, answers and drafts, per second.
-    computed_per_s: float = 0.0
-    steps_per_s: float = 0.0
-    requests_per_s: float = 0.0
-    #: Share of the new prompt tokens found in the prefix cache; None: no new prompt tokens.
-    cache_hits: float | None = None
-    #: Share of the new draft tokens that were accepted; None: no new draft tokens.
-    drafts_right: float | None = None
-    #: Share of the time that the worker spent computing.
-    busy: float = 0.0
-
-
-def rates(before: EngineStatus, now: EngineStatus) -> Rates:
-    """Return the rates between two statuses of an engine. Return `Rates()` if no time has passed,
-    or if the engine was restarted."""
-    seconds = now.now_s - before.now_s
-    old, new = before.stats, now.stats
-    if seconds <= 0 or new.num_steps < old.num_steps:
-        return Rates()
-
-    def grown(field: str) -> float:
-        return float(getattr(new, field) - getattr(old, field))
-
-    ended = sum(new.num_finished.values()) - sum(old.num_finished.values())
-    return Rates(
-        tokens_per_s=grown("num_generated_tokens") / seconds,
-        computed_per_s=grown("num_computed_tokens") / seconds,
-        steps_per_s=grown("num_steps") / seconds,
-        requests_per_s=ended / seconds,
-        cache_hits=_share(grown("num_cached_tokens"), grown("num_prompt_tokens")),
-        drafts_right=_share(grown("num_accepted_tokens"), grown("num_draft_tokens")),
-        busy=min(1.0, grown("busy_s") / seconds),
-    )
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
 @dataclass(frozen=True, slots=True)
 class TopScene:
     """The state of an engine to draw."""
 
     model: str
     limits: Limits
-    #: The last statuses, at least one, the newest last.
-    statuses: Sequence[EngineStatus]
+    #: The last frames, at least one, the newest last.
+    frames: Sequence[EngineFrame]
     #: Why the engine does not answer; "" if it does.
     error: str = ""
 
@@ -99,11 +55,11 @@ def render(scene: TopScene, canvas: Canvas) -> list[str]:
     canvas = Canvas(max(canvas.width, MIN_WIDTH), canvas.height, canvas.has_colours)
     lines = [*_head(scene, canvas), *_gauges(scene, canvas), ""]
     room = None if canvas.height is None else canvas.height - len(lines)
-    return [*lines, *_rows(scene.statuses[-1], canvas, room)][: canvas.height]
+    return [*lines, *_rows(scene.frames[-1], canvas, room)][: canvas.height]
 
 
 def _head(scene: TopScene, canvas: Canvas) -> list[str]:
-    state = "draining" if scene.statuses[-1].stats.draining else "serving"
+    state = "draining" if scene.frames[-1].stats.draining else "serving"
     if scene.error:
         state = scene.error
     colour = GREEN if state == "serving" else YELLOW
@@ -115,9 +71,8 @@ def _head(scene: TopScene, canvas: Canvas) -> list[str]:
 
 
 def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
-    status, limits = scene.statuses[-1], scene.limits
-    stats = status.stats
-    now = rates(scene.statuses[-2], status) if len(scene.statuses) > 1 else Rates()
+    frame, limits = scene.frames[-1], scene.limits
+    stats, now = frame.stats, frame.rates
     used = stats.total_blocks - stats.free_blocks
     waiting = f"waiting {stats.waiting:,} ({stats.waiting_tokens:,} tokens)"
     kept = f"{stats.leased_blocks:,} kept for other engines" if stats.leased_blocks else ""
@@ -127,7 +82,7 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
         _gauge("busy", round(now.busy * 100), 100, f"{now.steps_per_s:,.0f} steps/s", canvas, "%"),
     ]
     words = f"tokens   {now.tokens_per_s:,.0f}/s answered  {now.computed_per_s:,.0f}/s computed"
-    line = curve([rates(a, b).tokens_per_s for a, b in pairwise(scene.statuses)], 30)
+    line = curve([each.rates.tokens_per_s for each in scene.frames[1:]], 30)
     lines.append(cut(words, canvas.width) + canvas.style(_rest(line, words, canvas), CYAN))
     facts = [
         f"cache    {_percent(now.cache_hits)} hits",
@@ -137,7 +92,19 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
         f"preempted {stats.num_preemptions:,}",
         f"clients {stats.clients}",
     ]
-    return [*lines, cut("  ".join(facts), canvas.width)]
+    lines.append(cut("  ".join(facts), canvas.width))
+    latencies = [
+        *_latency("first token", frame.first_token),
+        *_latency("gap between tokens", frame.gap),
+    ]
+    return [*lines, cut("latency  " + "  ".join(latencies), canvas.width)] if latencies else lines
+
+
+def _latency(name: str, found: Percentiles | None) -> list[str]:
+    """Return the median and the 99th percentile of a latency in words; nothing if it is None."""
+    if found is None:
+        return []
+    return [f"{name} {duration(found.p50)}, 99 % below {duration(found.p99)}"]
 
 
 def _rest(line: str, words: str, canvas: Canvas) -> str:
@@ -178,17 +145,17 @@ def curve(values: Sequence[float], width: int) -> str:
 # ---- the requests
 
 
-def _rows(status: EngineStatus, canvas: Canvas, room: int | None) -> list[str]:
+def _rows(frame: EngineFrame, canvas: Canvas, room: int | None) -> list[str]:
     """Return the table of requests in at most `room` lines. If not all requests fit, the last line
     says how many are left out."""
     head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
-    shown = len(status.rows)
-    if room is not None and 1 + shown + (status.num_open > shown) > room:
+    shown = len(frame.requests)
+    if room is not None and 1 + shown + (frame.num_open > shown) > room:
         shown = max(0, room - 2)
     lines = [canvas.style(cut(head, canvas.width), FAINT)]
-    lines += [_row(row, canvas) for row in status.rows[:shown]]
-    left = status.num_open - shown
+    lines += [_row(row, canvas) for row in frame.requests[:shown]]
+    left = frame.num_open - shown
     return [*lines, canvas.style(f"and {left:,} more", FAINT)] if left else lines
 
 

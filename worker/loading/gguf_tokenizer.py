@@ -1,7 +1,7 @@
 """Rebuilds a tokenizer.json from a GGUF file, and reads its templates and defaults. Needs no torch.
 
-A file has one of two kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama" is
-SentencePiece BPE with a score per piece and byte fallback.
+A file has one of three kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama"
+is SentencePiece BPE with a score per piece and byte fallback. "bert" is WordPiece.
 
 A GGUF file does not describe its pre-tokenizer, which splits the text before merging. It only names
 a family of tokenizers; `Family` describes the pre-tokenizer of each. The output is built as plain
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.model_card import SamplingDefaults
+from protocol.model_card import InfillTokens, SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.text import TOOL_USE, TextFacts
@@ -103,6 +103,8 @@ FAMILIES = {
 
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+CONTINUES = "##"
+"""WordPiece's prefix of tokens that continue a word."""
 SPACE = "\u2581"
 """SentencePiece's visible replacement for a space."""
 
@@ -117,8 +119,12 @@ def tokenizer_json(fields: Fields) -> bytes:
         parts = _byte_level(fields)
     elif kind == "llama":
         parts = _sentencepiece(fields)
+    elif kind == "bert":
+        parts = _wordpiece(fields)
     else:
-        raise UnusableModel(f"tokenizer model {kind!r} is not supported, only 'gpt2' and 'llama'")
+        raise UnusableModel(
+            f"tokenizer model {kind!r} is not supported, only 'gpt2', 'llama' and 'bert'"
+        )
     whole = {"version": "1.0", "truncation": None, "padding": None, **parts}
     return msgspec.json.encode(whole)
 
@@ -173,6 +179,72 @@ def _sentencepiece(fields: Fields) -> Part:
             fuse_unk=True,
             byte_fallback=True,
         ),
+    }
+
+
+def _wordpiece(fields: Fields) -> Part:
+    """Return the parts of a BERT tokenizer.
+
+    A file marks the tokens that start a word with SPACE. tokenizer.json marks the others, which
+    continue a word. A file does not say whether texts are mapped to lower case: they are if no
+    token that starts a word has a capital letter.
+    """
+    tokens = _strings(fields, "tokens")
+    kinds = _numbers(fields, "token_type", len(tokens))
+    special = {tokens[i] for i, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL)}
+    words = {token[1:] for token in tokens if token.startswith(SPACE)}
+    unknown = fields.integer("tokenizer.ggml.unknown_token_id", 100)
+    if not 0 <= unknown < len(tokens):
+        raise UnusableModel(f"tokenizer.ggml.unknown_token_id is {unknown}")
+    return {
+        "added_tokens": _added_tokens(fields),
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": all(word == word.lower() for word in words),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _around(fields, tokens),
+        "decoder": {"type": "WordPiece", "prefix": CONTINUES, "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": tokens[unknown],
+            "continuing_subword_prefix": CONTINUES,
+            "max_input_chars_per_word": 100,
+            "vocab": _vocab([_as_wordpiece(token, special) for token in tokens]),
+        },
+    }
+
+
+def _as_wordpiece(token: str, special: set[str]) -> str:
+    if token.startswith(SPACE):
+        return token[1:]
+    is_whole = token in special or (token.startswith("[") and token.endswith("]"))
+    return token if is_whole else CONTINUES + token
+
+
+def _around(fields: Fields, tokens: list[str]) -> Part:
+    """Return the step that adds the CLS token before, and the SEP token after each text."""
+    found: list[dict[str, int]] = []
+    for names, usual in ((("cls", "bos"), "[CLS]"), (("seperator", "eos"), "[SEP]")):
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
+        index = next((fields.integer(key) for key in keys if key in fields), None)
+        if index is None:
+            index = tokens.index(usual) if usual in tokens else -1
+        if not 0 <= index < len(tokens):
+            raise UnusableModel(f"{keys[0]} is missing, or outside the vocabulary")
+        found.append({tokens[index]: index})
+    before, after = found
+    return {
+        "type": "TemplateProcessing",
+        "single": _template(before, "A", after, 0),
+        "pair": _template(before, "A", after, 0) + _template({}, "B", after, 1),
+        "special_tokens": {
+            token: {"id": token, "ids": [index], "tokens": [token]}
+            for token, index in (before | after).items()
+        },
     }
 
 
@@ -294,7 +366,28 @@ def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
         tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
         defaults=_defaults(fields),
         license=fields.text("general.license", "") or None,
+        infill_tokens=_infill_tokens(fields, len(tokens)),
     )
+
+
+INFILL_KEYS = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "pad": ("fim_pad",),
+    "repository": ("fim_rep",),
+    "file": ("fim_sep",),
+}
+"""Field of InfillTokens -> the names in `tokenizer.ggml.NAME_token_id`, the newest first."""
+
+
+def _infill_tokens(fields: Fields, num_tokens: int) -> InfillTokens:
+    found: dict[str, int] = {}
+    for role, names in INFILL_KEYS.items():
+        ids = (_token_id(fields, name, num_tokens) for name in names)
+        if (token_id := next((each for each in ids if each is not None), None)) is not None:
+            found[role] = token_id
+    return InfillTokens(**found)
 
 
 def _token_id(fields: Fields, name: str, num_tokens: int) -> int | None:

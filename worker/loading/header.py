@@ -14,9 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from protocol.config.worker import PoolingOption
+from protocol.encoding import EncodingCard
+from worker.encoders.families.registry import find_encoder
+from worker.encoders.gguf import ENCODERS, gguf_encoder, pooling_type
+from worker.encoders.header import EncoderHeader, config_encoder, directory_encoder
+from worker.encoders.modules import MODULES, VectorSpec, read_modules
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_file import GGMLType, GGUFFile
+from worker.loading.gguf_config import Metadata
+from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.loading.gguf_header import gguf_names, gguf_spec
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.loading.quantization import PACKED_AS, Quantization, read_quantization
@@ -60,10 +67,21 @@ class ModelHeader:
     paths: list[Path]
     #: The quantised layers of a Hugging Face directory; None if it has none.
     quantized: QuantizedFiles | None = None
+    #: How its vectors are made; None: the model has none.
+    vectors: VectorSpec | None = None
+    #: Whether the model generates text. Models that were made for vectors do not.
+    generates: bool = True
 
     @property
     def spec(self) -> ModelSpec:
         return self.tensors.spec
+
+    @property
+    def encoding(self) -> EncodingCard | None:
+        spec = self.spec
+        if self.vectors is None:
+            return None
+        return self.vectors.card("embed", spec.hidden, spec.context_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -94,6 +112,50 @@ class TransformersHeader:
         return self.text.tokenizer
 
 
+AnyHeader = ModelHeader | TransformersHeader | EncoderHeader
+"""The header of any model that can be served."""
+
+
+def read_any_header(path: Path, pooling: PoolingOption = "auto") -> AnyHeader:
+    """Read the header of a model as `read_header` does, or that of an encoder.
+
+    pooling   the operator's choice; auto: the model's files decide
+    """
+    if (encoder := encoder_header(path)) is not None:
+        return encoder.with_pooling(pooling)
+    return with_pooling(read_header(path), pooling)
+
+
+def with_pooling(
+    header: ModelHeader | TransformersHeader, pooling: PoolingOption
+) -> ModelHeader | TransformersHeader:
+    """Return the header of a decoder if the operator has chosen a pooling. Raises UnusableModel if
+    the model cannot have vectors."""
+    if pooling == "auto":
+        return header
+    if isinstance(header, TransformersHeader):
+        raise UnusableModel(
+            "models that transformers computes have no vectors", remedy="serve without --pooling"
+        )
+    vectors = header.vectors or VectorSpec(pooling=pooling)
+    return replace(header, vectors=replace(vectors, pooling=pooling))
+
+
+def encoder_header(path: Path) -> EncoderHeader | None:
+    """Return the header of an encoder; None if the model is not one."""
+    if path.is_dir() and (path / "config.json").is_file():
+        config = read_json(path / "config.json")
+        family = find_encoder(config)
+        return None if family is None else directory_encoder(path, config, family)
+    if path.suffix == ".json" and path.is_file():
+        config = read_json(path)
+        family = find_encoder(config)
+        return None if family is None else config_encoder(path, config, family)
+    if path.is_file() and architecture_at_start(path) in ENCODERS:
+        return gguf_encoder(GGUFFile(path))
+    return None
+
+
 def read_header(path: Path) -> ModelHeader | TransformersHeader:
     """Read a Hugging Face directory, a GGUF file, or a config.json alone, whose model has random
     weights and no tokenizer. Raises UnusableModel with the reason."""
@@ -118,6 +180,9 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
             "config.json names code of the model's directory (auto_map), which is never run; the "
             "model is computed like others of its architecture"
         )
+    has_modules = (path / MODULES).is_file()
+    if has_modules:
+        config = _causal(config)
     architecture = fallback(config)
     if architecture is not None:
         return _transformers_header(path, config, architecture)
@@ -126,7 +191,13 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     paths = weight_files(path)
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
-    names = without_prefix(family.names(spec), list(files.tensors))
+    names = family.names(spec)
+    vectors = read_modules(path, spec.hidden) if has_modules else None
+    if vectors is not None:
+        # sentence-transformers saves the model without its head, and so without the prefix.
+        names = names if names.prefix else replace(names, prefix="model.")
+        spec = replace(spec, tied_embeddings=True, head_bias=False)
+    names = without_prefix(names, list(files.tensors))
     quantization = read_quantization(config, family.quantizations)
     shapes, kinds = _contents(files, config)
     names = replace(names, by_rows=frozenset(n for n, kind in kinds.items() if kind == MXFP4))
@@ -139,7 +210,26 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         shapes, kinds = quantized.shapes(), quantized.kinds()
     tensors.check(shapes)
     _check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
-    return ModelHeader(directory_name(path), tensors, files, kinds, text, paths, quantized)
+    return ModelHeader(
+        directory_name(path),
+        tensors,
+        files,
+        kinds,
+        text,
+        paths,
+        quantized,
+        vectors=vectors,
+        generates=vectors is None,
+    )
+
+
+def _causal(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a decoder without its head as that of the whole decoder: the model_type
+    decides."""
+    names = config.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("Model"):
+        return {**config, "architectures": None}
+    return config
 
 
 def _config_header(path: Path) -> ModelHeader:
@@ -224,7 +314,11 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    return ModelHeader(path.stem, tensors, file, kinds, text, [path])
+    pooling = pooling_type(Metadata(file))
+    vectors = None if pooling is None else VectorSpec(pooling=pooling)
+    return ModelHeader(
+        path.stem, tensors, file, kinds, text, [path], vectors=vectors, generates=vectors is None
+    )
 
 
 def _untied_if_heads_differ(tensors: ModelTensors, files: SafetensorsFiles) -> ModelTensors:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.model_card import SamplingDefaults
+from protocol.model_card import InfillTokens, SamplingDefaults
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import Fields, read_json
 
@@ -42,6 +42,8 @@ class TextFacts:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     #: License of the model, if the files give one.
     license: str | None = None
+    #: Tokens of fill-in-the-middle prompts that the files name.
+    infill_tokens: InfillTokens = field(default_factory=InfillTokens)
 
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"

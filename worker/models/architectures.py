@@ -123,7 +123,7 @@ _REFUSED: dict[str, str] = {
         WhisperForCausalLM WhisperForConditionalGeneration
     """,
     "it is an encoder, whose attention sees later tokens": """
-        BertForMaskedLM BertGenerationDecoder BertLMHeadModel BertModel BigBirdForCausalLM
+        BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM
         CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
         MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM
         RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM

@@ -186,6 +186,12 @@ class DecoderModel:
             delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
         return self._add_norm(x, delta, None, post_norm)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the final norm of hidden [S, hidden], in float32."""
+        norm = self.weights.norm
+        bias = None if norm.bias is None else norm.bias.float()
+        return Norm(norm.spec, norm.weight.float(), bias)(hidden.float())
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [S, V] float32 of hidden [S, hidden]."""

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from protocol.config.worker import Activations, KVDtype, WeightForm
+from protocol.config.worker import Activations, KVDtype, PoolingOption, WeightForm
 from protocol.model_card import ModelCard
+from worker.encoders.load import vector_head
+from worker.encoders.pooling import VectorHead
 from worker.kernels.base import Kernels
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.fingerprint import fingerprint
@@ -22,7 +24,7 @@ from worker.loading.digest import digest
 from worker.loading.errors import UnusableModel
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_weights import GGUFWeights
-from worker.loading.header import ModelHeader, TransformersHeader, read_header
+from worker.loading.header import ModelHeader, TransformersHeader, read_header, with_pooling
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.pinned_ring import Copy, copy_tensor, copying_to
 from worker.loading.random_weights import RandomWeights
@@ -55,6 +57,8 @@ class LoadedModel:
     kv_dtype: torch.dtype
     rounded: Sequence[str]
     step_costs: list[tuple[int, float]] = field(default_factory=list)
+    #: Makes its vectors; None: it has none.
+    vectors: VectorHead | None = None
 
 
 def load_model(
@@ -69,6 +73,7 @@ def load_model(
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
     group: Group | None = None,
+    pooling: PoolingOption = "auto",
 ) -> LoadedModel:
     """Load a Hugging Face directory or a .gguf file, or make random weights for a config.json. With
     a group, load only this rank's share; the spec is that of the share, and weights are dense.
@@ -81,8 +86,9 @@ def load_model(
     measurements   directory that caches measured times between starts; None disables the cache
     on_header      called with the model's header, before the weights are loaded
     group          the tensor parallel group of this rank; None: this worker computes everything
+    pooling        the operator's choice of vectors; auto: the model's files decide
     """
-    header = read_header(Path(path))
+    header = with_pooling(read_header(Path(path)), pooling)
     on_header(header)
     if isinstance(header, TransformersHeader):
         if activations == "int8":
@@ -114,7 +120,8 @@ def load_model(
         weights_bytes=sum(memory.values()),
         numerics=_numerics(model, dtype, rounded),
     )
-    return LoadedModel(model, card, spec, cache_dtype, rounded, costs)
+    vectors = None if header.vectors is None else vector_head(header.vectors, device)
+    return LoadedModel(model, card, spec, cache_dtype, rounded, costs, vectors)
 
 
 def _load_transformers(
@@ -165,12 +172,17 @@ def _card(
     numerics: str = "",
 ) -> ModelCard:
     text, facts = header.text, repr(header.spec)
-    if isinstance(header, ModelHeader) and header.quantized is not None:
-        facts += repr(header.quantized.quantization)
+    generates, encoding, paths = True, None, header.paths
+    if isinstance(header, ModelHeader):
+        if header.quantized is not None:
+            facts += repr(header.quantized.quantization)
+        generates, encoding = header.generates, header.encoding
+        if header.vectors is not None:
+            facts, paths = facts + repr(header.encoding), [*paths, *header.vectors.paths]
     return ModelCard(
         name=header.name,
         architecture=header.spec.architecture,
-        digest=digest(header.paths, text.tokenizer, facts.encode()),
+        digest=digest(paths, text.tokenizer, facts.encode()),
         vocab_size=header.spec.vocab_size,
         context_tokens=header.spec.context_tokens,
         tokenizer=text.tokenizer,
@@ -186,7 +198,10 @@ def _card(
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
         license=text.license,
+        infill_tokens=text.infill_tokens,
         numerics=numerics,
+        generates=generates,
+        encoding=encoding,
     )
 
 

@@ -95,6 +95,7 @@ def card_of_text(
         response_template=text.response_template,
         defaults=text.defaults,
         license=text.license,
+        infill_tokens=text.infill_tokens,
     )
 
 

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from protocol.exit_codes import ExitCode
+from worker.encoders.families.registry import find_encoder
+from worker.encoders.gguf import ENCODERS
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import read_json
 from worker.loading.gguf_file import MAGIC, architecture_at_start
@@ -30,11 +32,14 @@ def check_config(file: Path) -> None:
     if file.suffix == ".gguf":
         if not _is_gguf(file):
             raise UnusableModel("the file that the server sends is not a GGUF file")
-        if architecture := architecture_at_start(file):
+        architecture = architecture_at_start(file)
+        if architecture and architecture not in ENCODERS:
             gguf_family(architecture)
         return
     config = read_json(file)
-    if fallback(config) is None:
+    if (encoder := find_encoder(config)) is not None:
+        encoder.spec(config)
+    elif fallback(config) is None:
         find_family(config).spec(config)
 
 

@@ -21,15 +21,24 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from worker.attention.limits import check_attention_option
+from worker.encoders.header import EncoderHeader
+from worker.encoders.memory import dtype_of, only_encodes, plan_encoder
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
-from worker.loading.header import ModelHeader, TransformersHeader, read_header
+from worker.loading.header import (
+    AnyHeader,
+    ModelHeader,
+    TransformersHeader,
+    read_any_header,
+    read_header,
+)
 from worker.loading.text import check_draft
 from worker.parallel.share import NOT_DIVIDED, check_dense
 from worker.startup import machine
@@ -56,7 +65,7 @@ def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Pr
     plans, cards = [], []
     try:
         for config in configs:
-            header = read_header(Path(config.model))
+            header = read_any_header(Path(config.model), config.pooling)
             cards.append(_card(header))
             if not config.local_size:  # all workers are on other machines
                 continue
@@ -73,22 +82,27 @@ def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Pr
     return Preflight(plans=plans, card=next(iter(cards), None))
 
 
-def _card(header: ModelHeader | TransformersHeader) -> ModelCard:
-    return card_of_text(
+def _card(header: AnyHeader) -> ModelCard:
+    card = card_of_text(
         header.name,
         header.spec.architecture,
         header.text,
         vocab_size=header.vocab_size,
         context_tokens=header.spec.context_tokens,
     )
+    if isinstance(header, TransformersHeader):
+        return card
+    return replace(card, generates=not only_encodes(header), encoding=header.encoding)
 
 
 def _plan(
     config: WorkerConfig,
-    header: ModelHeader | TransformersHeader,
+    header: AnyHeader,
     taken: defaultdict[str, int],
     visible: str | None,
 ) -> ModelPlan:
+    if isinstance(header, EncoderHeader) or only_encodes(header):
+        return _plan_encoder(config, header, taken, visible)
     headers = [header]
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
@@ -112,6 +126,28 @@ def _plan(
         free_bytes=free_bytes,
         host_bytes=machine.free_host_bytes() - taken[CPU],
         total_bytes=device.total_bytes,
+    )
+
+
+def _plan_encoder(
+    config: WorkerConfig, header: AnyHeader, taken: defaultdict[str, int], visible: str | None
+) -> ModelPlan:
+    """Return the plan of a model that only encodes."""
+    assert not isinstance(header, TransformersHeader)
+    device = choose_device(config.device, visible, config.local_rank)
+    is_gpu, flags = device.name != CPU, cpu_flags()
+    planned = None
+    if isinstance(header, ModelHeader):
+        has_kernels = has_compiled_kernels(config, device.name, flags)
+        planned = _planned(header, config, 0, 1, has_kernels=has_kernels)
+    usual = machine.dtype_name(config.dtype, is_gpu=is_gpu, cpu_flags=flags)
+    return plan_encoder(
+        config,
+        header,
+        planned,
+        device=device.name,
+        dtype=dtype_of(config, header, usual, is_gpu=is_gpu),
+        free_bytes=device.free_bytes - taken[device.name],
     )
 
 

@@ -101,6 +101,7 @@ def _prepare(
     )
     with context.timeline.tokenizing():
         prompt = preparation.prompt(chat.messages)
+    context.timeline.template_s = prompt.template_s
     return preparation, prompt, warnings
 
 

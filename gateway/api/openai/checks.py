@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, unsupported
+from gateway.api.openai.requests import (
+    BatchBody,
+    ChatBody,
+    CompletionBody,
+    OpenEndedCompletion,
+    unsupported,
+)
 from gateway.api.openai.structured import FORM_FIELDS
 from gateway.http.json_values import check_depth
 from protocol.errors import InvalidRequest
@@ -81,9 +87,10 @@ def _check_members(value: Any, field: str, known: Sequence[str]) -> None:
 
 def check_completion(body: CompletionBody) -> None:
     _check_common(body)
-    if body.suffix:
-        raise unsupported("suffix")
-    if body.max_tokens == 0 and not body.echo:
+    if body.suffix and body.echo:
+        raise InvalidRequest.at("echo", "not available with suffix")
+    is_open_ended = isinstance(body, OpenEndedCompletion)
+    if body.max_tokens == 0 and not body.echo and not is_open_ended:
         raise InvalidRequest.at("max_tokens", "0 requires echo to be true")
 
 

@@ -6,7 +6,10 @@ else OpenAI's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
+
+import msgspec
 
 from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, GenerationBody
 from gateway.formats.choice_parser import ReadOptions
@@ -14,7 +17,7 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
-from protocol.sampling import SamplingParams
+from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 T = TypeVar("T")
 Body = ChatBody | BatchBody | CompletionBody
@@ -112,11 +115,32 @@ def check_counts(
         )
 
 
-def read_options(body: GenerationBody, *, continues: bool) -> ReadOptions:
+def with_stop_tokens(params: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+    """Return a copy of `params` with which the tokens `token_ids` end the answer too. If `params`
+    ignore end tokens, return them unchanged. Raise InvalidRequest if there are too many."""
+    if params.ignore_eos:
+        return params
+    ids = list(dict.fromkeys([*params.stop_token_ids, *token_ids]))
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest.at(
+            "stop_token_ids",
+            f"{len(params.stop_token_ids)} tokens, and the {len(ids) - len(params.stop_token_ids)} "
+            f"that end the text of this model, exceed the limit of {MAX_STOP_TOKEN_IDS}",
+        )
+    return msgspec.structs.replace(params, stop_token_ids=ids)
+
+
+def read_options(
+    body: GenerationBody, *, continues: bool, end_token_ids: Sequence[int] = ()
+) -> ReadOptions:
+    """Return the options of the parsers. `end_token_ids` are ends of the answer that the request
+    does not name."""
+    named = body.stop_token_ids or ()
     return ReadOptions(
         stop=body.stop_strings,
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
         skip_special_tokens=first(body.skip_special_tokens, default=True),
         continues=continues,
+        end_token_ids=[token_id for token_id in end_token_ids if token_id not in named],
     )

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from gateway.api.openai.field_paths import translate_error
-from gateway.api.openai.parameters import choices_of, read_options
+from gateway.api.openai.parameters import choices_of, read_options, with_stop_tokens
 from gateway.api.openai.requests import (
     BatchBody,
     ChatBody,
@@ -31,6 +31,7 @@ from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
 from gateway.prompt import tool_prompt
+from gateway.prompt.infill import InfillFile, InfillFormat
 from gateway.prompt.kwargs import thinking_budget
 from gateway.prompt.render import PromptConversation, RenderedPrompt, TemplateOptions
 from gateway.prompt.template import ParsedTemplate
@@ -39,6 +40,10 @@ from gateway.service import offload
 from protocol.errors import InvalidRequest, RequestError
 from protocol.grammar import Body, Grammar
 from protocol.sampling import check_token_ids
+
+ANSWER_SHARE = 4
+"""If an answer is not limited, one in this many tokens of the context is kept free of the files
+that a prompt for filling in the middle contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class Preparation:
         rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
         if not rendered.ids:
             raise empty_prompt(param)
-        return Prompt(rendered.text, rendered.ids, rendered.kwargs)
+        return Prompt(rendered.text, rendered.ids, rendered.kwargs, rendered.template_s)
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
@@ -217,8 +222,9 @@ class Preparation:
 class Completion:
     """Prepares the prompts of one completion body. Raises InvalidRequest naming the field.
 
-    If the token ids of the prompts are already known, pass them as `ids`; the prompts are then not
-    tokenized.
+    ids    token ids of the prompts, if they are known; the prompts are then not tokenized
+    files  other files, as context: the model fills in the middle even if `suffix` is empty. None:
+           it does so only if there is a suffix
     """
 
     def __init__(
@@ -228,21 +234,30 @@ class Completion:
         *,
         max_prompts: int,
         ids: Sequence[list[int]] | None = None,
+        files: Sequence[InfillFile] | None = None,
     ) -> None:
         self.body = body
         self._model = model
         self._prompts = prompts_of(body, max_prompts)
-        self._options = read_options(body, continues=True)
         choices = choices_of(body, model.defaults, model.tokenizer)
         form = answer_form(body)
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
         grammar = Grammar(body=form.body) if form is not None else None
+        self._infill = _infill_of(model) if body.suffix or files is not None else None
+        self._files = files or ()
+        #: Number of `files` that did not fit into a prompt.
+        self.num_left_out = 0
+        ends: Sequence[int] = ()
+        if self._infill is not None:
+            ends = self._infill.ends
+            choices = [with_stop_tokens(params, ends) for params in choices]
+        self._options = read_options(body, continues=True, end_token_ids=ends)
         if ids is None:
             is_list = self._prompts is body.prompt  # else it is a single prompt
             ids = [
-                _prompt_ids(prompt, model, f"prompt[{place}]" if is_list else "prompt")
+                self._prompt_ids(prompt, f"prompt[{place}]" if is_list else "prompt")
                 for place, prompt in enumerate(self._prompts)
             ]
         parsers = ParserFactory(model.tokenizer, self._options)
@@ -250,6 +265,27 @@ class Completion:
         self.prompt_requests = [
             PromptRequest(prompt_ids, choices, parsers, grammar=grammar) for prompt_ids in ids
         ]
+
+    def _prompt_ids(self, prompt: CompletionPrompt, param: str) -> list[int]:
+        """Return the prompt's token ids, or raise InvalidRequest naming `param`."""
+        if self._infill is None:
+            return _prompt_ids(prompt, self._model, param)
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, self._model.card.vocab_size, param)
+        max_len = self._model.limits.max_len
+        answer_tokens = self.body.max_tokens
+        if answer_tokens is None:
+            answer_tokens = max_len // ANSWER_SHARE
+        ids, num_left_out = self._infill.prompt(
+            prompt,
+            self.body.suffix or "",
+            files=self._files,
+            max_tokens=max_len - answer_tokens,
+            offload=offload,
+            param=param,
+        )
+        self.num_left_out = max(self.num_left_out, num_left_out)
+        return ids
 
     def builder(self) -> CompletionResponseBuilder:
         body = self.body
@@ -270,6 +306,15 @@ class Completion:
         error."""
         error.param = self._form_field if error.param == "grammar" else error.param
         return error
+
+
+def _infill_of(model: ServedModel) -> InfillFormat:
+    if model.infill is None:
+        raise InvalidRequest.at(
+            "suffix",
+            "this model cannot fill in the middle: its vocabulary has none of the tokens for that",
+        )
+    return model.infill
 
 
 def _prompt_ids(prompt: CompletionPrompt, model: ServedModel, param: str) -> list[int]:

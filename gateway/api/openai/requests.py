@@ -323,21 +323,33 @@ class BatchBody(ConversationBody, frozen=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
+    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either.
+
+    suffix  the text after the completion, for models that can fill in the middle; empty: none
+    """
 
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def answer_tokens(self) -> int:
+    def answer_tokens(self) -> int | None:
+        """The limit on the answer's length; None: the context length is the limit."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class OpenEndedCompletion(CompletionBody, frozen=True, kw_only=True):
+    """A completion without OpenAI's default of `max_tokens`, for other APIs."""
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_tokens
 
 
 DEFAULT_COMPLETION_TOKENS = 16

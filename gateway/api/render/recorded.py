@@ -23,6 +23,9 @@ class _NoEngine:
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded response is never generated")
 
+    def encode(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a recorded response is never generated")
+
     def abort(self, request: int, on_freed: object = None) -> None:
         pass
 

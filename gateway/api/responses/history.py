@@ -14,8 +14,9 @@ import msgspec
 
 from gateway.api.responses.items import PREVIOUS, Item, PlacedItem, input_items, response_of
 from gateway.api.responses.requests import ResponsesBody
-from gateway.store.database import BrokenChain, Store
+from gateway.store.database import BrokenChain, Database
 from gateway.store.queries import StoredRecord
+from gateway.store.sqlite_file import Store
 from protocol.errors import InvalidRequest
 
 UNFINISHED = ("queued", "in_progress")
@@ -25,7 +26,7 @@ UNFINISHED = ("queued", "in_progress")
 class History:
     """The stored responses of one owner. `store` is None if the server stores nothing."""
 
-    def __init__(self, store: Store | None, owner: str) -> None:
+    def __init__(self, store: Store[Database] | None, owner: str) -> None:
         self._store = store
         self._owner = owner
 

@@ -19,13 +19,15 @@ from typing import Any
 
 import requests
 
+from protocol.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
+from tests.support.scripted_engine import ScriptedEngine, infill_card, text_reply
 from tests.torture.fuzz.outcome import Outcome, watched
 from tests.torture.fuzz.values import changed, damaged
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
+FILES, BATCHES = "/v1/files", "/v1/batches"
 PATIENCE_S = 60.0
 NUM_CLIENTS = 4
 UNREADY, STARVED = 503, b"engine_lost"
@@ -104,6 +106,56 @@ GENERATION = {
     **{"request_id": "r-1", "cache_salt": "s", "priority": 1, "output_mode": "text"},
 }
 
+OPTIONS = {
+    **{"num_predict": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7},
+    **{"stop": ["zz"], "repeat_penalty": 1.1, "num_ctx": 4096, "mirostat": 0},
+}
+OLLAMA_CHAT = {
+    **{"model": "scripted", "options": OPTIONS, "keep_alive": "5m", "think": True, "stream": True},
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "messages": [
+        {"role": "user", "content": "hi", "images": []},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "hm",
+            "tool_calls": [{"function": {"name": "look", "arguments": {"at": 2}}}],
+        },
+        {"role": "tool", "tool_name": "look", "content": "a sea"},
+    ],
+}
+OLLAMA_TEXT = {"model": "scripted:latest", "prompt": "hi", "options": OPTIONS, "stream": False}
+GAP = {
+    **{"input_prefix": "def f():", "input_suffix": "f()", "prompt": "    ", "n_predict": 5},
+    **{"input_extra": [{"filename": "a.py", "text": "x = 1"}], "top_k": 3, "stream": True},
+    **{"response_fields": ["content", "timings/prompt_n"], "return_tokens": True, "stop": ["zz"]},
+}
+
+FORM_TYPE = "multipart/form-data; boundary=b"
+LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "hi"}}
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n'
+    + json.dumps(LINE).encode()
+    + b"\r\n--b--\r\n"
+)
+EMBEDDINGS = {
+    **{
+        "model": "scripted",
+        "input": ["a text", "another"],
+        "encoding_format": "float",
+        "user": "me",
+    },
+    **{"dimensions": 3, "truncate_prompt_tokens": 5, "prompt_name": "query", "priority": 1},
+}
+RERANK = {
+    **{"query": "a sea", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
+    "max_tokens_per_doc": 8,
+}
+SCORE = {"text_1": "a", "text_2": ["b", "c"]}
+
 RECORDED: dict[str, list[Any]] = {
     CHAT: [
         CHAT_BODY,
@@ -113,7 +165,15 @@ RECORDED: dict[str, list[Any]] = {
     f"{CHAT}/batch": [{"messages": [PLAIN_CHAT["messages"]] * 2, "max_tokens": 3}],
     f"{CHAT}/input_tokens": [CHAT_BODY],
     f"{CHAT}/render": [CHAT_BODY],
-    COMPLETIONS: [COMPLETION, {"prompt": [104, 105], "stream": True, "suffix": None}],
+    COMPLETIONS: [COMPLETION, {"prompt": [104, 105], "stream": True, "suffix": "c"}],
+    "/infill": [GAP],
+    "/api/chat": [OLLAMA_CHAT, {"model": "scripted", "messages": [], "keep_alive": 1}],
+    "/api/generate": [
+        {**OLLAMA_TEXT, "system": "Be brief.", "format": SCHEMA, "context": [104, 105]},
+        {**OLLAMA_TEXT, "suffix": "b", "raw": True, "logprobs": True, "top_logprobs": 1},
+    ],
+    "/api/show": [{"model": "scripted"}, {"name": "scripted:latest"}],
+    "/api/pull": [{"model": "scripted", "stream": False}],
     f"{COMPLETIONS}/render": [COMPLETION],
     MESSAGES: [MESSAGE, {"model": "scripted", "max_tokens": 3, "messages": PLAIN_CHAT["messages"]}],
     f"{MESSAGES}/count_tokens": [MESSAGE],
@@ -126,18 +186,32 @@ RECORDED: dict[str, list[Any]] = {
     "/inference/v1/abort_requests": [{"request_ids": ["r-1", "r-2"]}],
     "/v1/load_lora_adapter": [{"lora_name": "fr", "lora_path": "french", "model": "scripted"}],
     "/v1/unload_lora_adapter": [{"lora_name": "fr"}],
+    "/v1/embeddings": [
+        EMBEDDINGS,
+        {"input": [[104, 105], [106]], "encoding_format": "base64"},
+        {"input": "hi", "add_special_tokens": False},
+    ],
+    **{path: [RERANK] for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    "/v1/score": [SCORE, {"queries": ["a", "b"], "documents": ["c", "d"]}],
+    "/score": [{"data_1": "a", "data_2": "b"}],
     "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
+    FILES: [FORM],
+    f"{BATCHES}/batch_1/cancel": [{}],
 }
-"""Valid bodies by path. Those of the derender routes are missing: `_derenders` makes them from
-answers of other routes."""
+"""Valid bodies by path. A body of bytes is a form. Those of the derender routes and of batches are
+missing: `_derenders` and `_batches` make them from answers of other routes."""
 
 
 @contextmanager
 def scripted_gateway() -> Iterator[GatewayProcess]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
-        with ScriptedEngine(address, card=thinking_card(), max_len=2048) as engine:
+        encoding = EncodingCard(
+            task="embed", max_tokens=512, size=4, normalizes=True, prompts={"query": "q: "}
+        )
+        card = infill_card(encoding=encoding)
+        with ScriptedEngine(address, card=card, max_len=2048) as engine:
             engine.script = lambda generate: text_reply(ANSWER, size=9, marked=True)
             config: dict[str, Any] = {
                 "engine": address,
@@ -145,7 +219,11 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
                 "max_n": 8,
                 "max_prompts": 8,
             }
-            with GatewayProcess(**config, response_store=f"{folder}/responses.db") as process:
+            stores = {
+                "response_store": f"{folder}/responses.db",
+                "file_store": f"{folder}/files.db",
+            }
+            with GatewayProcess(**config, **stores) as process:
                 yield process.await_ready()
                 assert "Traceback" not in process.log, process.log[-10_000:]
 
@@ -157,16 +235,18 @@ def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
     200 and 404. A 404 means that the request names something that does not exist.
     """
     pairs = [(path, body) for path, bodies in RECORDED.items() for body in bodies]
-    pairs += _derenders(gateway)
-    for path, body in pairs:
-        answer = gateway.post(path, body)
-        assert answer.status_code in (200, 404), (path, answer.text)
+    pairs += [*_derenders(gateway), *_batches(gateway)]
+    with closing(_connection(gateway)) as connection:
+        for path, body in pairs:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            status, answer = _post(connection, path, data)
+            assert status in (200, 404), (path, answer)
     assert {_rule(path) for path, _ in pairs} == _posted(gateway)
     return pairs
 
 
 def _rule(path: str) -> str:
-    return path.replace("resp_1", "{response_id}")
+    return path.replace("resp_1", "{response_id}").replace("batch_1", "{batch_id}")
 
 
 def _posted(gateway: GatewayProcess) -> set[str]:
@@ -195,6 +275,14 @@ def _derenders(gateway: GatewayProcess) -> list[tuple[str, Any]]:
             {"completion_request": text, "generate_responses": [answers[1]]},
         ),
     ]
+
+
+def _batches(gateway: GatewayProcess) -> list[tuple[str, Any]]:
+    with closing(_connection(gateway)) as connection:
+        file = json.loads(_post(connection, FILES, FORM)[1])["id"]
+    fields = {"endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": "b"}}
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    return [(BATCHES, {"input_file_id": file, **fields, "output_expires_after": expiry})]
 
 
 def bodies(count: int, seed: int) -> Outcome:
@@ -237,8 +325,7 @@ def _ask(
     """Send `count` changed bodies over one connection. Return the number of answers by status."""
     chance, statuses = Random(seed), Counter[int]()
     order = chain.from_iterable(chance.sample(pairs, len(pairs)) for _ in cycle([0]))
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
-    with closing(connection):
+    with closing(_connection(gateway)) as connection:
         for path, body in islice(order, count):
             data = _mutilated(body, chance)
             status, answer = _post(connection, path, data)
@@ -250,7 +337,13 @@ def _ask(
     return statuses
 
 
+def _connection(gateway: GatewayProcess) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+
+
 def _mutilated(body: Any, chance: Random) -> bytes:
+    if isinstance(body, bytes):
+        return damaged(body, chance)
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         body = changed(body, chance)
     data = json.dumps(body).encode()
@@ -262,7 +355,8 @@ def _post(connection: http.client.HTTPConnection, path: str, data: bytes) -> tup
     connection."""
     for is_first in (True, False):
         try:
-            connection.request("POST", path, data, {"Content-Type": "application/json"})
+            kind = FORM_TYPE if path == FILES else "application/json"
+            connection.request("POST", path, data, {"Content-Type": kind})
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):

@@ -52,7 +52,9 @@ def assemble_benchmark(config: StepBench) -> StepBenchmark:
 
     Raises UnusableModel if the model cannot be used, or if memory is too small.
     """
-    runner, ready = assemble(worker_config(config), StartupTiming())
+    runner, _, ready = assemble(worker_config(config), StartupTiming())
+    if runner is None:
+        raise ValueError(f"{ready.model.name} only encodes; its steps are not measured here")
     gc.collect()
     gc.freeze()
     return StepBenchmark(config, runner, ready)

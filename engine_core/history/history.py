@@ -1,0 +1,99 @@
+"""`EngineHistory`: the last steps and requests of one engine, and its latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+
+from engine_core.history.requests import RequestHistories, RequestHistory
+from engine_core.history.steps import StepLog
+from engine_core.history.timeline import build_timeline
+from engine_core.request import Request
+from engine_core.schedule.commit import request_usage
+from engine_core.schedule.inflight import InflightStep
+from engine_core.stage_timer import EngineClock
+from protocol.latency import NUM_BUCKETS, bucket
+from protocol.timeline import EngineTimeline, Lack
+from protocol.usage import Usage
+
+MAX_TIMELINES = 16
+"""Most timelines in one answer. All choices of an HTTP request have the same names."""
+
+
+class EngineHistory:
+    """Records steps and requests. The engine calls the methods `on_*`; the times are those of its
+    clock."""
+
+    def __init__(self, clock: EngineClock, slots: int) -> None:
+        self.steps = StepLog()
+        #: Counts of the times from arrival to first token, and of the gaps between two outputs of
+        #: an answer, by the buckets of protocol/latency.py.
+        self.first_tokens = [0] * NUM_BUCKETS
+        self.gaps = [0] * NUM_BUCKETS
+        self._clock = clock
+        self._slots = slots
+        self._requests = RequestHistories()
+
+    def on_bound(self, request: Request, step: int) -> None:
+        """Record that the worker binds a slot for the request in this step."""
+        self._requests.on_bound(request, step, self.steps.first)
+        spans = request.stage_timer.spans
+        if request.num_generated and len(spans) > 1 and spans[-2][0] == "preempted":
+            self.gaps[bucket(spans[-1][1] - spans[-2][1])] += 1
+
+    def on_step(self, step: InflightStep, num_tokens: int, elapsed_s: float, lack: Lack) -> None:
+        """Record a committed step. Each of its rows that continues an answer gives a token, so the
+        time of the step is the gap before this token."""
+        self.steps.add(step, num_tokens, self._clock.now, elapsed_s, lack)
+        drafts = [] if step.plan.row_drafts is None else step.plan.row_drafts.tolist()
+        num_gaps = step.plan.num_decodes + len(drafts) - drafts.count(0)
+        self.gaps[bucket(elapsed_s)] += num_gaps
+
+    def on_first_token(self, request: Request) -> None:
+        now = self._clock.now
+        self.first_tokens[bucket(now - request.arrived_at)] += 1
+        self._requests.get(request).first_token_at = now
+
+    def on_end(self, request: Request, finish: str, usage: Usage | None) -> None:
+        self._requests.on_end(request, finish, usage, self._clock.now)
+
+    def timelines(
+        self,
+        names: Iterable[str],
+        find_open: Callable[[str], Iterable[Request]],
+        client_name: Callable[[bytes], str],
+    ) -> list[EngineTimeline]:
+        """Return the timelines of the requests with these names, open ones first, at most
+        MAX_TIMELINES.
+
+        - find_open: returns the open requests with a name
+        - client_name: returns the name of a client
+        """
+        self._requests.forget_old(self._clock.now)
+        wanted = list(names)
+        opened = chain.from_iterable(map(find_open, wanted))
+        known = [(self._requests.get(r), request_usage(r)) for r in dict.fromkeys(opened)]
+        ended = dict.fromkeys(chain.from_iterable(map(self._requests.ended, wanted)))
+        known += [(history, history.usage) for history in ended if history.usage is not None]
+        return [
+            self._timeline(history, usage, client_name(history.client))
+            for history, usage in islice(known, MAX_TIMELINES)
+        ]
+
+    def _timeline(self, history: RequestHistory, usage: Usage, client: str) -> EngineTimeline:
+        now = self._clock.now
+        ended_at = now if history.ended_at is None else history.ended_at
+        runs = self.steps.between(history.arrived_at, ended_at)
+        first = next(iter(self.steps), None)
+        return build_timeline(
+            history,
+            usage,
+            runs,
+            self._requests.owner,
+            now=now,
+            client=client,
+            slots=self._slots,
+            has_lost_steps=first is not None
+            and first.first > 1
+            and first.started_at > history.arrived_at,
+        )

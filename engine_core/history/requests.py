@@ -1,0 +1,115 @@
+"""What is remembered of requests: the open ones that had a slot, and the last that have ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine_core.request import Request
+from protocol.timeline import Stage
+from protocol.usage import Usage
+
+MAX_ENDED = 1000
+"""Most ended requests that are remembered."""
+MAX_ENDED_S = 900.0
+"""Seconds for which an ended request is remembered."""
+MAX_NAMES = 8
+MAX_NAME_CHARS = 512
+"""An ended request is found by at most this many names, none of which is longer."""
+MAX_BINDS = 64
+"""Most times that a request's slots are remembered: once, and again after each preemption."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestHistory:
+    """What is remembered of one request. It holds no token."""
+
+    name: str
+    names: Sequence[str]
+    client: bytes
+    account: str
+    prompt_tokens: int
+    arrived_at: float
+    #: Shared with the request's StageTimer, which extends the list.
+    spans: Sequence[tuple[Stage, float]]
+    #: (first step, slot) of each time that the request got a slot.
+    binds: list[tuple[int, int]] = field(default_factory=list)
+    first_token_at: float | None = None
+    #: "" while the request is open; the next two are then None.
+    finish: str = ""
+    ended_at: float | None = None
+    usage: Usage | None = None
+
+    @classmethod
+    def from_request(cls, request: Request) -> RequestHistory:
+        return cls(
+            name=request.name,
+            names=request.labels or (request.name,),
+            client=request.client,
+            account=request.account.name if request.account is not None else "",
+            prompt_tokens=request.prompt_tokens,
+            arrived_at=request.arrived_at,
+            spans=request.stage_timer.spans,
+        )
+
+
+class RequestHistories:
+    """The histories of the requests that had a slot, and of the last that have ended."""
+
+    def __init__(self) -> None:
+        #: By `Request.order`.
+        self._open: dict[int, RequestHistory] = {}
+        self._ended: deque[RequestHistory] = deque()
+        self._ended_by_name: dict[str, list[RequestHistory]] = {}
+        #: Slot -> (first step, request) of each request that had it, oldest first.
+        self._owners: dict[int, list[tuple[int, RequestHistory]]] = {}
+
+    def get(self, request: Request) -> RequestHistory:
+        """Return the history of an open request. One that never had a slot has none yet, so that
+        waiting costs nothing; a new one is returned then, but not kept."""
+        return self._open.get(request.order) or RequestHistory.from_request(request)
+
+    def on_bound(self, request: Request, step: int, first_step: int) -> None:
+        """Record that a request has a slot from `step` on. What is recorded of the slot's owners
+        before `first_step`, the first step of the log, is forgotten."""
+        assert request.slot is not None
+        history = self._open.setdefault(request.order, self.get(request))
+        if len(history.binds) < MAX_BINDS:
+            history.binds.append((step, request.slot))
+        owners = self._owners.setdefault(request.slot, [])
+        while len(owners) > 1 and owners[1][0] <= first_step:
+            del owners[0]
+        owners.append((step, history))
+
+    def owner(self, slot: int, step: int) -> RequestHistory | None:
+        """Return the request that had `slot` in this step; None if that is forgotten."""
+        for first, history in reversed(self._owners.get(slot, ())):
+            if first <= step:
+                return history
+        return None
+
+    def on_end(self, request: Request, finish: str, usage: Usage | None, now: float) -> None:
+        history = self._open.pop(request.order, None) or RequestHistory.from_request(request)
+        history.finish, history.usage, history.ended_at = finish, usage, now
+        history.names = [n for n in history.names[:MAX_NAMES] if len(n) <= MAX_NAME_CHARS]
+        self._ended.append(history)
+        for name in history.names:
+            self._ended_by_name.setdefault(name, []).append(history)
+        self.forget_old(now)
+
+    def forget_old(self, now: float) -> None:
+        """Forget the ended requests that are too many or too old."""
+        while self._ended and (
+            len(self._ended) > MAX_ENDED or now - (self._ended[0].ended_at or now) > MAX_ENDED_S
+        ):
+            oldest = self._ended.popleft()
+            for name in oldest.names:
+                same = self._ended_by_name[name]
+                same.remove(oldest)
+                if not same:
+                    del self._ended_by_name[name]
+
+    def ended(self, name: str) -> Iterator[RequestHistory]:
+        """Yield the remembered ended requests with this name, the last first."""
+        return reversed(self._ended_by_name.get(name, []))

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: uploads, and requests that are computed in the background."""

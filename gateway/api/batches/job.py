@@ -1,0 +1,300 @@
+"""The execution of one batch in this process: checks its lines, computes them, stores the results.
+
+A job can be interrupted at any moment. The store has the results so far, so the same job continues
+in this process or another: it computes the lines that have no result.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import gevent
+import msgspec
+from gevent.event import Event
+from gevent.pool import Group
+
+from gateway.api.batches.responses import BatchProblem
+from gateway.auth.caller import Caller
+from gateway.context import REQUEST_ID_HEADER
+from gateway.http.internal_call import InternalAnswer, InternalOrigin
+from gateway.store.batch_database import BatchDatabase, LineResult
+from gateway.store.batch_queries import StoredBatch
+from gateway.store.batch_states import BatchEvent, BatchStatus
+from gateway.store.sqlite_file import Store
+from protocol.batch_retries import LineOutcome, RetryPolicy
+from protocol.batches import (
+    BadLine,
+    BatchFailure,
+    BatchResponse,
+    BatchResult,
+    digest_of_id,
+    json_of,
+    read_line,
+    split_lines,
+)
+
+FLUSH_S = 0.1
+"""Interval at which new results are stored."""
+MAX_PROBLEMS = 100
+"""Maximum number of malformed lines that a failed batch lists."""
+PIECES_AT_ONCE = 4
+EXPIRED = BatchFailure(
+    "batch_expired", "this line was not computed within the completion window of its batch"
+)
+NO_KEY = BatchFailure("invalid_api_key", "the API key that created the batch is not valid any more")
+T = TypeVar("T")
+Answer = Callable[[str, bytes, InternalOrigin], InternalAnswer]
+"""Answers a POST request with this path and body."""
+
+
+class LineSlots:
+    """Limits the lines that all jobs of this process compute at the same time. Jobs take turns.
+
+    limit  returns the current limit
+    """
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
+        self._num_used = 0
+        self._waiting: deque[Event] = deque()
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Wait for a slot. Return False if there was none for `timeout_s` seconds."""
+        turn = Event()
+        self._waiting.append(turn)
+        self._admit()
+        if turn.wait(timeout_s):
+            return True
+        self._waiting.remove(turn)
+        return False
+
+    def release(self) -> None:
+        self._num_used -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._num_used < max(1, self._limit()):
+            self._num_used += 1
+            self._waiting.popleft().set()
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What the jobs of a process have in common."""
+
+    store: Store[BatchDatabase]
+    answer: Answer
+    #: Returns the caller with this key name and owner; None if the key is not valid any more.
+    caller: Callable[[str, str], Caller | None]
+    slots: LineSlots
+    max_lines: int
+    max_line_bytes: int
+
+
+class BatchJob:
+    """One batch that this process holds the lease of. `run` executes it, in a greenlet."""
+
+    def __init__(self, context: JobContext, batch: StoredBatch) -> None:
+        self.batch = batch
+        self._context = context
+        self._lines = Group()
+        self._results: list[LineResult] = []
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+
+    def stop(self, *, aborts: bool) -> None:
+        """Start no more lines. With `aborts`, abort those that are being computed."""
+        self._is_stopping = True
+        if aborts:
+            self._lines.kill(block=False)
+
+    def run(self) -> None:
+        """Execute the batch until it ends, is stopped or is lost to another process. Raises
+        sqlite3.Error if the store cannot be used."""
+        status: BatchStatus | None = self.batch.status
+        if status is BatchStatus.VALIDATING:
+            status = self._validate()
+        if status is BatchStatus.IN_PROGRESS:
+            status = self._compute()
+        if status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
+            self._move(BatchEvent.PUBLISHED)
+
+    def flush(self) -> None:
+        """Store the new results. Stop if this process has lost the batch."""
+        results, self._results = self._results, []
+        if results and not self._call(partial(_add_results, self.batch, results)):
+            self.stop(aborts=True)
+
+    # ---- the lines
+
+    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
+        return split_lines(self._pieces(), self._context.max_line_bytes)
+
+    def _pieces(self) -> Iterator[bytes]:
+        after = -1
+        while found := self._call(partial(_some_pieces, self.batch.input_file, after)):
+            after = found[-1][0]
+            for _, data in found:
+                yield data
+                gevent.sleep(0)  # other greenlets run between two pieces
+
+    def _validate(self) -> BatchStatus | None:
+        """Check all lines. Return the new status; None if the batch was lost or cancelled."""
+        problems: list[BatchProblem] = []
+        ids: set[bytes] = set()
+        num_lines = 0
+        try:
+            for number, data in self._numbered_lines():
+                if self._is_stopping:
+                    return None
+                num_lines += 1
+                problem = self._problem(number, data, ids)
+                if problem is not None:
+                    problems.append(problem)
+                if len(problems) >= MAX_PROBLEMS or num_lines > self._context.max_lines:
+                    break
+        except BadLine as bad:
+            problems.append(BatchProblem("line_too_long", bad.message))
+        if num_lines > self._context.max_lines:
+            limit = self._context.max_lines
+            problems.append(BatchProblem("too_many_tasks", f"more than {limit:,} lines"))
+        if not num_lines and not problems:
+            problems.append(BatchProblem("empty_file", "the input file has no lines"))
+        name = self.batch.id
+        if problems:
+            errors = msgspec.json.encode(problems)
+            self._call(lambda database: database.set_errors(name, errors))
+            return self._move(BatchEvent.INVALID)
+        self._call(lambda database: database.set_total(name, num_lines))
+        return self._move(BatchEvent.VALID)
+
+    def _problem(self, number: int, data: bytes, ids: set[bytes]) -> BatchProblem | None:
+        """Return what is wrong with a line; None if it is well-formed. Add its id to `ids`."""
+        try:
+            line = read_line(data, self.batch.endpoint)
+        except BadLine as bad:
+            code = "invalid_json_line" if bad.field is None else "invalid_line"
+            return BatchProblem(code, bad.message, number, bad.field)
+        own = digest_of_id(line.custom_id)
+        if own in ids:
+            message = f"custom_id: an earlier line has the id {line.custom_id[:64]!r}"
+            return BatchProblem("duplicate_custom_id", message, number, "custom_id")
+        ids.add(own)
+        return None
+
+    def _compute(self) -> BatchStatus | None:
+        """Compute the lines without results. Return the new status; None if the batch is not done
+        because the job was stopped."""
+        flusher = gevent.spawn(self._flush_loop)
+        flusher.link_exception(self._on_exception)
+        try:
+            done = self._call(partial(_done_lines, self.batch))
+            for number, data in self._numbered_lines():
+                if number not in done and not self._start(number, data):
+                    break
+            self._lines.join()
+        finally:
+            self._lines.kill()
+            flusher.kill()
+            self.flush()
+        if self._failure is not None:
+            raise self._failure
+        if self._is_stopping:
+            return None
+        return self._move(BatchEvent.WINDOW_OVER if self._is_over() else BatchEvent.ALL_DONE)
+
+    def _start(self, number: int, data: bytes) -> bool:
+        """Wait for a slot and start a line. After the window, its result is an error instead.
+        Return False if the job stops."""
+        while not (has_slot := self._context.slots.acquire(FLUSH_S)):
+            if self._is_stopping or self._is_over():
+                break
+        if not has_slot or self._is_stopping or self._is_over():
+            if has_slot:
+                self._context.slots.release()
+            if not self._is_stopping:
+                self._add(number, _result(data, error=EXPIRED))
+            return not self._is_stopping
+        line = gevent.spawn(self._run_line, number, data)
+        line.link(lambda _: self._context.slots.release())
+        line.link_exception(self._on_exception)
+        self._lines.add(line)
+        return True
+
+    def _is_over(self) -> bool:
+        """Return whether the window of the batch has ended."""
+        return time.time() >= self.batch.expires_at
+
+    def _on_exception(self, failed: gevent.Greenlet[..., None]) -> None:
+        self._failure = failed.exception
+        self.stop(aborts=True)
+
+    def _run_line(self, number: int, data: bytes) -> None:
+        """Compute a line until it has a result, or until the job stops."""
+        line = read_line(data)
+        policy = RetryPolicy(random.Random())
+        while True:
+            caller = self._context.caller(self.batch.caller, self.batch.owner)
+            if caller is None:
+                self._add(number, _result(data, error=NO_KEY))
+                return
+            origin = InternalOrigin(caller, is_background=True)
+            outcome = _outcome(self._context.answer(line.url, bytes(line.body), origin))
+            pause_s = policy.pause_after(outcome)
+            if pause_s is None:
+                self._add(number, _result(data, outcome.response))
+                return
+            if self._is_stopping:
+                return
+            if self._is_over():
+                self._add(number, _result(data, error=EXPIRED))
+                return
+            gevent.sleep(pause_s)
+
+    def _add(self, number: int, result: BatchResult) -> None:
+        self._results.append(LineResult(number, result.to_line(), result.has_failed))
+
+    def _flush_loop(self) -> None:
+        while True:
+            gevent.sleep(FLUSH_S)
+            self.flush()
+
+    def _move(self, event: BatchEvent) -> BatchStatus | None:
+        batch, now = self.batch, time.time()
+        return self._call(lambda database: database.move(batch, event, now))
+
+    def _call(self, work: Callable[[BatchDatabase], T]) -> T:
+        return self._context.store.call(work)
+
+
+def _outcome(answer: InternalAnswer) -> LineOutcome:
+    request_id = answer.headers.get(REQUEST_ID_HEADER, "")
+    retry_after = answer.headers.get("retry-after", "")
+    response = BatchResponse(answer.status, request_id, json_of(answer.body))
+    return LineOutcome(response, float(retry_after) if retry_after.isdigit() else None)
+
+
+def _result(
+    data: bytes, response: BatchResponse | None = None, error: BatchFailure | None = None
+) -> BatchResult:
+    name = read_line(data).custom_id
+    return BatchResult(f"batch_req_{uuid.uuid4().hex}", name, response=response, error=error)
+
+
+def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[int, bytes]]:
+    return database.pieces(file, after, PIECES_AT_ONCE)
+
+
+def _done_lines(batch: StoredBatch, database: BatchDatabase) -> set[int]:
+    return database.done_lines(batch)
+
+
+def _add_results(batch: StoredBatch, results: list[LineResult], database: BatchDatabase) -> bool:
+    return database.add_results(batch, results)

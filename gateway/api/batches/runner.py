@@ -1,0 +1,125 @@
+"""Executes the batches in the file store, with all gateway processes that share it.
+
+Each process polls the store. It claims open batches that no process executes, and renews the leases
+of those that it executes. If a process dies, its leases end, and another process continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from pathlib import Path
+
+import gevent
+from gevent.event import Event
+
+from gateway.api.batches.job import Answer, BatchJob, JobContext, LineSlots
+from gateway.service import Service
+from gateway.store.batch_database import BatchDatabase
+from gateway.store.batch_states import BatchStatus
+from gateway.store.sqlite_file import Store
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Interval at which the store is polled and leases are renewed."""
+MAX_JOBS = 8
+"""Maximum number of batches that a process executes at the same time."""
+UNKNOWN_SLOTS = 8
+"""Number of lines that are computed at the same time if no engine has reported its slots."""
+
+
+class BatchRunner:
+    """The batches that this process executes."""
+
+    def __init__(self, service: Service, store: Store[BatchDatabase], answer: Answer) -> None:
+        self._service = service
+        self._store = store
+        self._context = JobContext(
+            store,
+            answer,
+            service.keys.caller_named,
+            LineSlots(self._num_slots),
+            service.config.batch_max_lines,
+            service.config.max_body_mib << 20,
+        )
+        self._jobs: dict[str, tuple[BatchJob, gevent.Greenlet[..., None]]] = {}
+        self._wake = Event()
+        self._loop: gevent.Greenlet[..., None] | None = None
+
+    def start(self) -> None:
+        if self._loop is None:
+            self._loop = gevent.spawn(self._run)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        """Abort the open lines, store the results so far, and leave the batches to others."""
+        if self._loop is not None:
+            self._loop.kill()
+        for job, greenlet in list(self._jobs.values()):
+            job.stop(aborts=True)
+            greenlet.join()
+
+    def _num_slots(self) -> int:
+        limits = [host.engine.limits for host in self._service.hosts]
+        slots = max((each.max_slots for each in limits if each is not None), default=0)
+        return self._service.config.batch_concurrency or slots or UNKNOWN_SLOTS
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._poll()
+            except sqlite3.Error:
+                log.exception("cannot use the file store")
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+
+    def _poll(self) -> None:
+        if not Path(self._service.config.file_store).exists():
+            return  # nothing was ever stored
+        if self._jobs:
+            now = time.time()
+            self._check_jobs(self._store.call(lambda database: database.renew(now)))
+        while len(self._jobs) < MAX_JOBS and not self._service.is_draining() and self._claim():
+            pass
+
+    def _check_jobs(self, statuses: dict[str, BatchStatus]) -> None:
+        """Stop the jobs whose batches were cancelled or lost, and all if this process drains."""
+        for name in statuses.keys() - self._jobs.keys():  # a job could not release its batch
+            self._release(name)
+        for name, (job, _) in list(self._jobs.items()):
+            status = statuses.get(name)
+            if status in (None, BatchStatus.CANCELLING):
+                job.stop(aborts=True)
+            elif self._service.is_draining():
+                job.stop(aborts=False)
+
+    def _claim(self) -> bool:
+        """Start a job for an open batch. Return False if there is none."""
+        now = time.time()
+        batch = self._store.call(lambda database: database.claim(now))
+        if batch is None:
+            return False
+        job = BatchJob(self._context, batch)
+        self._jobs[batch.id] = job, gevent.spawn(self._execute, job)
+        return True
+
+    def _execute(self, job: BatchJob) -> None:
+        name = job.batch.id
+        try:
+            job.run()
+            self.wake()
+        except Exception:  # the next poll claims the batch again
+            log.exception("the batch %s was interrupted", name)
+        finally:
+            del self._jobs[name]
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        try:
+            self._store.call(lambda database: database.release(name))
+        except sqlite3.Error:
+            log.exception("cannot use the file store")

@@ -1,0 +1,225 @@
+"""From the body of a request that encodes to the inputs for the engine, and from the engine's
+results to numbers."""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from operator import mul
+from typing import Any
+
+from gateway.api.encode.requests import EncodeFields, EncodingFormat
+from gateway.generation.request import PromptRequest
+from gateway.generation.vectors import VectorParser
+from gateway.served_model import ServedModel
+from gateway.text.inputs import InputText, InputTokenizer, InputTokens, OffloadBatch, too_long
+from protocol.arrays import Float32, Int32
+from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, EncodeInputs, EncodingCard
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.sampling import SamplingParams, check_token_ids
+
+QUERY_PROMPTS, DOCUMENT_PROMPTS = (
+    ("query", "search_query"),
+    ("document", "passage", "search_document"),
+)
+"""Usual names of the prompts of a query, and of those of the texts that are searched."""
+
+
+class EncodePreparation:
+    """Prepares the inputs of one body. Raises InvalidRequest or ContextTooLong, naming the field.
+
+    offload  runs the tokenization of long texts in a thread
+    """
+
+    def __init__(self, body: EncodeFields, model: ServedModel, offload: OffloadBatch) -> None:
+        encoding = model.card.encoding
+        assert encoding is not None  # `check_ability` has refused other models
+        self.encoding: EncodingCard = encoding
+        self._model = model
+        self._offload = offload
+        self.max_tokens = min(encoding.max_tokens, model.limits.max_len)
+        self._tokenizer = InputTokenizer(
+            model.tokenizer.inner, self.max_tokens, model.tokenizer.max_text_bytes
+        )
+        self._limit = self._truncation(body.truncate_prompt_tokens)
+
+    def _truncation(self, wanted: int | None) -> int | None:
+        """Return the number of tokens to which inputs are truncated; None: they are not."""
+        if wanted is None:
+            return None
+        if wanted == 0:
+            raise InvalidRequest.at("truncate_prompt_tokens", "must be at least 1, or -1")
+        if wanted > self.max_tokens:
+            raise InvalidRequest.at(
+                "truncate_prompt_tokens",
+                f"{wanted:,} exceeds the {self.max_tokens:,} tokens that this model takes",
+            )
+        return self.max_tokens if wanted == -1 else wanted
+
+    def limit_tokens(self, wanted: int | None) -> None:
+        """Truncate to `wanted` tokens, or to the model's limit if that is lower; None changes
+        nothing."""
+        if wanted is not None:
+            self._limit = min(wanted, self.max_tokens)
+
+    def texts(
+        self,
+        texts: Sequence[InputText],
+        params: Sequence[str],
+        *,
+        adds_special: bool = True,
+    ) -> PromptRequest:
+        """Return the request that encodes texts, or pairs of them. `params` are their names."""
+        return self._request(
+            self._tokenizer.encode(
+                texts,
+                params,
+                limit=self._limit,
+                adds_special=adds_special,
+                offload=self._offload,
+            )
+        )
+
+    def ids(self, inputs: Sequence[list[int]], params: Sequence[str]) -> PromptRequest:
+        """Return the request that encodes lists of token ids."""
+        found = []
+        for ids, param in zip(inputs, params, strict=True):
+            if not ids:
+                raise InvalidRequest.at(param, "empty")
+            check_token_ids(ids, self._model.card.vocab_size, param)
+            kept = ids if self._limit is None else ids[: self._limit]
+            if len(kept) > self.max_tokens:
+                raise too_long(param, len(kept), self.max_tokens)
+            found.append(InputTokens.from_ids(kept))
+        return self._request(found)
+
+    def prompt(self, name: str | None) -> str:
+        """Return the text of a prompt; "" if `name` is None and the model has no default one."""
+        prompts = self.encoding.prompts
+        chosen = self.encoding.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in prompts:
+            known = ", ".join(map(repr, prompts)) or "none"
+            raise InvalidRequest.at(
+                "prompt_name", f"this model has no prompt {chosen!r}; it has: {known}"
+            )
+        return prompts[chosen]
+
+    def usual_prompt(self, names: Sequence[str]) -> str:
+        """Return the text of the first of these prompts that the model has; the default prompt if
+        it has none of them."""
+        name = next((name for name in names if name in self.encoding.prompts), None)
+        return self.prompt(name)
+
+    def _request(self, found: list[InputTokens]) -> PromptRequest:
+        tokens = [token for each in found for token in each.ids]
+        if len(tokens) > MAX_REQUEST_TOKENS:
+            raise ContextTooLong(
+                f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
+                param="input",
+            )
+        has_types = any(each.split < len(each.ids) for each in found)
+        inputs = EncodeInputs(
+            tokens=Int32.of(tokens),
+            lengths=Int32.of([len(each.ids) for each in found]),
+            splits=Int32.of([each.split for each in found]) if has_types else None,
+        )
+        params = SamplingParams(max_tokens=0)
+        return PromptRequest(tokens, [params], VectorParser(), encode=inputs)
+
+
+def read_input(value: Any) -> tuple[list[str], None] | tuple[None, list[list[int]]]:
+    """Return the texts or the token ids of `input`. Raises InvalidRequest, naming the item, if it
+    has another shape, or too many items."""
+    if isinstance(value, str):
+        return [value], None
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest.at("input", "must be a text, or a list that is not empty")
+    if type(value[0]) is int:
+        return None, [_ids(value, "input")]
+    check_count(value, "input")
+    if isinstance(value[0], str):
+        return read_texts(value, "input"), None
+    return None, [_ids(item, f"input[{place}]") for place, item in enumerate(value)]
+
+
+def _ids(value: Any, param: str) -> list[int]:
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise InvalidRequest.at(param, "must be a text or a list of token ids, as the first one is")
+    return value
+
+
+def check_count(items: Sequence[Any], param: str) -> None:
+    """Raise InvalidRequest if a request has more than MAX_INPUTS inputs."""
+    if len(items) > MAX_INPUTS:
+        raise InvalidRequest.at(
+            param, f"{len(items):,} items; a request can have at most {MAX_INPUTS:,}"
+        )
+
+
+def read_texts(value: Any, param: str) -> list[str]:
+    """Return a text, or a list of texts, as a list. Raises InvalidRequest naming the item."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest.at(param, "must be a text, or a list of texts that is not empty")
+    check_count(value, param)
+    for place, item in enumerate(value):
+        if not isinstance(item, str):
+            raise InvalidRequest.at(f"{param}[{place}]", "must be a text")
+    return value
+
+
+def read_documents(value: Any) -> list[str]:
+    """Return the texts of `documents`. Raises InvalidRequest naming the item."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest.at("documents", "must be a list that is not empty")
+    check_count(value, "documents")
+    texts = []
+    for place, item in enumerate(value):
+        text = item.get("text") if isinstance(item, dict) else item
+        if not isinstance(text, str):
+            raise InvalidRequest.at(
+                f"documents[{place}]", "must be a text, or an object with the member `text`"
+            )
+        texts.append(text)
+    return texts
+
+
+# ---- results
+
+
+def rows_of(vectors: Float32) -> list[memoryview]:
+    """Return the bytes of each row."""
+    width = vectors.shape[1] * Float32.itemsize
+    return [vectors.data[place * width : (place + 1) * width] for place in range(len(vectors))]
+
+
+def numbers_of(row: memoryview) -> list[float]:
+    numbers: list[Any] = row.cast("f").tolist()
+    return numbers
+
+
+def encoded_vector(
+    row: memoryview, encoding_format: EncodingFormat | None, dimensions: int | None
+) -> list[float] | str:
+    """Return a vector as it is in the response."""
+    if dimensions is not None:
+        kept = unit(numbers_of(row)[:dimensions])
+        row = memoryview(Float32.of(kept).data).cast("B")
+    if encoding_format == "base64":
+        return b64encode(row).decode()
+    return numbers_of(row)
+
+
+def unit(vector: list[float]) -> list[float]:
+    """Return the vector, scaled to length 1; a vector of zeros stays as it is."""
+    length = math.sqrt(sum(map(mul, vector, vector)))
+    return [number / length for number in vector] if length else vector
+
+
+def similarity(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the inner product of two vectors."""
+    return float(sum(map(mul, one, other)))

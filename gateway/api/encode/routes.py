@@ -1,0 +1,294 @@
+"""The routes that encode: embeddings, rerank, score."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from flask import Response, request
+from msgspec import UNSET
+
+from gateway.api import run
+from gateway.api.encode import prepare, requests, responses
+from gateway.api.encode.prepare import EncodePreparation
+from gateway.api.encode.requests import EncodeFields, RerankBody, ScoreBody
+from gateway.api.encode.responses import EncodeUsage
+from gateway.api.openai.field_paths import ignored_fields
+from gateway.api.openai.responses import ErrorAnswer
+from gateway.context import RequestContext
+from gateway.generation.request import PromptRequest
+from gateway.generation.vectors import VectorParser
+from gateway.http.json_size import JsonBounds
+from gateway.http.route import Routes, json_response
+from gateway.model_host import ModelUse
+from gateway.served_model import Ability, ServedModel
+from gateway.service import Service, offload
+from protocol.arrays import Float32
+from protocol.encoding import MAX_REQUEST_TOKENS
+from protocol.errors import InvalidRequest
+
+routes = Routes("Embeddings", ErrorAnswer)
+
+F = TypeVar("F", bound=EncodeFields)
+BOUNDS = JsonBounds.with_ids(MAX_REQUEST_TOKENS)
+
+
+@routes.post(
+    "/v1/embeddings",
+    about="Create the vectors of texts.",
+    takes=(requests.EmbeddingsBody,),
+    gives=responses.EmbeddingList,
+)
+def embeddings(service: Service, context: RequestContext) -> Response:
+    body = _read(service, context, requests.EmbeddingsBody)
+    texts, ids = prepare.read_input(body.input)
+    use = _use(service, context, body, "embed")
+    preparation = EncodePreparation(body, use.model, offload)
+    if body.dimensions is not None and body.dimensions > preparation.encoding.size:
+        raise InvalidRequest.at(
+            "dimensions",
+            f"{body.dimensions:,} exceeds the {preparation.encoding.size:,} of this model",
+        )
+    with context.timeline.tokenizing():
+        if texts is not None:
+            prompt = preparation.prompt(body.prompt_name)
+            prompt_request = preparation.texts(
+                [prompt + text for text in texts],
+                _names("input", body.input),
+                adds_special=body.add_special_tokens is not False,
+            )
+        elif ids is not None:
+            if body.prompt_name is not None:
+                raise InvalidRequest.at("prompt_name", "only texts have a prompt, not token ids")
+            is_one = type(body.input[0]) is int
+            names = ["input"] if is_one else _names("input", body.input)
+            prompt_request = preparation.ids(ids, names)
+    vectors = _encode(service, use, context, body, prompt_request, "embd")
+    data = [
+        responses.Embedding(
+            index=index,
+            embedding=prepare.encoded_vector(row, body.encoding_format, body.dimensions),
+        )
+        for index, row in enumerate(prepare.rows_of(vectors))
+    ]
+    return json_response(
+        responses.EmbeddingList(
+            data=data,
+            model=_model_name(body, use.model),
+            usage=_usage(prompt_request),
+            ignored_params=context.ignored or UNSET,
+        )
+    )
+
+
+@routes.post(
+    "/v1/rerank",
+    about="Order documents by how well they answer a query.\n"
+    "A model that gives vectors orders them by similarity.",
+    takes=(RerankBody,),
+    gives=responses.Reranked,
+)
+def rerank(service: Service, context: RequestContext) -> Response:
+    return _rerank(service, context, returns_documents=True)
+
+
+@routes.post(
+    "/rerank",
+    about="As POST /v1/rerank.",
+    takes=(RerankBody,),
+    gives=responses.Reranked,
+)
+def short_rerank(service: Service, context: RequestContext) -> Response:
+    return _rerank(service, context, returns_documents=True)
+
+
+@routes.post(
+    "/v2/rerank",
+    about="As POST /v1/rerank, with the defaults of Cohere's API.",
+    takes=(RerankBody,),
+    gives=responses.Reranked,
+)
+def cohere_rerank(service: Service, context: RequestContext) -> Response:
+    return _rerank(service, context, returns_documents=False)
+
+
+def _rerank(service: Service, context: RequestContext, *, returns_documents: bool) -> Response:
+    body = _read(service, context, RerankBody)
+    documents = prepare.read_documents(body.documents)
+    use = _use(service, context, body, "score")
+    preparation = EncodePreparation(body, use.model, offload)
+    if body.truncate_prompt_tokens is None:
+        preparation.limit_tokens(body.max_tokens_per_doc)
+    names = _names("documents", documents)
+    pairs = [(body.query, document) for document in documents]
+    scores, usage = _scores(service, use, context, body, preparation, pairs, names, "rerank")
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+    if body.return_documents is not None:
+        returns_documents = body.return_documents
+    results = [
+        responses.RerankResult(
+            index=place,
+            relevance_score=scores[place],
+            document=responses.RerankedDocument(text=documents[place])
+            if returns_documents
+            else UNSET,
+        )
+        for place in order
+    ]
+    return json_response(
+        responses.Reranked(
+            id=f"rerank-{context.request_id}",
+            model=_model_name(body, use.model),
+            results=results,
+            usage=usage,
+            meta={"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            ignored_params=context.ignored or UNSET,
+        )
+    )
+
+
+@routes.post(
+    "/v1/score",
+    about="Score pairs of texts.\n"
+    "A model that gives vectors returns the similarity of the two texts.",
+    takes=(ScoreBody,),
+    gives=responses.ScoreList,
+)
+def score(service: Service, context: RequestContext) -> Response:
+    body = _read(service, context, ScoreBody)
+    first, second = _sides(body)
+    use = _use(service, context, body, "score")
+    preparation = EncodePreparation(body, use.model, offload)
+    names = [f"{second.name}[{place}]" for place in range(len(second.texts))]
+    ones = first.texts * len(second.texts) if len(first.texts) == 1 else first.texts
+    pairs = list(zip(ones, second.texts, strict=True))
+    scores, usage = _scores(service, use, context, body, preparation, pairs, names, "score")
+    return json_response(
+        responses.ScoreList(
+            id=f"score-{context.request_id}",
+            created=int(time.time()),
+            model=_model_name(body, use.model),
+            data=[responses.Score(index=place, score=each) for place, each in enumerate(scores)],
+            usage=usage,
+            ignored_params=context.ignored or UNSET,
+        )
+    )
+
+
+@routes.post("/score", about="As POST /v1/score.", takes=(ScoreBody,), gives=responses.ScoreList)
+def short_score(service: Service, context: RequestContext) -> Response:
+    return score(service, context)
+
+
+class _Side:
+    """One side of the pairs: the name of its field, and its texts."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name = name
+        self.texts = prepare.read_texts(value, name)
+
+
+def _sides(body: ScoreBody) -> tuple[_Side, _Side]:
+    """Return the two sides of the pairs. Raises InvalidRequest if one is missing, or if their
+    numbers of texts do not match."""
+    forms = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+    given = [form for form in forms if any(getattr(body, name) is not None for name in form)]
+    if len(given) != 1:
+        names = ", or ".join(f"{one} and {other}" for one, other in forms)
+        raise InvalidRequest(f"a score needs {names}", param=forms[0][0])
+    for name in given[0]:
+        if getattr(body, name) is None:
+            raise InvalidRequest.at(name, "required")
+    first, second = (_Side(name, getattr(body, name)) for name in given[0])
+    if len(first.texts) not in (1, len(second.texts)):
+        raise InvalidRequest.at(
+            first.name,
+            f"{len(first.texts):,} texts, but {second.name} has {len(second.texts):,}; there must "
+            "be one, or as many",
+        )
+    return first, second
+
+
+def _scores(
+    service: Service,
+    use: ModelUse,
+    context: RequestContext,
+    body: EncodeFields,
+    preparation: EncodePreparation,
+    pairs: list[tuple[str, str]],
+    names: Sequence[str],
+    kind: str,
+) -> tuple[list[float], EncodeUsage]:
+    """Return the score of each pair: of a model that scores, its first result; otherwise the
+    similarity of the two vectors."""
+    if preparation.encoding.task == "score":
+        with context.timeline.tokenizing():
+            prompt_request = preparation.texts(pairs, names)
+        vectors = _encode(service, use, context, body, prompt_request, kind)
+        scores = [prepare.numbers_of(row)[0] for row in prepare.rows_of(vectors)]
+        return scores, _usage(prompt_request)
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    query_prompt = preparation.usual_prompt(prepare.QUERY_PROMPTS)
+    document_prompt = preparation.usual_prompt(prepare.DOCUMENT_PROMPTS)
+    texts = [query_prompt + query for query in queries]
+    texts += [document_prompt + document for _, document in pairs]
+    with context.timeline.tokenizing():
+        prompt_request = preparation.texts(texts, ["query"] * len(queries) + list(names))
+    vectors = _encode(service, use, context, body, prompt_request, kind)
+    rows = [prepare.numbers_of(row) for row in prepare.rows_of(vectors)]
+    if preparation.encoding.similarity == "cosine" and not preparation.encoding.normalizes:
+        rows = [prepare.unit(row) for row in rows]
+    of_query = dict(zip(queries, rows, strict=False))
+    found = zip(pairs, rows[len(queries) :], strict=True)
+    scores = [prepare.similarity(of_query[query], row) for (query, _), row in found]
+    return scores, _usage(prompt_request)
+
+
+def _read(service: Service, context: RequestContext, kind: type[F]) -> F:
+    """Return the body. Record its fields without effect in the context."""
+    body, unknown = service.bodies.parse_known(request, kind, BOUNDS)
+    context.ignored = ignored_fields(unknown, body.strict_params)
+    return body
+
+
+def _use(
+    service: Service, context: RequestContext, body: EncodeFields, ability: Ability
+) -> ModelUse:
+    use = service.use(context, body.model, body, ability=ability)
+    use.host.raise_cached_refusal(context)
+    return use
+
+
+def _encode(
+    service: Service,
+    use: ModelUse,
+    context: RequestContext,
+    body: EncodeFields,
+    prompt_request: PromptRequest,
+    kind: str,
+) -> Float32:
+    """Return the results of a request, one row for each input. Raises the error that ended it."""
+    options = run.RequestOptions.from_body(body, f"{kind}-{context.request_id}")
+    run.whole(service, use, context, [prompt_request], options)
+    parser = prompt_request.parser_factory
+    assert isinstance(parser, VectorParser)
+    if parser.vectors is None:
+        raise InvalidRequest("the request was aborted before it had ended")
+    return parser.vectors
+
+
+def _names(field: str, value: object) -> list[str]:
+    """Return the name of each item of a field, which may also be one text."""
+    return (
+        [f"{field}[{place}]" for place in range(len(value))] if isinstance(value, list) else [field]
+    )
+
+
+def _model_name(body: EncodeFields, model: ServedModel) -> str:
+    return body.model or model.names[0]
+
+
+def _usage(prompt_request: PromptRequest) -> EncodeUsage:
+    count = len(prompt_request.prompt_ids)
+    return EncodeUsage(prompt_tokens=count, total_tokens=count)

@@ -1,0 +1,1 @@
+"""llama.cpp's /infill: fill in the middle, for editors."""

@@ -1,0 +1,127 @@
+"""The body of /infill, and its translation into a completion.
+
+The fields are those of llama.cpp's server (tools/server/README.md: `/infill` and `/completion`), as
+far as they have a meaning here. Other fields have no effect and are listed in the response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.openai.requests import (
+    CacheSalt,
+    OpenEndedCompletion,
+    Priority,
+    Stop,
+    Timeout,
+)
+from gateway.prompt.infill import InfillFile
+from protocol.sampling import (
+    MAX_TOKENS,
+    AdditivePenalty,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+MAX_FILES = 1024
+MAX_RESPONSE_FIELDS = 64
+_COPIED = (
+    *("model", "stream", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "grammar", "json_schema", "strict_params"),
+    *("cache_salt", "priority", "timeout_s", "queue_timeout_s"),
+)
+"""Fields that a completion has too, with the same meaning."""
+_PATHS = {
+    r"^prompt$": "input_prefix",
+    r"^suffix$": "input_suffix",
+    r"^max_tokens$": "n_predict",
+    r"^repetition_penalty$": "repeat_penalty",
+}
+"""Pattern of a field's path in the completion -> path in the client's request."""
+
+
+class ExtraFile(msgspec.Struct, frozen=True):
+    """Another file of the project, as context."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /infill.
+
+    input_prefix, input_suffix  the text before and after the gap
+    input_extra      other files, the most important one last; the first ones are left out if the
+                     context has no room for them
+    prompt           more text before the gap, directly after `input_prefix`
+    n_predict        most tokens of the answer; -1: until the context is full; 0: only compute the
+                     prompt, so that the next request finds it in the cache
+    return_tokens    include the token ids of the answer
+    response_fields  return only these members; "timings/prompt_n" is a member of a member
+    cache_prompt     accepted without effect: every prompt is cached
+    """
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
+    prompt: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: AdditivePenalty | None = None
+    frequency_penalty: AdditivePenalty | None = None
+    stop: Stop | None = None
+    ignore_eos: bool | None = None
+    grammar: Any = None
+    json_schema: Any = None
+    return_tokens: bool | None = None
+    cache_prompt: bool | None = None
+    response_fields: (
+        Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_RESPONSE_FIELDS)]
+        | None
+    ) = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    timeout_s: Timeout | None = None
+    queue_timeout_s: Timeout | None = None
+    strict_params: bool | None = None
+
+    @property
+    def files(self) -> Sequence[InfillFile]:
+        return [
+            InfillFile(file.filename, file.text, f"input_extra[{place}].text")
+            for place, file in enumerate(self.input_extra or ())
+        ]
+
+    def completion(self) -> OpenEndedCompletion:
+        """Return the same request as a completion. Its timings are always requested."""
+        return OpenEndedCompletion(
+            prompt=self.input_prefix + (self.prompt or ""),
+            suffix=self.input_suffix,
+            max_tokens=None if self.n_predict == -1 else self.n_predict,
+            repetition_penalty=self.repeat_penalty,
+            timings=True,
+            **{name: getattr(self, name) for name in _COPIED},
+        )
+
+
+def request_path(name: str) -> str:
+    """Return the path in the client's request for a field path of the completion."""
+    for pattern, own in _PATHS.items():
+        name = re.sub(pattern, own, name)
+    return name

@@ -1,0 +1,157 @@
+"""Request bodies of Ollama's API: field types and bounds.
+
+The fields are those of Ollama's OpenAPI document (docs/openapi.yaml in its repository). As there,
+options and fields that do not exist have no effect. The response lists them in a header.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.openai.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    PARAMETERS_SCHEMA,
+    TEXT_SCHEMA,
+    TOOL_NAME_SCHEMA,
+    JsonSchemaDict,
+    Stop,
+    object_schema,
+)
+from protocol.sampling import (
+    MAX_TOKENS,
+    AdditivePenalty,
+    MinP,
+    NumLogprobs,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
+
+# ---- JSON Schemas of values that `translate` checks, for the OpenAPI document
+
+_TEXT_OR_NULL: JsonSchemaDict = {"type": ["string", "null"]}
+_CALL = object_schema(
+    ["function"],
+    id=_TEXT_OR_NULL,
+    function=object_schema(["name"], name=TEXT_SCHEMA, arguments={"type": "object"}),
+)
+_MESSAGE = {"title": "OllamaMessage"} | object_schema(
+    ["role"],
+    role={"enum": ["system", "user", "assistant", "tool"]},
+    content=_TEXT_OR_NULL,
+    thinking=_TEXT_OR_NULL,
+    images={"type": ["array", "null"], "maxItems": 0},
+    tool_calls={"type": ["array", "null"], "items": _CALL},
+    tool_name=_TEXT_OR_NULL,
+    tool_call_id=_TEXT_OR_NULL,
+)
+_FUNCTION = object_schema(
+    ["name"], name=TOOL_NAME_SCHEMA, description=TEXT_SCHEMA, parameters=PARAMETERS_SCHEMA
+)
+_TOOL = {"title": "OllamaTool"} | object_schema(
+    ["function"], type={"const": "function"}, function=_FUNCTION
+)
+_FORMAT: JsonSchemaDict = {"anyOf": [{"enum": ["", "json"]}, {"type": ["object", "null"]}]}
+
+Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
+Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
+Format = Annotated[Any, Meta(extra_json_schema=_FORMAT)]
+Images = list[Annotated[str, Meta(description="An image in base64. This server reads no images.")]]
+
+
+# ---- bodies
+
+
+class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one answer. Others have no effect: those about loading a model, such as `num_ctx`,
+    are the operator's.
+
+    num_predict     most tokens of the answer; 0 or less: until the context is full
+    repeat_penalty  the repetition penalty, over the prompt and the whole answer
+    """
+
+    num_predict: Annotated[int, Meta(le=MAX_TOKENS)] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: AdditivePenalty | None = None
+    frequency_penalty: AdditivePenalty | None = None
+
+
+class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both /api/chat and /api/generate.
+
+    format        "json", or a JSON Schema that the answer must match; "" means none
+    stream        true by default
+    think         whether the model thinks before it answers, or how much: low, medium, high
+    keep_alive    how long the model stays loaded; only 0 has an effect, and only in a request
+                  without a prompt: the model is unloaded
+    top_logprobs  with `logprobs`, the number of most likely tokens to report
+    """
+
+    model: str
+    format: Format | None = None
+    options: OllamaOptions | None = None
+    stream: bool | None = None
+    think: bool | str | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+
+class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
+    """The body of POST /api/chat. Without messages, the model is only loaded."""
+
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
+    """The body of POST /api/generate. Without a prompt and a suffix, the model is only loaded.
+
+    prompt    the user's message; with `raw` or `suffix`, the text that the model continues
+    suffix    the text after the answer, for models that can fill in the middle
+    system    the system message
+    raw       use the prompt as it is, without the chat template
+    context   token ids from an earlier answer, which the prompt continues
+    template  not supported; refused if set
+    images    not supported; refused if set
+    """
+
+    prompt: str | None = None
+    suffix: str | None = None
+    images: Images | None = None
+    system: str | None = None
+    template: str | None = None
+    raw: bool | None = None
+    context: list[TokenId] | None = None
+
+
+class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request about one model.
+
+    name  older spelling of `model`
+    """
+
+    model: str | None = None
+    name: str | None = None
+
+
+class OllamaPullBody(NamedModelBody, frozen=True, kw_only=True):
+    """The body of POST /api/pull.
+
+    stream  true by default
+    """
+
+    stream: bool | None = None

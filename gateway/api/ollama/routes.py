@@ -1,0 +1,329 @@
+"""The routes of Ollama's API.
+
+Bodies are read as JSON whatever their content type is, because the examples of Ollama's
+documentation send them with curl's default type. Pages of other sites gain nothing by that: the
+gate checks the origin of every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from flask import Response, request
+
+from gateway.api import run
+from gateway.api.admin import listed_models
+from gateway.api.ollama import models, responses
+from gateway.api.ollama.requests import (
+    NamedModelBody,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaOptions,
+    OllamaPullBody,
+)
+from gateway.api.ollama.stream import (
+    AnswerPart,
+    LineWriter,
+    OllamaEnvelope,
+    new_record,
+    whole_record,
+)
+from gateway.api.ollama.translate import (
+    chat_of,
+    check_generate,
+    check_thinking,
+    completion_of,
+    generated_path,
+    prompted_chat,
+    request_path,
+    unloads,
+)
+from gateway.api.openai.field_paths import RequestPath, translate_errors
+from gateway.api.openai.prepare import Completion, Preparation
+from gateway.api.openai.requests import ChatBody, OpenEndedCompletion
+from gateway.auth.gate import Forbidden
+from gateway.context import RequestContext
+from gateway.generation.request import PromptRequest
+from gateway.http.body import convert, unknown_fields
+from gateway.http.route import INFERENCE, READING, Routes, Stream, json_response
+from gateway.http.sse import JSON_LINES
+from gateway.model_host import ModelUse
+from gateway.served_model import version
+from gateway.service import Service
+from protocol.errors import InvalidRequest, RequestError
+from protocol.sampling import check_token_ids
+
+Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
+
+routes = Routes("Ollama", responses.OllamaError)
+
+
+@routes.post(
+    "/api/chat",
+    about="Answer a conversation.",
+    takes=(OllamaChatBody,),
+    gives=responses.OllamaChatAnswer,
+    streams=Stream(responses.OllamaChatAnswer, is_lines=True),
+)
+def chat(service: Service, context: RequestContext) -> Response:
+    body = _body(service, context, OllamaChatBody)
+    if not body.messages:
+        return _load(service, context, body)
+    asked = chat_of(body)
+    return _answer_chat(service, context, body, asked, request_path)
+
+
+@routes.post(
+    "/api/generate",
+    about="Answer a prompt, continue a text, or fill in the middle of one.",
+    takes=(OllamaGenerateBody,),
+    gives=responses.OllamaGenerated,
+    streams=Stream(responses.OllamaGenerated, is_lines=True),
+)
+def generate(service: Service, context: RequestContext) -> Response:
+    body = _body(service, context, OllamaGenerateBody)
+    check_generate(body)
+    if not (body.prompt or body.suffix):
+        return _load(service, context, body)
+    if body.raw or body.suffix:
+        return _answer_text(service, context, body, completion_of(body))
+    return _answer_chat(service, context, body, prompted_chat(body), generated_path)
+
+
+def _body(service: Service, context: RequestContext, kind: type[Body]) -> Body:
+    """Return the request's body. Record the fields and options without effect in the context."""
+    with service.bodies.read(request, service.id_bounds(), any_type=True) as fields:
+        body = convert(fields, kind)
+        unused = unknown_fields(fields, kind)
+        if isinstance(options := fields.get("options"), dict):
+            unused += [f"options.{name}" for name in unknown_fields(options, OllamaOptions)]
+    if isinstance(body, OllamaBody):
+        unloads(body.keep_alive)  # checks it
+        if body.keep_alive is not None:
+            unused.append("keep_alive")
+    context.ignored = unused
+    return body
+
+
+def _use(
+    service: Service, context: RequestContext, asked: ChatBody | OpenEndedCompletion
+) -> ModelUse:
+    use = service.use(context, models.served_name(asked.model or "", service.names), asked)
+    use.host.raise_cached_refusal(context)
+    return use
+
+
+def _answer_chat(
+    service: Service,
+    context: RequestContext,
+    body: OllamaChatBody | OllamaGenerateBody,
+    asked: ChatBody,
+    path: RequestPath,
+) -> Response:
+    """Answer a conversation. `path` maps field paths of the chat to those of the request."""
+    is_generated = isinstance(body, OllamaGenerateBody)
+    with translate_errors(path):
+        use = _use(service, context, asked)
+        check_thinking(body, use.model.output_format)
+        preparation = Preparation(asked, use.model)
+        with context.timeline.tokenizing():
+            prompt = preparation.prompt(asked.messages)
+        context.timeline.template_s = prompt.template_s
+        context.ignored = [*context.ignored, *map(path, preparation.ignored)]
+        envelope = OllamaEnvelope(
+            body.model,
+            use.model.tokenizer,
+            is_generated=is_generated,
+            has_context=is_generated,
+            num_logprobs=asked.num_logprobs,
+            waited_s=use.waited_s,
+        )
+        try:
+            prompt_request = preparation.prompt_request(prompt)
+            if isinstance(body, OllamaGenerateBody) and body.context:
+                prompt_request = _continued(prompt_request, body.context, use)
+            return _respond(service, use, context, asked, [prompt_request], envelope)
+        except RequestError as error:
+            raise preparation.rename_field(error) from None
+
+
+def _continued(
+    prompt_request: PromptRequest, earlier: Sequence[int], use: ModelUse
+) -> PromptRequest:
+    """Return the request with the tokens `earlier` before its prompt."""
+    card = use.model.card
+    check_token_ids(earlier, card.vocab_size, "context")
+    ids = prompt_request.prompt_ids
+    if ids[:1] == [card.bos_token_id]:
+        ids = ids[1:]
+    return replace(prompt_request, prompt_ids=[*earlier, *ids])
+
+
+def _answer_text(
+    service: Service,
+    context: RequestContext,
+    body: OllamaGenerateBody,
+    asked: OpenEndedCompletion,
+) -> Response:
+    with translate_errors(request_path):
+        use = _use(service, context, asked)
+        with context.timeline.tokenizing():
+            completion = Completion(asked, use.model, max_prompts=1)
+        context.ignored = [*context.ignored, *map(request_path, completion.ignored)]
+        envelope = OllamaEnvelope(
+            body.model,
+            use.model.tokenizer,
+            is_generated=True,
+            num_logprobs=asked.num_logprobs,
+            waited_s=use.waited_s,
+        )
+        try:
+            return _respond(service, use, context, asked, completion.prompt_requests, envelope)
+        except RequestError as error:
+            raise completion.rename_field(error) from None
+
+
+def _respond(
+    service: Service,
+    use: ModelUse,
+    context: RequestContext,
+    asked: ChatBody | OpenEndedCompletion,
+    prompt_requests: list[PromptRequest],
+    envelope: OllamaEnvelope,
+) -> Response:
+    options = run.RequestOptions.from_body(asked, f"ollama-{context.request_id}")
+    if asked.stream:
+        return run.stream(
+            service,
+            use,
+            context,
+            prompt_requests,
+            options,
+            lambda group, outlet: LineWriter(
+                group, envelope, write=outlet.write, finish=outlet.finish
+            ),
+            JSON_LINES,
+        )
+    group, collected = run.whole(service, use, context, prompt_requests, options)
+    return json_response(whole_record(group, collected, envelope))
+
+
+def _load(
+    service: Service, context: RequestContext, body: OllamaChatBody | OllamaGenerateBody
+) -> Response:
+    """Load the model and wait until it is ready; or unload it, if the request says so."""
+    name = models.served_name(body.model, service.names)
+    unload = unloads(body.keep_alive)
+    if unload:
+        context.ignored.remove("keep_alive")
+        _unload(service, context, name)
+    else:
+        service.use(context, name)
+    record = new_record(
+        body.model,
+        AnswerPart(),
+        is_generated=isinstance(body, OllamaGenerateBody),
+        done=True,
+        done_reason="unload" if unload else "load",
+    )
+    return json_response(record)
+
+
+def _unload(service: Service, context: RequestContext, name: str) -> None:
+    if "admin" not in context.caller.scopes:
+        raise Forbidden("keep_alive: only a key with the scope 'admin' may unload a model")
+    host = service.host(name)
+    if host.names and name not in host.names:
+        raise service.unknown_model(name)
+    host.sleep()
+
+
+# ---- models
+
+
+@routes.get(
+    "/api/tags",
+    about="List the served models, each under all of its names.",
+    gives=responses.ModelTags,
+)
+def tags(service: Service, context: RequestContext) -> Response:
+    listed = listed_models(service)
+    entries = [models.summary(facts, name) for name, facts in listed.items()]
+    return json_response(responses.ModelTags(entries))
+
+
+@routes.get("/api/ps", about="List the models that are loaded.", gives=responses.RunningModels)
+def running(service: Service, context: RequestContext) -> Response:
+    ready = [facts for host in service.ready_hosts if (facts := host.facts()) is not None]
+    entries = [models.running(facts, facts.names[0]) for facts in ready]
+    return json_response(responses.RunningModels(entries))
+
+
+@routes.post(
+    "/api/show",
+    about="Describe one served model.",
+    takes=(NamedModelBody,),
+    gives=responses.ShownModel,
+)
+def show(service: Service, context: RequestContext) -> Response:
+    name = _named(_body(service, context, NamedModelBody))
+    listed = listed_models(service)
+    served = models.served_name(name, listed)
+    if served not in listed:
+        raise service.unknown_model(name)
+    return json_response(models.shown(listed[served]))
+
+
+@routes.get(
+    "/api/version",
+    about="Return the version of Ollama's API that is served.",
+    gives=responses.ApiVersion,
+)
+def api_version(service: Service, context: RequestContext) -> Response:
+    return json_response(responses.ApiVersion(version=responses.API_VERSION, tidegate=version()))
+
+
+def _named(body: NamedModelBody) -> str:
+    name = body.model or body.name
+    if not name:
+        raise InvalidRequest.at("model", "this field is required")
+    return name
+
+
+# ---- models are the operator's
+
+
+def _managed() -> Forbidden:
+    return Forbidden(
+        "models are managed by the operator of this server: `tidegate pull` downloads a model, and "
+        "`tidegate serve` serves it"
+    )
+
+
+@routes.post(
+    "/api/pull",
+    about="Succeed if the model is served already. Clients cannot download models.",
+    takes=(OllamaPullBody,),
+    gives=responses.PullStatus,
+    streams=Stream(responses.PullStatus, is_lines=True),
+)
+def pull(service: Service, context: RequestContext) -> Response:
+    body = _body(service, context, OllamaPullBody)
+    listed = listed_models(service)
+    if models.served_name(_named(body), listed) not in listed:
+        raise _managed()
+    response = json_response(responses.encode(responses.PullStatus("success")) + b"\n")
+    if body.stream is not False:
+        response.content_type = JSON_LINES.content_type
+    return response
+
+
+@routes.post("/api/push", about="Refused: models are the operator's.", statuses=INFERENCE)
+@routes.post("/api/create", about="Refused: models are the operator's.", statuses=INFERENCE)
+@routes.post("/api/copy", about="Refused: models are the operator's.", statuses=INFERENCE)
+@routes.delete("/api/delete", about="Refused: models are the operator's.", statuses=READING)
+def refuse(service: Service, context: RequestContext) -> Response:
+    raise _managed()

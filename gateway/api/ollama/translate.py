@@ -1,0 +1,241 @@
+"""Translates requests of Ollama's API into chats and completions, and field paths back.
+
+Errors are InvalidRequest and name the fields of the client's request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.api.ollama.requests import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaOptions,
+)
+from gateway.api.openai.checks import check_chat, check_completion
+from gateway.api.openai.field_paths import translate_errors
+from gateway.api.openai.requests import ChatBody, OpenEndedCompletion, unsupported
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.http.json_values import as_object, check_depth
+from protocol.errors import InvalidRequest
+
+ROLES = ("system", "user", "assistant", "tool")
+EFFORTS = ("low", "medium", "high")
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty"),
+)
+"""Options that a chat has under the same name."""
+_PATHS = {
+    r"^max_tokens$": "options.num_predict",
+    r"^repetition_penalty$": "options.repeat_penalty",
+    rf"^({'|'.join(_SAME)})\b": r"options.\1",
+    r"^response_format\.json_schema\.schema\b": "format",
+    r"^response_format\b": "format",
+    r"^(enable_thinking|reasoning_effort)$": "think",
+}
+"""Pattern of a path in the chat or completion -> path in the client's request."""
+_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+")
+"""Matches a duration as Go writes it, or a number of seconds."""
+_ZERO = re.compile(r"[^1-9]*")
+
+
+def request_path(name: str) -> str:
+    """Return the path in the client's request for a field path of the chat or completion."""
+    for pattern, own in _PATHS.items():
+        name = re.sub(pattern, own, name)
+    return name
+
+
+def generated_path(name: str) -> str:
+    """Return the path in a body of /api/generate for a field path of its chat."""
+    return "prompt" if name.startswith("messages") else request_path(name)
+
+
+def unloads(keep_alive: float | str | None) -> bool:
+    """Return whether `keep_alive` is zero. Raise InvalidRequest if it is no duration."""
+    if isinstance(keep_alive, str):
+        if keep_alive and not _DURATION.fullmatch(keep_alive):
+            raise InvalidRequest.at(
+                "keep_alive", 'must be a number of seconds, or a duration such as "5m"'
+            )
+        return bool(keep_alive) and _ZERO.fullmatch(keep_alive) is not None
+    return keep_alive == 0
+
+
+# ---- chats
+
+
+def chat_of(body: OllamaChatBody) -> ChatBody:
+    """Return the chat that the body asks for. It must have messages."""
+    for field in ("messages", "tools"):
+        check_depth(getattr(body, field), field)
+    chat = ChatBody(
+        messages=_messages(body.messages or []),
+        tools=body.tools,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        **_shared(body),
+    )
+    with translate_errors(request_path):
+        check_chat(chat)
+    return chat
+
+
+def prompted_chat(body: OllamaGenerateBody) -> ChatBody:
+    """Return the chat of a body with a prompt that is neither raw nor has a suffix."""
+    messages = [{"role": "user", "content": body.prompt or ""}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    chat = ChatBody(
+        messages=messages,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        **_shared(body),
+    )
+    with translate_errors(generated_path):
+        check_chat(chat)
+    return chat
+
+
+def _shared(body: OllamaBody) -> dict[str, Any]:
+    """Return the members of a chat that /api/chat and /api/generate have in common."""
+    return {"model": body.model, "stream": body.stream is not False} | {
+        **_options(body.options or OllamaOptions()),
+        **_thinking(body.think),
+        "response_format": _response_format(body.format),
+    }
+
+
+def _options(options: OllamaOptions) -> dict[str, Any]:
+    limit = options.num_predict
+    return {name: getattr(options, name) for name in _SAME} | {
+        "max_tokens": None if limit is None or limit <= 0 else limit,
+        "repetition_penalty": options.repeat_penalty,
+    }
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    if isinstance(think, str):
+        if think not in EFFORTS:
+            raise InvalidRequest.at(
+                "think", f"must be true, false or one of {', '.join(EFFORTS)}; got {think!r}"
+            )
+        return {"reasoning_effort": think}
+    return {"enable_thinking": think}
+
+
+def check_thinking(body: OllamaBody, output_format: ModelOutputFormat) -> None:
+    """Raise InvalidRequest if the request wants thinking and the model does not think."""
+    if body.think and output_format.reasoning is None:
+        raise InvalidRequest.at("think", "this model does not support thinking")
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    check_depth(value, "format")
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return {"type": "json_object"}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest.at("format", 'must be "json" or a JSON Schema')
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
+
+
+def _messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Each has the same index as in the client's request.
+
+    Ollama's tool calls often have no id, and a result then names only its tool. So calls get ids,
+    and a result answers the first call of its tool that has no result yet.
+    """
+    unanswered: list[tuple[str, str]] = []  # (name, id) of each call without a result
+    chat = []
+    for place, message in enumerate(messages):
+        at = f"messages[{place}]"
+        message = as_object(message, at)
+        if message.get("role") not in ROLES:
+            raise InvalidRequest.at(
+                f"{at}.role", f"must be one of {', '.join(ROLES)}; got {message.get('role')!r}"
+            )
+        if message.get("images"):
+            raise InvalidRequest.at(f"{at}.images", "this model reads text only")
+        result = {"role": message["role"], "content": message.get("content")}
+        if message.get("thinking"):
+            result["reasoning_content"] = message["thinking"]
+        if message.get("tool_calls"):
+            result["tool_calls"] = calls = _calls(message["tool_calls"], place)
+            unanswered = [(call["function"]["name"], call["id"]) for call in calls]
+        if message["role"] == "tool":
+            result |= _answered_call(message, unanswered, at)
+        chat.append(result)
+    return chat
+
+
+def _calls(calls: Any, place: int) -> list[dict[str, Any]]:
+    at = f"messages[{place}].tool_calls"
+    if not isinstance(calls, list):
+        raise InvalidRequest.at(at, "must be a list")
+    made = []
+    for index, call in enumerate(calls):
+        function = as_object(as_object(call, f"{at}[{index}]").get("function"), f"{at}[{index}]")
+        arguments = function.get("arguments")
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise InvalidRequest.at(f"{at}[{index}].function.arguments", "must be an object")
+        made.append(
+            {
+                "id": call.get("id") or f"call_{place}_{index}",
+                "type": "function",
+                "function": {"name": function.get("name"), "arguments": arguments or {}},
+            }
+        )
+    return made
+
+
+def _answered_call(
+    message: Mapping[str, Any], unanswered: list[tuple[str, str]], at: str
+) -> dict[str, Any]:
+    """Return the members of a tool message that say which call it answers. Remove that call from
+    `unanswered`."""
+    own_id = message.get("tool_call_id")
+    name = message.get("tool_name") or message.get("name")
+    for index, (called, call_id) in enumerate(unanswered):
+        if call_id == own_id if own_id else name in (None, called):
+            del unanswered[index]
+            return {"tool_call_id": call_id, "name": called}
+    members = {"tool_call_id": own_id, "name": name}
+    return {key: value for key, value in members.items() if value is not None}
+
+
+# ---- texts
+
+
+def completion_of(body: OllamaGenerateBody) -> OpenEndedCompletion:
+    """Return the completion of a body that is raw or has a suffix."""
+    kind = "raw" if body.raw else "suffix"
+    for field in ("system", "context"):
+        if getattr(body, field):
+            raise InvalidRequest.at(field, f"not available with {kind}")
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    completion = OpenEndedCompletion(
+        prompt=body.prompt or "",
+        suffix=body.suffix,
+        logprobs=num_logprobs,
+        model=body.model,
+        stream=body.stream is not False,
+        response_format=_response_format(body.format),
+        **_options(body.options or OllamaOptions()),
+    )
+    with translate_errors(request_path):
+        check_completion(completion)
+    return completion
+
+
+def check_generate(body: OllamaGenerateBody) -> None:
+    """Raise InvalidRequest if a field of the body is not supported."""
+    if body.images:
+        raise InvalidRequest.at("images", "this model reads text only")
+    if body.template:
+        raise unsupported("template", "the operator sets it with --chat-template")

@@ -1,0 +1,6 @@
+"""What the engines do now, and what the time of a request went to.
+
+routes      GET /v1/watch and GET /v1/requests/{id}/timeline
+responses   the JSON of both
+timelines   collects the timelines of one request from all engines
+"""

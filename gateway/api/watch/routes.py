@@ -1,0 +1,106 @@
+"""The routes that show what the engines do, and what the time of a request went to."""
+
+from __future__ import annotations
+
+from flask import Response, request
+
+from gateway.api import run
+from gateway.api.openai.responses import ErrorAnswer
+from gateway.api.watch.responses import TimelineAnswer
+from gateway.api.watch.timelines import timeline_answer
+from gateway.context import RequestContext
+from gateway.http import sse
+from gateway.http.client_socket import Outlet
+from gateway.http.route import READING, Parameter, Routes, Stream, json_response
+from gateway.observe.watch import WatchPoller
+from gateway.service import Service
+from protocol.errors import InvalidRequest
+from protocol.watch import WatchFrame
+
+routes = Routes("Operators", ErrorAnswer)
+MAX_FRAMES = 1_000_000
+"""Most frames of one stream: those of eleven days."""
+_DIGITS = 8
+
+
+@routes.get(
+    "/v1/requests/<path:request_id>/timeline",
+    about="Explain what the time of a request went to.\n"
+    "The id is the response's `id` or its header `X-Request-Id`. A key sees its own requests, one "
+    "with the scope `admin` all of them, with the names of other accounts. Ended requests are "
+    "kept for some minutes (`kept`).",
+    gives=TimelineAnswer,
+    statuses=READING,
+    parameters=(Parameter("request_id", "The id of a request.", place="path"),),
+)
+def timeline(service: Service, context: RequestContext, request_id: str) -> Response:
+    return json_response(timeline_answer(service, context.caller, request_id))
+
+
+@routes.get(
+    "/v1/watch",
+    scope="admin",
+    about="Watch the engines: a stream with a frame each second.\n"
+    "A frame has the slots, the blocks by owner, the queue, the steps since the frame before, "
+    "rates, percentiles, and the open requests with what each waits for. It has no text and no "
+    "tokens. A client that reads slowly gets fewer frames.",
+    streams=Stream(WatchFrame),
+    statuses=(400, 405, 500),
+    parameters=(
+        Parameter(
+            "frames",
+            "End after this many frames; if left out, the stream ends with the connection.",
+            schema={"type": "integer", "minimum": 1, "maximum": MAX_FRAMES},
+        ),
+    ),
+)
+def watch(service: Service, context: RequestContext) -> Response:
+    stream = WatchStream(service.watch, _max_frames(request.args.get("frames")))
+    return run.stream_from(service, context, stream)
+
+
+def _max_frames(text: str | None) -> int:
+    """Return the query parameter `frames`. Raises InvalidRequest."""
+    if text is None:
+        return MAX_FRAMES
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
+    if not is_number or not 1 <= int(text) <= MAX_FRAMES:
+        raise InvalidRequest.at("frames", f"must be a whole number from 1 to {MAX_FRAMES:,}")
+    return int(text)
+
+
+class WatchStream:
+    """The frames for one client, as `run.FrameSource` and as `Watcher`."""
+
+    def __init__(self, poller: WatchPoller, max_frames: int) -> None:
+        self._poller = poller
+        self._num_left = max_frames
+        self._outlet: Outlet | None = None
+        self._is_full = False
+
+    def attach(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._is_full = not outlet.watch_buffer(self._on_full, self._on_room)
+        self._poller.add(self)
+
+    def detach(self) -> None:
+        self._poller.remove(self)
+
+    def show(self, frame: bytes) -> None:
+        """Write a frame, unless the client has not read the one before."""
+        if self._outlet is None or self._is_full or not self._num_left:
+            return
+        self._num_left -= 1
+        self._outlet.write(sse.frame(frame))
+        if not self._num_left:
+            self._outlet.finish()
+
+    def end(self) -> None:
+        if self._outlet is not None:
+            self._outlet.finish()
+
+    def _on_full(self) -> None:
+        self._is_full = True
+
+    def _on_room(self) -> None:
+        self._is_full = False

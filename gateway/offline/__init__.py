@@ -1,0 +1,1 @@
+"""The text process of `protocol.offline.LLM`: a gateway without HTTP."""

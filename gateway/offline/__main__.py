@@ -1,0 +1,22 @@
+"""The text process's entrance: `python -P -m gateway.offline FD`, with its socket's descriptor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from protocol.lifeline import attach_to_parent
+
+
+def main() -> int:
+    parent = attach_to_parent(signal.SIGTERM)
+    from gevent import monkey
+
+    monkey.patch_all()  # before other modules are imported, as gunicorn's gevent worker does
+    from gateway.offline.process import serve
+
+    return serve(int(sys.argv[1]), parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Tokenizes texts and pairs of texts for models that encode.
+
+All inputs of a request are encoded in one call, in a thread if they are long. An input that is too
+long is an error, or is truncated: the text is shortened, and the special tokens around it stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+
+from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
+from protocol.errors import ContextTooLong, InvalidRequest
+
+InputText = str | tuple[str, str]
+"""A text, or a pair of texts."""
+OffloadBatch = Callable[[Callable[[], "list[InputTokens]"]], "list[InputTokens]"]
+"""Runs a function elsewhere, such as in a thread pool, and returns its result."""
+MIN_TEXT_BYTES = 1 << 16
+"""A text of up to this size is encoded even if it must be too long, so that it can be truncated."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    """The tokens of one input. `split` is the number of leading tokens of type 0; the others have
+    type 1."""
+
+    ids: list[int]
+    split: int
+
+    @classmethod
+    def from_ids(cls, ids: list[int]) -> InputTokens:
+        return cls(ids, len(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokenizer:
+    """Tokenizes the inputs of models that encode.
+
+    inner           the model's tokenizer, which is shared and never changed
+    max_tokens      most tokens of an input
+    max_text_bytes  longest text that is encoded
+    """
+
+    inner: tokenizers.Tokenizer
+    max_tokens: int
+    max_text_bytes: int
+
+    def encode(
+        self,
+        texts: Sequence[InputText],
+        params: Sequence[str],
+        *,
+        limit: int | None = None,
+        adds_special: bool = True,
+        offload: OffloadBatch,
+    ) -> list[InputTokens]:
+        """Return the tokens of the inputs.
+
+        params        name of each input, for errors
+        limit         truncate inputs to this many tokens; None: longer ones than the model takes
+                      are errors
+        adds_special  add the model's special tokens
+        offload       runs the work in a thread if the texts are long
+
+        Raises ContextTooLong or InvalidRequest, naming the input.
+        """
+        total = 0
+        for text, param in zip(texts, params, strict=True):
+            parts = [text] if isinstance(text, str) else text
+            size = sum(text_bytes(part, param) for part in parts)
+            if size > max(self.max_text_bytes, MIN_TEXT_BYTES):
+                raise ContextTooLong(
+                    f"{param} is {size:,} bytes long; this model takes {self.max_tokens:,} tokens "
+                    f"per input, and texts of more than "
+                    f"{max(self.max_text_bytes, MIN_TEXT_BYTES):,} bytes are rejected",
+                    param=param,
+                )
+            total += size
+
+        def work() -> list[InputTokens]:
+            return self._encode(texts, params, limit, adds_special=adds_special)
+
+        return work() if total < INLINE_BYTES else offload(work)
+
+    def _encode(
+        self,
+        texts: Sequence[InputText],
+        params: Sequence[str],
+        limit: int | None,
+        *,
+        adds_special: bool,
+    ) -> list[InputTokens]:
+        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        with library_failures(params[0]):
+            found = self.inner.encode_batch_fast(list(texts), add_special_tokens=adds_special)
+            long = [index for index, each in enumerate(found) if len(each.ids) > most]
+            if long and limit is None:
+                raise too_long(params[long[0]], len(found[long[0]].ids), most)
+            for index in long:
+                found[index] = self._truncated(texts[index], most, adds_special=adds_special)
+        return [tokens_of(each, param) for each, param in zip(found, params, strict=True)]
+
+    def _truncated(self, text: InputText, limit: int, *, adds_special: bool) -> tokenizers.Encoding:
+        """Return the encoding of a text or a pair, with at most `limit` tokens, special tokens
+        included. Of a pair, the longer text is shortened first."""
+        num_special = 0
+        if adds_special:
+            num_special = self.inner.num_special_tokens_to_add(not isinstance(text, str))
+        room = limit - num_special
+        if room < 1:
+            raise InvalidRequest.at(
+                "truncate_prompt_tokens",
+                f"{limit} tokens have no room for text beside {num_special} special tokens",
+            )
+        parts = [
+            self.inner.encode(part, add_special_tokens=False)
+            for part in ([text] if isinstance(text, str) else text)
+        ]
+        sizes = shortened([len(part.ids) for part in parts], room)
+        for part, size in zip(parts, sizes, strict=True):
+            part.truncate(size)
+        pair = parts[1] if len(parts) > 1 else None
+        return self.inner.post_process(parts[0], pair, adds_special)
+
+
+def tokens_of(encoding: tokenizers.Encoding, param: str) -> InputTokens:
+    """Return the tokens of an encoding. Raises InvalidRequest if there are none, or if their types
+    are not a run of 0 and then a run of 1."""
+    ids, types = encoding.ids, encoding.type_ids
+    split = len(types) - sum(types)
+    if not ids:
+        raise InvalidRequest.at(param, "empty")
+    if any(types[:split]):
+        raise InvalidRequest.at(param, "this model's tokenizer has other token types than 0 and 1")
+    return InputTokens(ids, split)
+
+
+def shortened(sizes: Sequence[int], room: int) -> list[int]:
+    """Return sizes of one or two texts that add up to at most `room`. Of two, the longer one is
+    lowered first, as `tokenizers` does with the strategy "longest first"."""
+    if sum(sizes) <= room:
+        return list(sizes)
+    if len(sizes) == 1:
+        return [room]
+    short = min(sizes)
+    if short <= room // 2:
+        return [size if size == short else room - short for size in sizes]
+    half = room // 2
+    return [half, room - half] if sizes[0] <= sizes[1] else [room - half, half]
+
+
+def too_long(param: str, count: int, limit: int) -> ContextTooLong:
+    """Return the error of an input of `count` tokens."""
+    return ContextTooLong(
+        f"{param} is {count:,} tokens; this model takes {limit:,} tokens per input "
+        "(truncate_prompt_tokens: -1 shortens longer ones)",
+        param=param,
+    )

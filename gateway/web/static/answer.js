@@ -1,0 +1,103 @@
+// Streams one answer of the model into a message object, which the views show.
+//
+// A message: { id, role, content, reasoning, calls, logprobs, tokenIds, finish, usage, timings, error, ... }
+// calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
+
+import { streamEvents } from "./api.js";
+
+const PATH = "v1/chat/completions";
+const FINISHED = {
+  length: "The answer reached its token limit.",
+  abort: "The server ended the answer.",
+  stopped: "Stopped.",
+  interrupted: "The page was closed before the answer was complete.",
+};
+
+export function newMessage(role, content = "") {
+  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, role, content };
+}
+
+/** Return an empty answer. The model and the settings are kept, so that its request can be shown. */
+export function newAnswer(model, settings) {
+  return { ...newMessage("assistant"), model, settings: { ...settings }, reasoning: "", calls: [], finish: null, tokens: 0 };
+}
+
+/**
+ * Stream the answer to `body` into `message`, and call `onChange` after each change. Never raises: a
+ * failure becomes `message.error`, and an abort through `signal` sets `message.finish` to "stopped".
+ */
+export async function streamAnswer(message, body, signal, onChange) {
+  const started = performance.now();
+  try {
+    for await (const { data, requestId } of streamEvents(PATH, body, { signal })) {
+      message.requestId = requestId;
+      applyChunk(message, data, performance.now() - started);
+      onChange();
+    }
+    if (message.finish === null) throw new Error("The connection was lost before the answer was complete.");
+  } catch (error) {
+    if (error.name === "AbortError" || signal.aborted) message.finish = "stopped";
+    else message.error = plainError(error);
+  }
+  message.tookMs = performance.now() - started;
+  onChange();
+}
+
+function applyChunk(message, chunk, nowMs) {
+  if (chunk.usage) {
+    message.usage = chunk.usage;
+    message.tokens = chunk.usage.completion_tokens;
+  }
+  if (chunk.timings) message.timings = chunk.timings;
+  if (chunk.warnings) message.warnings = chunk.warnings.map((warning) => warning.message);
+  if (chunk.ignored_params) message.ignored = chunk.ignored_params;
+  const choice = chunk.choices[0];
+  if (!choice) return;
+  const { delta } = choice;
+  const hasOutput = delta.content || delta.reasoning || delta.reasoning_content || delta.tool_calls;
+  if (hasOutput) {
+    message.firstMs ??= nowMs;
+    message.lastMs = nowMs;
+  }
+  message.content += delta.content ?? "";
+  message.reasoning += delta.reasoning ?? delta.reasoning_content ?? "";
+  for (const part of delta.tool_calls ?? []) {
+    const call = (message.calls[part.index] ??= { id: "", name: "", args: "" });
+    call.id = part.id ?? call.id;
+    call.name = part.function.name ?? call.name;
+    call.args += part.function.arguments ?? "";
+  }
+  if (choice.logprobs?.content) message.logprobs = (message.logprobs ?? []).concat(choice.logprobs.content);
+  if (choice.token_ids) message.tokenIds = (message.tokenIds ?? []).concat(choice.token_ids);
+  if (choice.finish_reason) message.finish = choice.finish_reason;
+}
+
+/** Return the parts of an error that `errorBox` shows, as an object that can be stored. */
+function plainError({ message, status, code, param, requestId, retryAfterS, help }) {
+  return { message, status, code, param, requestId, retryAfterS, help };
+}
+
+/** Return the token counts and speeds of an answer, in words: ["42 tokens", "31.5 tokens/s", ...]. */
+export function describeSpeed(message) {
+  const { timings, usage, tokens, firstMs, lastMs } = message;
+  const facts = [];
+  if (tokens) facts.push(`${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}`);
+  const perSecond = timings?.predicted_per_second ?? (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
+  if (perSecond) facts.push(`${perSecond.toFixed(perSecond < 100 ? 1 : 0)} tokens/s`);
+  const first = timings?.first_token_ms ?? firstMs;
+  if (first !== undefined && first !== null) facts.push(`first after ${inWords(first)}`);
+  if (usage) {
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    facts.push(`prompt ${usage.prompt_tokens.toLocaleString("en")}${cached ? `, ${cached.toLocaleString("en")} cached` : ""}`);
+  }
+  return facts;
+}
+
+/** Return why an answer ended, if the user may want to know it; otherwise "". */
+export function describeEnd(message) {
+  return FINISHED[message.finish] ?? "";
+}
+
+export function inWords(ms) {
+  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+}

@@ -1,0 +1,309 @@
+// The chat tab: the list of conversations, the thread, and the settings.
+
+import { asCurl, asPython, streamed } from "./requests.js";
+import { errorBox, KEY_CHANGED } from "./api.js";
+import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
+import { ConversationList } from "./conversation-list.js";
+import { fetchModels, fillModelSelect, knownModels, stateOf } from "./models.js";
+import { messageView } from "./message-view.js";
+import { chats } from "./session.js";
+import { SettingsForm } from "./settings.js";
+
+const SUGGESTIONS = ["Name three fruits, with a table of their colours.", "Write a haiku about the sea.", "Explain what a tide is to a child."];
+const NEAR_END_PX = 80;
+const ANNOUNCED_CHARS = 2000;
+const WIDE = matchMedia("(min-width: 1100px)");
+
+export async function mount(root, context) {
+  await Promise.all([loadStyle("chat.css"), chats.open()]);
+  const chat = new ChatTab(root, context);
+  await chat.start();
+  return { unmount: () => chat.close(), onPath: (path) => chat.onPath(path) };
+}
+
+class ChatTab {
+  constructor(root, context) {
+    this.root = root;
+    this.context = context;
+    this.views = new Map(); // message id -> view
+    this.abort = new AbortController(); // ends all listeners
+    this.build();
+  }
+
+  build() {
+    this.list = new ConversationList({
+      open: (conversation) => this.openConversation(conversation),
+      create: () => this.create(),
+    });
+    this.model = h("select", { class: "model", "aria-label": "Model", onchange: () => this.chooseModel() });
+    this.thread = h("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
+    this.toEnd = iconButton("down", "To the end", () => this.scrollToEnd(), { class: "icon-button to-end", hidden: true });
+    this.input = h("textarea", { rows: 1, id: "prompt", placeholder: "Write a message", "aria-label": "Message", enterkeyhint: "send" });
+    this.sendButton = h("button", { type: "submit", class: "button primary send", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
+    this.problem = h("div", { class: "problem" });
+    this.form = new SettingsForm({}, () => this.saveSettings());
+    const composer = h("form", { class: "composer" }, this.input, this.sendButton);
+    const settingsButton = iconButton("sliders", "Settings", () => this.toggle("settings"), { title: "Settings (Alt + S)", "aria-expanded": "false", "aria-controls": "chat-settings" });
+    const listButton = iconButton("menu", "Conversations", () => this.toggle("list"), { "aria-expanded": "false", "aria-controls": "chat-list" });
+    this.panels = {
+      list: { element: h("aside", { id: "chat-list", class: "side list", "aria-label": "Conversations" }, this.list.element), button: listButton },
+      settings: { element: h("aside", { id: "chat-settings", class: "side settings-side", "aria-label": "Settings" }, h("div", { class: "side-head" }, h("h2", {}, "Settings"), iconButton("close", "Close the settings", () => this.toggle("settings", false))), this.form.element), button: settingsButton },
+    };
+    const column = h(
+      "section",
+      { class: "column" },
+      h("div", { class: "toolbar" }, listButton, this.model, iconButton("plus", "New conversation", () => this.create(), { class: "icon-button new" }), settingsButton),
+      h("div", { class: "scroll" }, this.thread, this.toEnd),
+      h("div", { class: "bottom" }, this.problem, composer, h("p", { class: "hint muted" }, "Conversations stay in this browser.")),
+    );
+    const shade = h("div", { class: "shade", onclick: () => this.closePanels() });
+    fill(this.root, h("h1", { class: "visually-hidden" }, "Chat"), this.panels.list.element, column, this.panels.settings.element, shade);
+    composer.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.isRunning) this.stop();
+      else this.send(this.input.value);
+    });
+    this.listen(composer);
+  }
+
+  listen(composer) {
+    const { signal } = this.abort;
+    this.draw = oncePerFrame(() => this.drawChanged());
+    const on = (target, name, run) => target.addEventListener(name, run, { signal });
+    on(chats, "thread", ({ detail }) => detail === this.conversation && this.drawThread());
+    on(chats, "message", ({ detail }) => detail.conversation === this.conversation && this.draw());
+    on(chats, "end", ({ detail }) => this.onEnd(detail));
+    on(chats, "list", () => this.list.draw(this.conversation));
+    on(document, "keydown", (event) => this.onKey(event));
+    on(this.input, "keydown", (event) => this.onInputKey(event, composer));
+    on(this.input, "input", () => this.resize());
+    on(this.thread, "scroll", () => this.onScroll());
+    on(window, KEY_CHANGED, () => this.loadModels());
+    on(this.model, "focus", () => this.loadModels());
+    on(WIDE, "change", () => this.closePanels());
+  }
+
+  async start() {
+    this.onPath(this.context.path);
+    await this.loadModels();
+    if (matchMedia("(hover: hover)").matches) this.input.focus();
+  }
+
+  close() {
+    this.abort.abort();
+  }
+
+  get isRunning() {
+    return chats.isRunning(this.conversation);
+  }
+
+  // ---- the conversation
+
+  onPath(id) {
+    const found = chats.get(id);
+    if (found && found === this.conversation) return;
+    this.openConversation(found ?? chats.draft(this.model.value || knownModels()[0]?.id || ""));
+  }
+
+  create() {
+    this.openConversation(chats.draft(this.conversation.model, this.conversation.settings));
+    this.input.focus();
+  }
+
+  openConversation(conversation) {
+    this.conversation = conversation;
+    this.context.setPath(chats.get(conversation.id) ? conversation.id : "");
+    this.closePanels({ onlyOver: true });
+    this.showProblem(null);
+    this.showModels();
+    this.list.draw(conversation);
+    this.views.clear();
+    this.drawThread();
+    this.scrollToEnd();
+  }
+
+  async send(text) {
+    if (!this.conversation.model) await this.loading; // the visitor was faster than the list of models
+    if (!text.trim() || !this.tryTo(() => chats.send(this.conversation, text))) return;
+    this.input.value = "";
+    this.resize();
+    this.scrollToEnd();
+  }
+
+  stop() {
+    chats.stop(this.conversation);
+  }
+
+  /** Run an action. Show why, if it is not possible. */
+  tryTo(act) {
+    try {
+      this.showProblem(null);
+      if (!this.conversation.model) throw new Error("No model is available.");
+      act();
+      this.context.setPath(this.conversation.id);
+      this.context.announce("Answering.");
+      return true;
+    } catch (error) {
+      this.showProblem(error);
+      return false;
+    }
+  }
+
+  showProblem(error) {
+    fill(this.problem, error ? errorBox(error) : null);
+  }
+
+  onEnd({ conversation, message }) {
+    if (conversation !== this.conversation) return;
+    this.drawChanged();
+    const text = message.error?.message ?? (message.content || "The answer has no text.");
+    this.context.announce(text.slice(0, ANNOUNCED_CHARS));
+    this.list.draw(conversation);
+  }
+
+  // ---- models and settings
+
+  loadModels() {
+    this.loading = fetchModels().then(
+      () => this.showModels(),
+      (error) => this.showProblem(error),
+    );
+    return this.loading;
+  }
+
+  showModels() {
+    const { conversation } = this;
+    conversation.model = fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
+    this.form.show(conversation.settings, knownModels().find(({ id }) => id === conversation.model) ?? null);
+    this.drawEmpty();
+  }
+
+  chooseModel() {
+    this.conversation.model = this.model.value;
+    this.showModels();
+    this.saveSettings();
+  }
+
+  saveSettings() {
+    if (this.conversation.messages.length) chats.save(this.conversation);
+  }
+
+  // ---- the thread
+
+  drawThread() {
+    const { messages } = this.conversation;
+    const actions = {
+      edit: (message, text) => this.tryTo(() => chats.edit(this.conversation, message, text)),
+      retry: (message) => this.tryTo(() => chats.retry(this.conversation, message)),
+      answerCalls: (results) => this.tryTo(() => chats.answerCalls(this.conversation, results)),
+      curl: (message) => asCurl(streamed(chats.bodyOf(this.conversation, message))),
+      python: (message) => asPython(chats.bodyOf(this.conversation, message)),
+    };
+    const kept = new Map(messages.map((message) => [message.id, this.views.get(message.id) ?? messageView(message, actions)]));
+    this.views = kept;
+    const wanted = [...kept.values()].map(({ element }) => element);
+    fill(this.thread, wanted);
+    for (const message of messages) this.drawMessage(message);
+    this.drawEmpty();
+    this.drawState();
+  }
+
+  drawMessage(message) {
+    const isLast = message === this.conversation.messages.at(-1);
+    if (message.role === "assistant") this.views.get(message.id)?.update({ isLast, isRunning: isLast && this.isRunning });
+  }
+
+  /** Draw what an answer in progress has changed: the last message. */
+  drawChanged() {
+    const isNearEnd = this.distanceToEnd() < NEAR_END_PX;
+    const last = this.conversation.messages.at(-1);
+    if (last) this.drawMessage(last);
+    if (isNearEnd) this.scrollToEnd();
+    this.drawState();
+  }
+
+  drawEmpty() {
+    if (this.conversation.messages.length) return;
+    const model = knownModels().find(({ id }) => id === this.conversation.model);
+    const state = stateOf(model);
+    const facts = model ? `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens${state ? ` · ${state}` : ""}` : "";
+    fill(
+      this.thread,
+      h("div", { class: "empty" }, h("h2", {}, "What do you want to ask?"), h("p", { class: "muted" }, facts),
+        h("div", { class: "suggestions" }, SUGGESTIONS.map((text) => h("button", { type: "button", class: "button", onclick: () => this.send(text) }, text)))),
+    );
+  }
+
+  drawState() {
+    const { isRunning } = this;
+    if (this.wasRunning === isRunning) return;
+    this.wasRunning = isRunning;
+    const label = isRunning ? "Stop" : "Send";
+    this.sendButton.setAttribute("aria-label", label);
+    this.sendButton.title = isRunning ? "Stop (Esc)" : "Send (Enter)";
+    this.sendButton.classList.toggle("stop", isRunning);
+    fill(this.sendButton, icon(isRunning ? "stop" : "send"));
+  }
+
+  distanceToEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = this.thread;
+    return scrollHeight - scrollTop - clientHeight;
+  }
+
+  scrollToEnd() {
+    this.thread.scrollTop = this.thread.scrollHeight;
+  }
+
+  onScroll() {
+    this.toEnd.hidden = this.distanceToEnd() < NEAR_END_PX;
+  }
+
+  resize() {
+    this.input.style.height = "auto";
+    this.input.style.height = `${Math.min(this.input.scrollHeight + 2, 220)}px`;
+  }
+
+  // ---- keys and panels
+
+  onKey(event) {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+      if (this.isRunning) this.stop();
+      else this.closePanels({ onlyOver: true });
+    }
+    const run = { KeyN: () => this.create(), KeyR: () => this.retryLast(), KeyS: () => this.toggle("settings") }[event.code];
+    if (event.altKey && !event.ctrlKey && run) {
+      event.preventDefault();
+      run();
+    }
+  }
+
+  retryLast() {
+    if (this.conversation.messages.length) this.tryTo(() => chats.retry(this.conversation));
+  }
+
+  onInputKey(event, composer) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!this.isRunning) composer.requestSubmit();
+    } else if (event.key === "ArrowUp" && !this.input.value) {
+      const last = this.conversation.messages.findLast(({ role }) => role === "user");
+      if (last) {
+        event.preventDefault();
+        this.views.get(last.id).startEdit();
+      }
+    }
+  }
+
+  /** Show or hide a panel. On a small screen it lies over the thread, and gets the focus. */
+  toggle(name, isOpen = !this.root.classList.contains(`${name}-open`)) {
+    this.root.classList.toggle(`${name}-open`, isOpen);
+    const { element, button } = this.panels[name];
+    button.setAttribute("aria-expanded", String(isOpen));
+    if (isOpen) element.querySelector("button, input, textarea, select")?.focus();
+    else if (element.contains(document.activeElement)) button.focus();
+  }
+
+  closePanels({ onlyOver = false } = {}) {
+    for (const name of Object.keys(this.panels)) if (!onlyOver || !WIDE.matches) this.toggle(name, false);
+  }
+}

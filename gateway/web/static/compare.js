@@ -1,0 +1,274 @@
+// The compare tab: one prompt and one seed, two models or two settings, answered at the same time.
+
+import { describeEnd, inWords, newAnswer, streamAnswer } from "./answer.js";
+import { errorBox, KEY_CHANGED } from "./api.js";
+import { fill, h, icon, loadStyle, oncePerFrame } from "./dom.js";
+import { fetchModels, fillModelSelect, knownModels } from "./models.js";
+import { chatBody, streamed } from "./requests.js";
+import { SettingsForm } from "./settings.js";
+
+const STORED = "tidegate.compare";
+const SHARED = ["seed", "max_tokens", "logprobs", "tools"];
+const NAMES = ["A", "B"];
+const MAX_SEED = 2 ** 31;
+
+export async function mount(root, context) {
+  await Promise.all([loadStyle("chat.css"), loadStyle("compare.css")]);
+  const compare = new CompareTab(root, context);
+  await compare.loadModels();
+  return () => compare.close();
+}
+
+class CompareTab {
+  constructor(root, context) {
+    this.context = context;
+    this.abort = new AbortController(); // ends all listeners
+    this.run = null; // AbortController of the answers in progress
+    this.values = read();
+    this.draw = oncePerFrame(() => this.drawResults());
+    this.sides = NAMES.map((name, place) => this.side(name, this.values.sides[place]));
+    this.build(root);
+    addEventListener(KEY_CHANGED, () => this.loadModels(), { signal: this.abort.signal });
+    root.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.run?.abort();
+    });
+  }
+
+  build(root) {
+    const { values } = this;
+    this.prompt = h("textarea", { id: "compare-prompt", rows: 2, placeholder: "The message that both answer", value: values.prompt });
+    this.seed = h("input", { id: "compare-seed", type: "number", min: 0, step: 1, value: values.seed });
+    this.maxTokens = h("input", { id: "compare-max", type: "number", min: 1, step: 1, value: values.maxTokens });
+    this.button = h("button", { type: "submit", class: "button primary" });
+    this.problem = h("div", {});
+    this.verdict = h("p", { class: "verdict" });
+    this.table = h("table", { class: "plain facts-table" });
+    const dice = h("button", { type: "button", class: "button", onclick: () => (this.seed.value = newSeed()) }, "New seed");
+    const form = h(
+      "form",
+      { class: "card question" },
+      h("div", { class: "field" }, h("label", { for: "compare-prompt" }, "Prompt"), this.prompt),
+      h(
+        "div",
+        { class: "row" },
+        h("div", { class: "field inline" }, h("label", { for: "compare-seed" }, "Seed"), this.seed),
+        dice,
+        h("div", { class: "field inline" }, h("label", { for: "compare-max" }, "Most tokens"), this.maxTokens),
+        h("span", { class: "grow" }),
+        this.button,
+      ),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.run) this.run.abort();
+      else this.start();
+    });
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        if (!this.run) form.requestSubmit();
+      }
+    });
+    fill(
+      root,
+      h("div", { class: "page" }, h("h1", {}, "Compare"),
+        h("p", { class: "muted" }, "One prompt and one seed, answered by two models, or with two settings, at the same time."),
+        form, this.problem, h("div", { class: "sides" }, this.sides.map(({ element }) => element)), this.verdict,
+        h("div", { class: "wide" }, this.table)),
+    );
+    this.drawButton();
+  }
+
+  side(name, values) {
+    const model = h("select", { "aria-label": `Model of ${name}` });
+    const form = new SettingsForm(values.settings, () => this.onSettings(), { without: SHARED });
+    const output = h("div", { class: "output", role: "region", "aria-label": `Answer of ${name}`, tabindex: 0 });
+    const side = { name, values, model, form, output, answer: null };
+    model.addEventListener("change", () => {
+      values.model = model.value;
+      this.showModel(side);
+      this.onSettings();
+    });
+    side.element = h(
+      "section",
+      { class: "card compared", "aria-label": name },
+      h("div", { class: "row head" }, h("h2", {}, name), model),
+      h("details", {}, h("summary", {}, "Settings"), form.element),
+      output,
+    );
+    return side;
+  }
+
+  async loadModels() {
+    try {
+      const models = await fetchModels();
+      this.sides.forEach((side, place) => {
+        side.values.model = fillModelSelect(side.model, models, side.values.model || models[place]?.id);
+        this.showModel(side);
+      });
+      this.drawTable();
+    } catch (error) {
+      fill(this.problem, errorBox(error));
+    }
+  }
+
+  showModel({ form, values }) {
+    form.show(values.settings, knownModels().find(({ id }) => id === values.model) ?? null);
+  }
+
+  onSettings() {
+    write(this.values);
+    this.drawTable();
+  }
+
+  async start() {
+    const { values } = this;
+    const [prompt, seed, maxTokens] = [this.prompt.value, this.seed.value, this.maxTokens.value];
+    Object.assign(values, { prompt, seed, maxTokens });
+    write(values);
+    fill(this.problem);
+    if (!prompt.trim()) return this.prompt.focus();
+    let bodies;
+    try {
+      const messages = [{ role: "user", content: prompt }];
+      bodies = this.sides.map(({ values: own }) => ({
+        ...streamed(chatBody(own.model, messages, { ...own.settings, seed, max_tokens: maxTokens })),
+        return_token_ids: true,
+      }));
+    } catch (error) {
+      return fill(this.problem, errorBox(error));
+    }
+    this.run = new AbortController();
+    this.drawButton();
+    this.context.announce("Answering.");
+    const { signal } = this.run;
+    await Promise.all(
+      this.sides.map((side, place) => {
+        side.answer = newAnswer(side.values.model, side.values.settings);
+        return streamAnswer(side.answer, bodies[place], signal, this.draw);
+      }),
+    );
+    this.run = null;
+    this.drawButton();
+    this.drawResults();
+    return this.context.announce(this.verdict.textContent);
+  }
+
+  close() {
+    this.run?.abort();
+    this.abort.abort();
+  }
+
+  // ---- results
+
+  drawButton() {
+    const isRunning = this.run !== null;
+    fill(this.button, icon(isRunning ? "stop" : "send"), isRunning ? "Stop" : "Compare");
+  }
+
+  drawResults() {
+    const answers = this.sides.map(({ answer }) => answer);
+    if (answers.includes(null)) return;
+    const texts = answers.map(textOf);
+    const common = commonLength(texts[0], texts[1]);
+    const differ = isDifferent(texts, common, this.run === null);
+    this.sides.forEach(({ output, answer }, place) => {
+      const rest = texts[place].slice(common);
+      fill(
+        output,
+        h("span", {}, texts[place].slice(0, common)),
+        rest ? h("span", { class: differ ? "differs" : null }, rest) : null,
+        answer.error ? errorBox(answer.error) : null,
+        describeEnd(answer) ? h("p", { class: "note" }, describeEnd(answer)) : null,
+      );
+    });
+    this.verdict.textContent = this.describe(answers, common, differ);
+    this.drawTable();
+  }
+
+  describe(answers, common, differ) {
+    if (answers.some(({ error }) => error)) return "";
+    if (!differ) return this.run ? "" : "The answers are identical.";
+    const [first, second] = answers.map(({ tokenIds }) => tokenIds ?? []);
+    const isSameModel = this.sides[0].values.model === this.sides[1].values.model;
+    const token = isSameModel ? `, token ${commonLength(first, second) + 1}` : "";
+    return `The answers differ from character ${common + 1} on${token}.`;
+  }
+
+  drawTable() {
+    const [a, b] = this.sides;
+    const rows = differences(a.values, b.values);
+    if (a.answer && b.answer) rows.push(...FIGURES.map(([name, read]) => [name, read(a.answer), read(b.answer)]));
+    const head = h("thead", {}, h("tr", {}, h("td"), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B")));
+    const body = rows.map(([name, left, right]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, left), h("td", {}, right)));
+    const same = rows.length ? null : h("tr", {}, h("td", { class: "muted", colspan: 3 }, "Both sides have the same model and settings."));
+    fill(this.table, head, h("tbody", {}, body, same));
+  }
+}
+
+const speedOf = ({ timings }) => (timings?.predicted_per_second ? `${timings.predicted_per_second.toFixed(1)} tokens/s` : "–");
+const FIGURES = [
+  ["Tokens", ({ tokens }) => String(tokens)],
+  ["Speed", speedOf],
+  ["First token", ({ timings, firstMs }) => inWordsOrDash(timings?.first_token_ms ?? firstMs)],
+  ["Whole answer", ({ timings, tookMs }) => inWordsOrDash(timings?.total_ms ?? tookMs)],
+  ["Prompt tokens", ({ usage }) => (usage ? String(usage.prompt_tokens) : "–")],
+  ["End", ({ finish, error }) => (error ? "error" : (finish ?? "–"))],
+];
+
+function inWordsOrDash(ms) {
+  return ms === undefined || ms === null ? "–" : inWords(ms);
+}
+
+/** Return the rows [name, left, right] of the model and the settings that differ. */
+export function differences(a, b) {
+  const rows = a.model === b.model ? [] : [["Model", a.model, b.model]];
+  for (const name of new Set([...Object.keys(a.settings), ...Object.keys(b.settings)])) {
+    const values = [a, b].map(({ settings }) => settings[name] ?? "default");
+    if (values[0] !== values[1]) rows.push([name, ...values.map(String)]);
+  }
+  return rows;
+}
+
+/** Return how many characters of two texts, or items of two lists, are the same from the start. */
+export function commonLength(first, second) {
+  const most = Math.min(first.length, second.length);
+  let at = 0;
+  while (at < most && first[at] === second[at]) at += 1;
+  return at;
+}
+
+/** Return whether two answers differ. While they grow, one may be the beginning of the other. */
+function isDifferent(texts, common, areComplete) {
+  const shortest = Math.min(...texts.map((text) => text.length));
+  return common < shortest || (areComplete && texts[0].length !== texts[1].length);
+}
+
+function textOf({ reasoning, content, calls }) {
+  const called = calls.map(({ name, args }) => `${name}(${args})`).join("\n");
+  const answer = [content, called].filter(Boolean).join("\n");
+  return reasoning ? `Reasoning:\n${reasoning.trim()}\n\nAnswer:\n${answer}` : answer;
+}
+
+// ---- what the tab remembers
+
+function newSeed() {
+  return String(Math.floor(Math.random() * MAX_SEED));
+}
+
+function read() {
+  const usual = { prompt: "", seed: newSeed(), maxTokens: "200", sides: NAMES.map(() => ({ model: "", settings: {} })) };
+  try {
+    return { ...usual, ...JSON.parse(localStorage.getItem(STORED) ?? "{}") };
+  } catch {
+    return usual;
+  }
+}
+
+function write(values) {
+  try {
+    localStorage.setItem(STORED, JSON.stringify(values));
+  } catch {
+    // Storage is disabled or full: the values last until the page is loaded again.
+  }
+}

@@ -1,0 +1,181 @@
+// Shows one message of a conversation, and changes with it while it is streamed.
+
+import { describeEnd, describeSpeed } from "./answer.js";
+import { errorBox } from "./api.js";
+import { copyButton, fill, h, icon } from "./dom.js";
+import { MarkdownView, codeBlock } from "./markdown.js";
+import { TokensView } from "./tokens.js";
+
+/**
+ * actions: { edit(message, text), retry(message), answerCalls(results), curl(message), python(message) }
+ */
+export function messageView(message, actions) {
+  if (message.role === "user") return new UserView(message, actions);
+  if (message.role === "tool") return new ResultView(message);
+  return new AnswerView(message, actions);
+}
+
+class UserView {
+  constructor(message, actions) {
+    this.message = message;
+    this.actions = actions;
+    this.element = h("article", { class: "message user", "aria-label": "You" });
+    this.update();
+  }
+
+  update() {
+    const { content } = this.message;
+    fill(
+      this.element,
+      h("div", { class: "bubble" }, content),
+      h("div", { class: "tools" }, button("edit", "Edit", () => this.startEdit()), copyButton("Copy", () => content)),
+    );
+  }
+
+  startEdit() {
+    const input = h("textarea", { rows: Math.min(12, this.message.content.split("\n").length + 1), value: this.message.content, "aria-label": "Edit the message" });
+    const save = () => {
+      if (input.value.trim()) this.actions.edit(this.message, input.value);
+    };
+    const cancel = () => {
+      this.update();
+      this.element.querySelector("button").focus();
+    };
+    input.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        save();
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        cancel();
+      }
+    });
+    fill(
+      this.element,
+      h("div", { class: "edit" }, input, h("div", { class: "row end" },
+        h("button", { type: "button", class: "button small ghost", onclick: cancel }, "Cancel"),
+        h("button", { type: "button", class: "button small primary", onclick: save }, "Send again"))),
+    );
+    input.focus();
+  }
+}
+
+class ResultView {
+  constructor({ name, content }) {
+    const summary = h("summary", {}, "Result of ", h("code", {}, name));
+    this.element = h("article", { class: "message result", "aria-label": "Result of a call" }, h("details", {}, summary, codeBlock(pretty(content))));
+  }
+
+  update() {}
+}
+
+class AnswerView {
+  constructor(message, actions) {
+    this.message = message;
+    this.actions = actions;
+    this.isRunning = false;
+    this.showsTokens = Boolean(message.settings?.logprobs);
+    this.thought = h("div", { class: "thought" });
+    this.summary = h("summary", {}, "");
+    this.reasoning = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
+    this.text = new MarkdownView();
+    this.tokens = new TokensView();
+    this.calls = h("div", { class: "calls" });
+    this.waiting = h("p", { class: "waiting", "aria-hidden": "true" }, h("span"), h("span"), h("span"));
+    this.foot = h("div", { class: "foot" });
+    this.tools = h("div", { class: "tools" });
+    this.element = h("article", { class: "message answer", "aria-label": "Answer" },
+      this.reasoning, this.text.element, this.tokens.element, this.calls, this.waiting, this.foot, this.tools);
+    this.update();
+  }
+
+  /** Draw the message as it is now. `isRunning`: more will come. `isLast`: it is the last of its conversation. */
+  update({ isRunning = false, isLast = false } = {}) {
+    const { message } = this;
+    const hasTokens = Boolean(message.logprobs?.length);
+    this.reasoning.hidden = !message.reasoning;
+    this.thought.textContent = message.reasoning;
+    this.summary.textContent = isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
+    this.text.element.hidden = hasTokens && this.showsTokens;
+    this.tokens.element.hidden = !this.text.element.hidden;
+    if (hasTokens && this.showsTokens) this.tokens.update(message.logprobs);
+    else this.text.update(message.content);
+    this.waiting.hidden = !isRunning || Boolean(message.content || message.calls.length);
+    this.element.setAttribute("aria-busy", String(isRunning));
+    this.element.classList.toggle("running", isRunning);
+    this.drawCalls(isRunning, isLast);
+    this.drawFoot(isRunning);
+    this.drawTools(isRunning, hasTokens);
+  }
+
+  drawCalls(isRunning, isLast) {
+    const isAsked = !isRunning && isLast && this.message.finish === "tool_calls";
+    const key = JSON.stringify([this.message.calls, isAsked]);
+    if (key === this.callsKey) return;
+    this.callsKey = key;
+    const inputs = [];
+    const cards = this.message.calls.map(({ name, args }, place) => {
+      const head = h("div", { class: "call-head" }, icon("code"), h("span", {}, "Call of ", h("code", {}, name)));
+      const card = h("div", { class: "card call" }, head, codeBlock(pretty(args), "arguments"));
+      if (isAsked) {
+        const id = `result-${this.message.id}-${place}`;
+        const input = h("textarea", { id, rows: 2, class: "mono", placeholder: '{"degrees": 7}' });
+        inputs.push(input);
+        card.append(h("div", { class: "field" }, h("label", { for: id }, `What ${name} returns`), input));
+      }
+      return card;
+    });
+    const send = h("button", { type: "button", class: "button primary", onclick: () => this.actions.answerCalls(inputs.map((input) => input.value)) },
+      inputs.length > 1 ? "Send the results" : "Send the result");
+    fill(this.calls, cards, isAsked ? send : null);
+  }
+
+  drawFoot(isRunning) {
+    const { message } = this;
+    const end = isRunning ? "" : describeEnd(message);
+    const notes = [end, ...(message.warnings ?? []), message.ignored ? `Fields without effect: ${message.ignored.join(", ")}` : ""];
+    fill(
+      this.foot,
+      message.error ? errorBox(message.error) : null,
+      notes.filter(Boolean).map((note) => h("p", { class: "note" }, note)),
+      h("p", { class: "speed" }, describeSpeed(message).join(" · ")),
+    );
+  }
+
+  drawTools(isRunning, hasTokens) {
+    if (this.wasRunning === isRunning && this.hadTokens === hasTokens) return;
+    this.wasRunning = isRunning;
+    this.hadTokens = hasTokens;
+    if (isRunning) {
+      fill(this.tools);
+      return;
+    }
+    const { message, actions } = this;
+    const toggle = () => {
+      this.showsTokens = !this.showsTokens;
+      this.hadTokens = undefined;
+      this.update();
+    };
+    fill(
+      this.tools,
+      copyButton("Copy", () => message.content),
+      button("retry", "Retry", () => actions.retry(message)),
+      hasTokens ? button("sliders", this.showsTokens ? "Show as text" : "Show tokens", toggle) : null,
+      copyButton("curl", () => actions.curl(message), { title: "Copy this request as a curl command" }),
+      copyButton("Python", () => actions.python(message), { title: "Copy this request as a Python program" }),
+    );
+  }
+}
+
+function button(picture, label, onclick) {
+  return h("button", { type: "button", class: "button small ghost", onclick }, icon(picture), label);
+}
+
+/** Return JSON with line breaks; other text as it is. */
+export function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

@@ -1,0 +1,39 @@
+// The served models, from GET /v1/models.
+
+import { getJson } from "./api.js";
+import { fill, h } from "./dom.js";
+
+const STATES = {
+  loading: "loading",
+  failed: "failed",
+  unloaded: "asleep, loads on use",
+  waiting: "waiting for memory",
+  stopping: "stopping",
+};
+
+let last = [];
+
+/** Fetch the models. Raises ApiError. */
+export async function fetchModels() {
+  last = (await getJson("v1/models")).data;
+  return last;
+}
+
+/** Return the models as they were last fetched. */
+export function knownModels() {
+  return last;
+}
+
+/** Return what a model does if it is not ready, such as "loading"; "" if it is ready. */
+export function stateOf(model) {
+  return model && model.state !== "ready" ? (STATES[model.state] ?? model.state) : "";
+}
+
+/** Fill a <select> with the models. An unknown choice is replaced with the first model. Return the choice. */
+export function fillModelSelect(select, models, chosen) {
+  const id = models.some((model) => model.id === chosen) ? chosen : (models[0]?.id ?? "");
+  const label = (model) => (stateOf(model) ? `${model.id} (${stateOf(model)})` : model.id);
+  fill(select, models.map((model) => h("option", { value: model.id }, label(model))));
+  select.value = id;
+  return id;
+}

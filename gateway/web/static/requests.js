@@ -1,0 +1,128 @@
+// Builds the bodies of chat requests, and the same requests for curl and for Python.
+
+import { BASE, storedKey } from "./api.js";
+
+const PATH = "v1/chat/completions";
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+  "max_tokens", "seed",
+];
+const TOP_LOGPROBS = 5;
+
+/** Return the JSON that a text holds. Raises Error with a message for the user. "" is `undefined`. */
+export function parseJson(text, name, isRight = () => true, wanted = "") {
+  if (!text?.trim()) return undefined;
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${name} is not JSON: ${error.message}`);
+  }
+  if (!isRight(value)) throw new Error(`${name} must be ${wanted}`);
+  return value;
+}
+
+export const parseTools = (text) => parseJson(text, "Tools", Array.isArray, "a list of definitions");
+export const parseExtra = (text) =>
+  parseJson(text, "Other fields", (value) => value !== null && typeof value === "object" && !Array.isArray(value), "an object");
+
+/**
+ * Return the body of a chat request. Settings that are "" are left out, so the model's defaults apply.
+ *
+ * Raises Error if the tools or the other fields are not JSON.
+ */
+export function chatBody(model, messages, settings) {
+  const body = { model, messages: settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages };
+  for (const name of NUMBERS) {
+    if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
+  }
+  const stop = (settings.stop ?? "").split("\n").filter(Boolean);
+  if (stop.length) body.stop = stop;
+  if (settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
+  if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
+  const tools = parseTools(settings.tools);
+  if (tools?.length) body.tools = tools;
+  return { ...body, ...parseExtra(settings.extra) };
+}
+
+/** Return the fields that this page adds to show progress, speed and token counts. */
+export function streamed(body) {
+  return { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, timings: true };
+}
+
+/** Return the messages of a conversation in the shape of the API. */
+export function apiMessages(messages) {
+  return messages.map(({ role, content, reasoning, calls, callId }) => {
+    if (role === "tool") return { role, tool_call_id: callId, content };
+    if (role !== "assistant" || !calls?.length) return { role, content };
+    const tool_calls = calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
+    // A model that reasons between its calls needs what it thought before them.
+    return { role, content: content || null, tool_calls, ...(reasoning ? { reasoning } : {}) };
+  });
+}
+
+/** Return a curl command that sends a request. The key is read from the environment. */
+export function asCurl(body, path = PATH, method = "POST") {
+  const lines = [`curl ${method === "POST" && body !== undefined ? "" : `-X ${method} `}${shellQuoted(new URL(path, BASE).href)}`];
+  if (storedKey()) lines.push('-H "Authorization: Bearer $TIDEGATE_API_KEY"');
+  if (body !== undefined) {
+    lines.push("-H 'Content-Type: application/json'");
+    lines.push(`-d ${shellQuoted(JSON.stringify(body, null, 2))}`);
+  }
+  return lines.join(" \\\n  ");
+}
+
+export function shellQuoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
+
+/** Return a Python program that sends a chat request with OpenAI's client. */
+export function asPython(body) {
+  const { known, extra } = splitFields(body);
+  const key = storedKey() ? 'os.environ["TIDEGATE_API_KEY"]' : '"none"';
+  const fields = Object.entries(known).map(([name, value]) => `    ${name}=${pythonValue(value, 1)},`);
+  if (Object.keys(extra).length) fields.push(`    extra_body=${pythonValue(extra, 1)},`);
+  return [
+    ...(storedKey() ? ["import os", ""] : []),
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url=${pythonValue(new URL("v1", BASE).href)}, api_key=${key})`,
+    "stream = client.chat.completions.create(",
+    ...fields,
+    "    stream=True,",
+    ")",
+    "for chunk in stream:",
+    "    if chunk.choices:",
+    '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+    "",
+  ].join("\n");
+}
+
+/** The fields that OpenAI's client has as arguments. It sends all others as `extra_body`. */
+const CLIENT_FIELDS = new Set([
+  "model", "messages", "temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "seed", "stop",
+  "reasoning_effort", "logprobs", "top_logprobs", "tools", "tool_choice", "n", "response_format", "logit_bias",
+  "max_completion_tokens", "parallel_tool_calls", "user", "metadata", "store",
+]);
+
+function splitFields(body) {
+  const known = {};
+  const extra = {};
+  for (const [name, value] of Object.entries(body)) (CLIENT_FIELDS.has(name) ? known : extra)[name] = value;
+  return { known, extra };
+}
+
+/** Return a JSON value as Python writes it. */
+export function pythonValue(value, depth = 0) {
+  const indent = "    ".repeat(depth + 1);
+  const end = "    ".repeat(depth);
+  if (value === null || value === undefined) return "None";
+  if (value === true || value === false) return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const isList = Array.isArray(value);
+  const items = isList
+    ? value.map((each) => `${indent}${pythonValue(each, depth + 1)},\n`)
+    : Object.entries(value).map(([name, each]) => `${indent}${JSON.stringify(name)}: ${pythonValue(each, depth + 1)},\n`);
+  const [open, close] = isList ? "[]" : "{}";
+  return items.length ? `${open}\n${items.join("")}${end}${close}` : open + close;
+}

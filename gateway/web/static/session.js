@@ -1,0 +1,163 @@
+// The conversations of the chat tab: what is asked, answered, edited and kept. It draws nothing.
+//
+// An answer goes on when the user looks at another conversation or another tab. Views listen:
+//
+//   chats.addEventListener("list", ...)      conversations were added, removed, renamed or reordered
+//   chats.addEventListener("thread", ...)    messages were added or removed: detail is the conversation
+//   chats.addEventListener("message", ...)   a message has changed: detail is { conversation, message }
+//   chats.addEventListener("end", ...)       an answer has ended: detail is { conversation, message }
+
+import { newAnswer, newMessage, streamAnswer } from "./answer.js";
+import { apiMessages, chatBody, streamed } from "./requests.js";
+import { ConversationStore } from "./store.js";
+
+const TITLE_CHARS = 60;
+const SAVE_EVERY_MS = 2000;
+
+class Chats extends EventTarget {
+  constructor() {
+    super();
+    this.store = new ConversationStore();
+    this.conversations = []; // the last used first
+    this.running = new Map(); // conversation id -> AbortController
+    this.opening = null;
+    this.savedAt = 0;
+  }
+
+  /** Load the conversations once. */
+  open() {
+    this.opening ??= this.store.open().then((found) => {
+      this.conversations = found;
+      for (const message of found.flatMap(({ messages }) => messages)) {
+        if (message.finish === null && !message.error) message.finish = "interrupted";
+      }
+    });
+    return this.opening;
+  }
+
+  get(id) {
+    return this.conversations.find((conversation) => conversation.id === id);
+  }
+
+  /** Return a new conversation. It is listed and kept once it has a message. */
+  draft(model, settings = {}) {
+    const { id } = newMessage("user");
+    return { id, title: "", model, settings: { ...settings }, messages: [], used: Date.now() };
+  }
+
+  isRunning(conversation) {
+    return this.running.has(conversation.id);
+  }
+
+  /** Add a message of the user, and answer it. Raises Error if the settings are invalid. */
+  send(conversation, text) {
+    this.check(conversation);
+    conversation.title ||= titleOf(text);
+    conversation.messages.push(newMessage("user", text));
+    return this.answer(conversation);
+  }
+
+  /** Replace a message of the user, drop what followed it, and answer again. */
+  edit(conversation, message, text) {
+    this.check(conversation);
+    this.stop(conversation);
+    conversation.messages.length = conversation.messages.indexOf(message);
+    if (conversation.messages.length === 0) conversation.title = titleOf(text);
+    conversation.messages.push(newMessage("user", text));
+    return this.answer(conversation);
+  }
+
+  /** Drop an answer and what followed it, and answer again. */
+  retry(conversation, answer = conversation.messages.findLast(({ role }) => role === "assistant")) {
+    this.check(conversation);
+    this.stop(conversation);
+    if (answer) conversation.messages.length = conversation.messages.indexOf(answer);
+    return this.answer(conversation);
+  }
+
+  /** Add the results of all calls of the last answer, and let the model go on. */
+  answerCalls(conversation, results) {
+    this.check(conversation);
+    const { calls } = conversation.messages.at(-1);
+    calls.forEach(({ id, name }, place) => {
+      conversation.messages.push({ ...newMessage("tool", results[place]), callId: id, name });
+    });
+    return this.answer(conversation);
+  }
+
+  /** Return the body of the request that `answer` answers. */
+  bodyOf(conversation, answer) {
+    const before = conversation.messages.slice(0, conversation.messages.indexOf(answer));
+    return chatBody(answer.model, apiMessages(before), answer.settings);
+  }
+
+  check(conversation) {
+    chatBody(conversation.model, [], conversation.settings);
+  }
+
+  async answer(conversation) {
+    this.stop(conversation);
+    const body = chatBody(conversation.model, apiMessages(conversation.messages), conversation.settings);
+    const answer = newAnswer(conversation.model, conversation.settings);
+    const controller = new AbortController();
+    conversation.messages.push(answer);
+    this.running.set(conversation.id, controller);
+    this.use(conversation);
+    this.emit("thread", conversation);
+    await streamAnswer(answer, streamed(body), controller.signal, () => {
+      this.emit("message", { conversation, message: answer });
+      if (Date.now() - this.savedAt > SAVE_EVERY_MS) this.save(conversation);
+    });
+    if (this.running.get(conversation.id) === controller) this.running.delete(conversation.id);
+    this.emit("end", { conversation, message: answer });
+    this.save(conversation);
+  }
+
+  /** End the answer in progress, if there is one. The server frees its resources at once. */
+  stop(conversation) {
+    this.running.get(conversation.id)?.abort();
+    this.running.delete(conversation.id);
+  }
+
+  /** List a conversation first, and keep it. */
+  use(conversation) {
+    conversation.used = Date.now();
+    this.conversations = [conversation, ...this.conversations.filter((each) => each !== conversation)];
+    this.emit("list");
+    this.save(conversation);
+  }
+
+  rename(conversation, title) {
+    conversation.title = title.trim().slice(0, TITLE_CHARS) || conversation.title;
+    this.emit("list");
+    this.save(conversation);
+  }
+
+  remove(conversation) {
+    this.stop(conversation);
+    this.conversations = this.conversations.filter((each) => each !== conversation);
+    this.store.remove(conversation.id);
+    this.emit("list");
+  }
+
+  async save(conversation) {
+    this.savedAt = Date.now();
+    if (!this.conversations.includes(conversation)) return;
+    const removed = await this.store.save(conversation).catch(() => []);
+    if (!removed.length) return;
+    this.conversations = this.conversations.filter(({ id }) => !removed.includes(id));
+    this.emit("list");
+  }
+
+  emit(name, detail) {
+    this.dispatchEvent(new CustomEvent(name, { detail }));
+  }
+}
+
+function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS - 1)}…` : line;
+}
+
+/** The conversations of this page. */
+export const chats = new Chats();

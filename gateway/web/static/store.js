@@ -1,0 +1,75 @@
+// Keeps conversations in the browser (IndexedDB). Nothing is sent to the server.
+//
+// At most MAX_CONVERSATIONS and MAX_BYTES are kept: the ones that were used least recently are deleted.
+// If the browser has no IndexedDB, as in some private windows, conversations last until the page is
+// closed.
+
+const NAME = "tidegate";
+const STORE = "conversations";
+export const MAX_CONVERSATIONS = 200;
+export const MAX_BYTES = 50_000_000;
+
+export class ConversationStore {
+  constructor() {
+    this.database = null;
+    /** Whether conversations survive a reload of the page. */
+    this.isLasting = false;
+    this.sizes = new Map(); // id -> { id, used, bytes }
+  }
+
+  /** Open the database. Return all conversations, the last used first. */
+  async open() {
+    try {
+      const opening = indexedDB.open(NAME, 1);
+      opening.onupgradeneeded = () => opening.result.createObjectStore(STORE, { keyPath: "id" });
+      this.database = await done(opening);
+      const found = await done(this.table("readonly").getAll());
+      this.isLasting = true;
+      for (const { id, used, bytes } of found) this.sizes.set(id, { id, used, bytes });
+      return found.map(({ conversation }) => conversation).sort((a, b) => b.used - a.used);
+    } catch {
+      return [];
+    }
+  }
+
+  /** Keep a conversation as it is now. Return the ids of the conversations that were deleted to make room. */
+  async save(conversation) {
+    if (!this.isLasting) return [];
+    const text = JSON.stringify(conversation);
+    const size = { id: conversation.id, used: conversation.used, bytes: text.length };
+    this.sizes.set(size.id, size);
+    await done(this.table("readwrite").put({ ...size, conversation: JSON.parse(text) }));
+    const removed = surplus([...this.sizes.values()], size.id);
+    for (const id of removed) await this.remove(id);
+    return removed;
+  }
+
+  async remove(id) {
+    this.sizes.delete(id);
+    if (this.isLasting) await done(this.table("readwrite").delete(id));
+  }
+
+  table(mode) {
+    return this.database.transaction(STORE, mode).objectStore(STORE);
+  }
+}
+
+/** Return the ids of the entries to delete, so that the others are within both limits. `kept` stays. */
+export function surplus(entries, kept) {
+  const removed = [];
+  let bytes = 0;
+  let count = 0;
+  for (const { id, bytes: own } of [...entries].sort((a, b) => b.used - a.used)) {
+    bytes += own;
+    count += 1;
+    if (id !== kept && (count > MAX_CONVERSATIONS || bytes > MAX_BYTES)) removed.push(id);
+  }
+  return removed;
+}
+
+function done(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}

@@ -1,0 +1,161 @@
+"""Every family of encoders gives the vectors and scores that transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.encoding import Pooling
+from tests.support.encoder_models import (
+    SCORERS,
+    VARIANTS,
+    encode_inputs,
+    hidden_states,
+    pooled,
+    random_encoder,
+    some_inputs,
+    write_encoder,
+    write_modules,
+)
+from worker.encoders.header import EncoderHeader
+from worker.encoders.load import load_encoder
+from worker.encoders.runner import EncoderModel, EncodeRunner
+from worker.loading.header import encoder_header
+
+CPU = torch.device("cpu")
+LENGTHS = [5, 1, 2, 130, 9, 33, 8, 1, 300, 31]
+TOLERANCE = 1e-4
+
+
+def header_of(path: Path) -> EncoderHeader:
+    header = encoder_header(path)
+    assert header is not None
+    return header
+
+
+def runner_of(path: Path) -> EncodeRunner:
+    loaded = load_encoder(header_of(path), dtype=torch.float32, device=CPU)
+    return EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+
+
+@torch.inference_mode()
+def vectors(
+    runner: EncodeRunner, inputs: list[list[int]], splits: list[int] | None = None
+) -> Tensor:
+    return runner.encode(encode_inputs(inputs, splits))
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert float((found - wanted).abs().max()) < TOLERANCE
+
+
+ALL = [(kind, name) for kind, variants in VARIANTS.items() for name in variants]
+ALL_SCORERS = [(kind, name) for kind, variants in SCORERS.items() for name in variants]
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+def test_vectors_equal_those_of_transformers(
+    kind: str, name: str, pooling: Pooling, tmp_path: Path
+) -> None:
+    model = random_encoder(kind, **VARIANTS[kind][name])
+    write_modules(write_encoder(tmp_path, model), pooling)
+    inputs = some_inputs(LENGTHS)
+    wanted = torch.stack([pooled(hidden_states(model, ids), pooling) for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL_SCORERS)
+def test_scores_equal_those_of_transformers(kind: str, name: str, tmp_path: Path) -> None:
+    changes = SCORERS[kind][name]
+    model = random_encoder(kind, scores=True, **changes)
+    write_encoder(tmp_path, model)
+    inputs = some_inputs(LENGTHS)
+    with torch.no_grad():
+        logits = torch.stack([model(torch.tensor([ids])).logits[0] for ids in inputs])
+    wanted = logits.sigmoid() if changes["num_labels"] == 1 else logits.softmax(-1)
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:
+    model = random_encoder("bert")
+    write_modules(write_encoder(tmp_path, model), "mean")
+    inputs, splits = some_inputs([9, 4, 9, 30]), [3, 4, 0, 17]
+    wanted = torch.stack(
+        [
+            pooled(hidden_states(model, ids, split), "mean")
+            for ids, split in zip(inputs, splits, strict=True)
+        ]
+    )
+    assert_close(vectors(runner_of(tmp_path), inputs, splits), wanted)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_result_does_not_depend_on_the_other_inputs_of_its_step(
+    kind: str, tmp_path: Path
+) -> None:
+    model = random_encoder(kind, **VARIANTS[kind]["plain"])
+    write_modules(write_encoder(tmp_path, model), "mean")
+    runner, inputs = runner_of(tmp_path), some_inputs(LENGTHS)
+    together = vectors(runner, inputs)
+    alone = torch.cat([vectors(runner, [ids]) for ids in inputs])
+    assert float((together - alone).abs().max()) < 1e-5
+    order = [3, 0, 9, 1, 2, 8, 7, 4, 6, 5]
+    shuffled = vectors(runner, [inputs[place] for place in order])
+    assert float((shuffled - together[order]).abs().max()) < 1e-5
+
+
+def test_a_dense_module_is_applied_before_the_vector_is_normalised(tmp_path: Path) -> None:
+    model = random_encoder("bert")
+    write_modules(write_encoder(tmp_path, model), "mean", dense=True)
+    inputs = some_inputs([4, 11])
+    from safetensors.torch import load_file
+
+    dense = load_file(tmp_path / "2_Dense" / "model.safetensors")
+    means = torch.stack([hidden_states(model, ids).mean(0) for ids in inputs])
+    wanted = torch.tanh(means @ dense["linear.weight"].T + dense["linear.bias"])
+    wanted = torch.nn.functional.normalize(wanted, dim=-1)
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+    assert header_of(tmp_path).encoding.size == 20
+
+
+def test_vectors_without_a_normalize_module_keep_their_length(tmp_path: Path) -> None:
+    model = random_encoder("bert")
+    write_modules(write_encoder(tmp_path, model), "cls", normalizes=False)
+    inputs = some_inputs([4, 11])
+    wanted = torch.stack([hidden_states(model, ids)[0] for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+def test_an_encoder_without_module_files_has_means_of_length_one(tmp_path: Path) -> None:
+    model = random_encoder("bert")
+    write_encoder(tmp_path, model)
+    inputs = some_inputs([4, 11])
+    wanted = torch.stack([pooled(hidden_states(model, ids), "mean") for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("bert", {}), ("xlm-roberta", {"type_vocab_size": 1}), ("modernbert", {})]
+)
+def test_the_head_of_a_masked_language_model_is_ignored(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    plain = random_encoder(kind, **(VARIANTS[kind]["plain"] | changes))
+    model = AutoModelForMaskedLM.from_config(plain.config).eval()
+    model.base_model.load_state_dict(plain.state_dict(), strict=False)
+    write_encoder(tmp_path, model)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0].endswith(
+        "MaskedLM"
+    )
+    inputs = some_inputs([4, 11])
+    wanted = torch.stack([pooled(hidden_states(plain, ids), "mean") for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)

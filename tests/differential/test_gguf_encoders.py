@@ -1,0 +1,208 @@
+"""GGUF files of encoders, and of decoders that give vectors, against transformers and against the
+tokenizer from which they were made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedModel
+
+from protocol.encoding import Pooling
+from tests.support.encoder_models import (
+    VOCAB,
+    encode_inputs,
+    hidden_states,
+    pooled,
+    random_encoder,
+    some_inputs,
+)
+from tests.support.family_models import random_model
+from tests.support.gguf_files import write_gguf
+from worker.encoders.header import EncoderHeader
+from worker.encoders.load import load_encoder
+from worker.encoders.runner import EncoderModel, EncodeRunner
+from worker.loading.errors import UnusableModel
+from worker.loading.header import ModelHeader, read_any_header
+from worker.startup.check_config import check_config
+
+SPACE = "\u2581"
+POOLING_TYPES: dict[Pooling, int] = {"mean": 1, "cls": 2, "last": 3}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "sea", "har", "##bour", "##s", "a", "[", "é"]
+TEXTS = ["The sea", "harbours", "harbour seas the", "a [ a", "unknown", "É é", ""]
+
+
+def wordpiece(words: list[str], *, lowercase: bool = True) -> Tokenizer:
+    """Return a tokenizer as those of BERT's checkpoints are."""
+    tokenizer = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(words[:4])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer
+
+
+def write_encoder_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    words: list[str] | None = None,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    **metadata: Any,
+) -> Path:
+    """Write a BERT as llama.cpp's converter does."""
+    config = model.config
+    writer = GGUFWriter(path, "bert")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_eps(config.layer_norm_eps)
+    writer.add_causal_attention(False)
+    words = words or WORDS + [f"w{place}" for place in range(VOCAB - len(WORDS))]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([_stored(word) for word in words])
+    writer.add_token_types([3 if place < 4 else 1 for place in range(len(words))])
+    writer.add_token_type_count(config.type_vocab_size)
+    writer.add_unk_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(f"bert.{key}", value)
+    names = get_tensor_name_map(MODEL_ARCH.BERT, config.num_hidden_layers)
+    for theirs, tensor in model.state_dict().items():
+        if theirs.startswith("pooler") or theirs.endswith(("position_ids", "token_type_ids")):
+            continue
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        own = kind if tensor.ndim > 1 and "embd" not in name and "types" not in name else None
+        data = tensor.numpy()
+        if own is not None:
+            writer.add_tensor(name, quants.quantize(data, own), raw_dtype=own)
+        else:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _stored(word: str) -> str:
+    if word.startswith("[") and word.endswith("]") and len(word) > 1:
+        return word
+    return word[2:] if word.startswith("##") else SPACE + word
+
+
+def header_of(path: Path) -> EncoderHeader:
+    header = read_any_header(path)
+    assert isinstance(header, EncoderHeader)
+    return header
+
+
+@pytest.mark.parametrize("pooling", POOLING_TYPES)
+def test_vectors_of_a_gguf_equal_those_of_transformers(pooling: Pooling, tmp_path: Path) -> None:
+    model = random_encoder("bert")
+    path = write_encoder_gguf(tmp_path / "b.gguf", model, pooling_type=POOLING_TYPES[pooling])
+    header = header_of(path)
+    assert header.encoding.pooling == pooling
+    loaded = load_encoder(header, dtype=torch.float32, device=torch.device("cpu"))
+    inputs = some_inputs([5, 1, 130, 9])
+    with torch.inference_mode():
+        runner = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+        found = runner.encode(encode_inputs(inputs))
+    wanted = torch.stack([pooled(hidden_states(model, ids), pooling) for ids in inputs])
+    assert float((found - wanted).abs().max()) < 1e-4
+
+
+def test_quantised_weights_are_expanded(tmp_path: Path) -> None:
+    model = random_encoder("bert", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    kind = GGMLQuantizationType.Q8_0
+    header = header_of(write_encoder_gguf(tmp_path / "b.gguf", model, kind=kind))
+    assert "Q8_0" in header.kinds.values()
+    loaded = load_encoder(header, dtype=torch.float32, device=torch.device("cpu"))
+    inputs = some_inputs([30, 9])
+    with torch.inference_mode():
+        runner = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+        found = runner.encode(encode_inputs(inputs))
+    wanted = torch.stack([pooled(hidden_states(model, ids), "mean") for ids in inputs])
+    cosines = (found * wanted).sum(-1)
+    assert float(cosines.min()) > 0.99
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_the_rebuilt_tokenizer_gives_the_same_tokens(lowercase: bool, tmp_path: Path) -> None:
+    words = WORDS + ["Sea"] * (not lowercase)
+    words += [f"w{place}" for place in range(VOCAB - len(words))]
+    original = wordpiece(words, lowercase=lowercase)
+    path = write_encoder_gguf(tmp_path / "b.gguf", random_encoder("bert"), words=words)
+    rebuilt = Tokenizer.from_buffer(header_of(path).tokenizer)
+    for text in TEXTS:
+        one, other = original.encode(text, "the sea"), rebuilt.encode(text, "the sea")
+        assert (one.ids, one.type_ids) == (other.ids, other.type_ids), text
+        assert original.encode(text).ids == rebuilt.encode(text).ids, text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"pooling_type": 4}, "models that score are not supported in GGUF files"),
+        ({"pooling_type": 9}, "bert.pooling_type 9 is not supported"),
+    ],
+)
+def test_a_file_that_is_not_supported_is_refused_by_key(
+    metadata: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = write_encoder_gguf(tmp_path / "b.gguf", random_encoder("bert"), **metadata)
+    with pytest.raises(UnusableModel, match=words):
+        read_any_header(path)
+
+
+def test_the_start_of_an_encoders_file_suffices_to_check_it(tmp_path: Path) -> None:
+    path = write_encoder_gguf(tmp_path / "b.gguf", random_encoder("bert"))
+    check_config(path)
+
+
+def test_a_decoder_whose_file_names_a_pooling_only_encodes(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "q.gguf", random_model("qwen3"), metadata={"qwen3.pooling_type": 3}
+    )
+    header = read_any_header(path)
+    assert isinstance(header, ModelHeader)
+    assert not header.generates
+    assert header.encoding is not None
+    assert header.encoding.pooling == "last"
+
+
+def test_a_decoder_without_pooling_generates(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "q.gguf", random_model("qwen3"), metadata={"qwen3.pooling_type": 0}
+    )
+    header = read_any_header(path)
+    assert isinstance(header, ModelHeader)
+    assert header.generates
+    assert header.encoding is None
+
+
+def test_the_tokenizer_of_a_real_vocabulary_is_rebuilt(tmp_path: Path) -> None:
+    """Every token of a vocabulary is written and read, also those in brackets."""
+    words = [*WORDS, "[unused1]", "]", "##]"]
+    words += [f"w{place}" for place in range(VOCAB - len(words))]
+    path = write_encoder_gguf(tmp_path / "b.gguf", random_encoder("bert"), words=words)
+    rebuilt = json.loads(header_of(path).tokenizer)
+    assert rebuilt["model"]["vocab"] == {word: i for i, word in enumerate(words)}

@@ -1,0 +1,53 @@
+"""A browser, a real gateway and a scripted engine, for tests of the web page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.browser import Visit, chromium
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine, thinking_card
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+Visitor = Callable[..., Visit]
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="package")
+def engine(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
+    with ScriptedEngine(address, card=thinking_card(), max_len=1 << 20) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="package")
+def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+    with GatewayProcess(engine=engine.address, log_requests=False) as gateway:
+        yield gateway.await_ready()
+
+
+@pytest.fixture
+def visit(browser: Browser, gateway: GatewayProcess) -> Iterator[Visitor]:
+    """Yield a function that opens a window with its own storage. At the end of the test, each
+    window is checked and closed.
+
+    url      the server; default: the shared gateway
+    options  fields of `Visit`
+    """
+    with ExitStack() as stack:
+
+        def visitor(url: str = gateway.url, **options: Any) -> Visit:
+            return stack.enter_context(Visit(browser, url, **options))
+
+        yield visitor

@@ -1,0 +1,87 @@
+"""The comparison of two models or two settings, in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.page.conftest import Visitor
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
+
+
+@pytest.fixture(scope="module")
+def two_models(
+    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    """Yield a gateway of two models."""
+    address = f"ipc://{tmp_path_factory.mktemp('second') / 'engine.sock'}"
+    with ScriptedEngine(address, card=scripted_card(name="second"), max_len=4096) as second:
+        second.script = lambda generate: text_reply("Hello, you!")
+        models = [
+            {"served_name": ["alpha"], "engine": engine.address},
+            {"served_name": ["beta"], "engine": second.address},
+        ]
+        with GatewayProcess(models=models, log_requests=False) as gateway:
+            yield gateway.await_ready()
+
+
+def test_two_settings_are_compared_with_the_same_seed(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    def script(generate: Any) -> Any:
+        return text_reply("One, two!" if generate.params.temperature < 1 else "One, six!")
+
+    engine.script = script
+    page = visit().open("/#compare")
+    page.get_by_text("Both sides have the same model and settings.").wait_for()
+    side = page.get_by_role("region", name="B", exact=True)
+    side.locator("summary").first.click()
+    side.get_by_label("Temperature").fill("1.5")
+    page.get_by_label("Seed").fill("42")
+    page.get_by_label("Prompt").fill("Count.")
+    page.get_by_label("Prompt").press("Enter")
+    page.locator(".verdict", has_text="The answers differ from character 6 on, token 6.").wait_for()
+    outputs = page.locator(".output")
+    assert outputs.all_inner_texts() == ["One, two!", "One, six!"]
+    assert page.locator(".differs").all_inner_texts() == ["two!", "six!"]
+    requests = engine.generates[-2:]
+    assert {request.params.seed for request in requests} == {42}
+    assert sorted(request.params.temperature for request in requests) == [0.7, 1.5]
+    rows = dict(row.split("\t", 1) for row in page.locator(".facts-table").inner_text().split("\n"))
+    assert rows["temperature"] == "default\t1.5"
+    assert rows["Tokens"] == "10\t10"
+    assert rows["End"] == "stop\tstop"
+
+
+def test_equal_settings_give_identical_answers(visit: Visitor) -> None:
+    page = visit().open("/#compare")
+    page.get_by_label("Prompt").fill("hi")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.locator(".verdict", has_text="The answers are identical.").wait_for()
+
+
+def test_two_models_are_compared(visit: Visitor, two_models: GatewayProcess) -> None:
+    page = visit(two_models.url).open("/#compare")
+    page.get_by_label("Model of B").wait_for()
+    page.get_by_label("Model of B").locator("option[value=beta]:checked").wait_for(state="attached")
+    page.get_by_label("Prompt").fill("hi")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.locator(".verdict", has_text="The answers differ from character 8 on.").wait_for()
+    assert page.locator(".output").all_inner_texts() == ["Hello, world!", "Hello, you!"]
+    assert "Model\talpha\tbeta" in page.locator(".facts-table").inner_text()
+
+
+def test_both_answers_can_be_stopped(visit: Visitor, engine: ScriptedEngine) -> None:
+    engine.script = lambda generate: text_reply("word " * 500)
+    engine.step_s = 0.02
+    page = visit().open("/#compare")
+    page.get_by_label("Prompt").fill("hi")
+    page.get_by_label("Prompt").press("Enter")
+    page.locator(".output").last.get_by_text("word").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    for request in engine.generates[-2:]:
+        engine.await_abort(request.request)
+    page.get_by_role("button", name="Compare", exact=True).wait_for()

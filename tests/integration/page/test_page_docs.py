@@ -1,0 +1,114 @@
+"""The reference at /docs, in a browser."""
+
+from __future__ import annotations
+
+import json
+
+from gateway.app import encoded_document
+from tests.integration.page.conftest import Visitor
+from tests.support.scripted_engine import ScriptedEngine
+
+DOCUMENT = json.loads(encoded_document())
+OPERATIONS = {
+    operation["operationId"]: (path, operation)
+    for path, item in DOCUMENT["paths"].items()
+    for operation in item.values()
+}
+SUMMARY = """() => [...document.querySelectorAll("details.operation")].map((each) => {
+  each.open = true;
+  return each.id;
+})"""
+
+
+def test_every_operation_is_described(visit: Visitor) -> None:
+    page = visit().open("/docs")
+    ids = page.evaluate(SUMMARY)
+    assert sorted(ids) == sorted(OPERATIONS)
+    page.wait_for_function(
+        "shown => document.querySelectorAll('.operation-body').length === shown", arg=len(ids)
+    )
+    for name, (path, operation) in OPERATIONS.items():
+        text = page.locator(f"details#{name}").inner_text()
+        assert path in text
+        assert operation["summary"] in text
+        for parameter in operation.get("parameters", ()):
+            assert parameter["name"] in text
+            assert parameter["description"] in text
+        for status in operation["responses"]:
+            assert f"{status} " in text
+
+
+def test_recursive_schemas_are_opened_level_by_level(visit: Visitor) -> None:
+    page = visit().open("/docs#post_v1_chat_completions")
+    body = page.locator("details#post_v1_chat_completions .operation-body")
+    body.get_by_text("temperature", exact=True).wait_for()
+    assert "number or null, 0 to 2" in body.inner_text()
+    for _ in range(3):
+        nested = body.locator(".fields details:not([open]) > summary").first
+        before = body.locator("code.name").count()
+        nested.click()
+        page.wait_for_function(
+            "before => document.querySelectorAll('[open] code.name').length > before", arg=before
+        )
+
+
+def test_operations_are_found_by_path_and_by_field(visit: Visitor) -> None:
+    page = visit().open("/docs")
+    search = page.get_by_label("Search routes and fields")
+    shown = page.locator(".docs-menu li:visible")
+    assert shown.count() == len(OPERATIONS)
+    search.fill("anthropic count")
+    assert [text.split()[-1] for text in shown.all_inner_texts()] == ["/v1/messages/count_tokens"]
+    search.fill("frequency_penalty")
+    assert 0 < shown.count() < len(OPERATIONS)
+    search.fill("no such thing")
+    page.get_by_text("Nothing is found.").wait_for()
+
+
+def test_a_request_is_tried_and_its_stream_is_shown(visit: Visitor, engine: ScriptedEngine) -> None:
+    page = visit(refused=(400,)).open("/docs#post_v1_chat_completions")
+    form = page.locator("#post_v1_chat_completions form.try")
+    form.get_by_role("button", name="Send").click()
+    form.get_by_text("200 OK").wait_for()
+    form.get_by_text('"content": "Hello, world!"').wait_for()
+    body = form.get_by_label("Body")
+    body.fill(json.dumps({**json.loads(body.input_value()), "stream": True}))
+    form.get_by_role("button", name="Send").click()
+    form.get_by_text("data: [DONE]").wait_for()
+    body.fill('{"messages": []}')
+    form.get_by_role("button", name="Send").click()
+    form.get_by_text("400 BAD REQUEST").wait_for()
+    form.get_by_text('"param": "messages"').wait_for()
+
+
+def test_variables_and_queries_are_entered(visit: Visitor) -> None:
+    visitor = visit(refused=(404,))
+    page = visitor.open("/docs#get_v1_models_name")
+    form = page.locator("#get_v1_models_name form.try")
+    form.get_by_label("name", exact=True).fill("scripted")
+    form.get_by_role("button", name="Send").click()
+    form.get_by_text('"id": "scripted"').wait_for()
+    form.get_by_label("name", exact=True).fill("a b/c?d")
+    form.get_by_role("button", name="Send").click()
+    form.get_by_text("404").wait_for()
+    assert visitor.requests[-1].endswith("/v1/models/a%20b%2Fc%3Fd")
+
+
+EXAMPLES_OF_ANSWERS = {
+    "post_v1_chat_completions_derender",
+    "post_v1_completions_derender",
+    "post_inference_v1_abort_requests",
+}
+"""Operations whose bodies contain an earlier answer, which no example can have."""
+
+
+def test_the_examples_of_bodies_can_be_sent_as_they_are(visit: Visitor) -> None:
+    page = visit().open("/docs")
+    page.evaluate(SUMMARY)
+    names = {name for name, (_, operation) in OPERATIONS.items() if "requestBody" in operation}
+    for name in sorted(names - EXAMPLES_OF_ANSWERS):
+        form = page.locator(f"#{name} form.try")
+        form.get_by_role("button", name="Send").click()
+        status = form.locator(".badge")
+        status.wait_for()
+        assert status.inner_text() == "200 OK", (name, form.locator(".shown").inner_text())

@@ -1,0 +1,260 @@
+"""`tidegate chat` on a terminal, and `tidegate run` with a running server. A scripted engine gives
+the answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from signal import SIGINT
+
+import pytest
+
+from protocol.messages import Generate
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import ROOT, Program
+from tests.support.pseudo_terminal import PseudoTerminal
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_of, text_reply
+from tests.support.waiting import eventually
+from tools.http.web import WebServer
+
+TOOL = [sys.executable, "-P", "-m", "tools"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    return {"TIDEGATE_HOME": str(tmp_path / "home"), "TERM": "xterm"}
+
+
+def chat(gateway: GatewayProcess, home: dict[str, str], *words: str) -> PseudoTerminal:
+    command = [*TOOL, "chat", "--url", gateway.url, *words]
+    terminal = PseudoTerminal(command, environment=home)
+    assert eventually(lambda: terminal.shows("Ctrl-D ends")), terminal.text
+    return terminal
+
+
+def say(terminal: PseudoTerminal, line: str, result: str) -> None:
+    """Type a line, and wait until `result` is shown after it."""
+    terminal.text = ""
+    terminal.press(line.encode() + b"\n")
+    assert eventually(lambda: terminal.shows(result)), terminal.text
+
+
+def name_of(gateway: GatewayProcess) -> str:
+    return WebServer(gateway.url).models()[0]
+
+
+def prompt_of(engine: ScriptedEngine) -> str:
+    """Return the prompt of the last request."""
+    return text_of(engine.generates[-1].prompt.tolist())
+
+
+def counting(engine: ScriptedEngine) -> None:
+    """Answer with the number of the request."""
+
+    def script(generate: Generate) -> TokenReply:
+        return text_reply(f"answer {len(engine.generates)}")
+
+    engine.script = script
+
+
+def test_markdown_is_shown_and_escape_sequences_are_not(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    engine.script = lambda generate: text_reply("# Hi\n\n**b** \x1b[2J `c`\n- d", size=2)
+    with chat(gateway, home) as terminal:
+        say(terminal, "hello", "stop]")
+        text = terminal.text.replace("\r\n", "\n")
+        assert "\x1b[1;4mHi\x1b[0m\n\n\x1b[1mb\x1b[22m ?[2J \x1b[36mc\x1b[39m\n• d\n" in text
+    with chat(gateway, home, "--plain") as terminal:
+        say(terminal, "hello", "stop]")
+        assert "# Hi\n\n**b** ?[2J `c`\n- d\n" in terminal.text.replace("\r\n", "\n")
+
+
+def test_an_answer_is_repeated_saved_and_forgotten(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str], tmp_path: Path
+) -> None:
+    counting(engine)
+    with chat(gateway, home, "--system", "Be brief.") as terminal:
+        say(terminal, "/retry", "")
+        say(terminal, "hello", "answer 1")
+        say(terminal, "/retry", "answer 2")
+        say(terminal, f"/save {tmp_path}/a.json", "saved 2 messages")
+        say(terminal, f"/save {tmp_path}/a.md", "saved 2 messages")
+        say(terminal, "/reset", "conversation cleared")
+        say(terminal, f"/save {tmp_path}/b.json", "saved 0 messages")
+        say(terminal, "/quit", "")
+        assert terminal.process.wait(60) == 0
+    roles = ["system", "user", "assistant"]
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert [each["role"] for each in saved["messages"]] == roles
+    assert [each["content"] for each in saved["messages"]] == ["Be brief.", "hello", "answer 2"]
+    name = name_of(gateway)
+    assert (tmp_path / "a.md").read_text() == (
+        f"# Chat with {name}\n\n## System\n\nBe brief.\n\n## User\n\nhello\n\n"
+        "## Assistant\n\nanswer 2\n"
+    )
+    assert len(json.loads((tmp_path / "b.json").read_text())["messages"]) == 1
+
+
+def test_a_message_has_several_lines(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    counting(engine)
+    with chat(gateway, home) as terminal:
+        terminal.press(b'"""first\n')
+        say(terminal, 'second"""', "answer 1")
+        assert "first\nsecond" in prompt_of(engine)
+        terminal.press(b"third\\\n")
+        say(terminal, "fourth", "answer 2")
+        assert "third\nfourth" in prompt_of(engine)
+
+
+def test_earlier_lines_are_kept_and_found(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    counting(engine)
+    file = Path(home["TIDEGATE_HOME"]) / "chat_history"
+    with chat(gateway, home) as terminal:
+        say(terminal, "an elephant", "answer 1")
+        say(terminal, "a mouse", "answer 2")
+        terminal.press(b"\x04")
+        assert terminal.process.wait(60) == 0
+    assert file.read_text() == "an elephant\na mouse\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with chat(gateway, home) as terminal:
+        terminal.press(b"\x12")  # Ctrl-R
+        assert eventually(lambda: terminal.shows("reverse-i-search")), terminal.text
+        terminal.press(b"eleph")
+        assert eventually(lambda: terminal.shows("an elephant")), terminal.text
+        terminal.press(b"\r")
+        assert eventually(lambda: terminal.shows("answer 3")), terminal.text
+        assert "an elephant" in prompt_of(engine)
+    with chat(gateway, home, "--no-history") as terminal:
+        say(terminal, "a secret", "answer 4")
+        terminal.press(b"\x04")
+        assert terminal.process.wait(60) == 0
+    assert "secret" not in file.read_text()
+
+
+def test_the_model_is_shown_and_an_unknown_one_is_refused(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    counting(engine)
+    with chat(gateway, home) as terminal:
+        say(terminal, "/model", f"model: {name_of(gateway)}")
+        say(terminal, "/model nothing", "")
+        say(terminal, "hello", "answer 1")
+        assert engine.generates
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_text_so_far(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str], tmp_path: Path
+) -> None:
+    engine.is_paused = True
+    with chat(gateway, home) as terminal:
+        terminal.press(b"hello\n")
+        assert eventually(lambda: bool(engine.generates))
+        terminal.process.send_signal(SIGINT)
+        assert eventually(lambda: terminal.shows("stopped by you")), terminal.text
+        assert eventually(lambda: bool(engine.aborts))
+
+
+def test_an_answer_in_a_pipe_is_exactly_what_the_model_wrote(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: text_reply("**b** \x1b[2J\n")
+    command = [*TOOL, "chat", "--url", gateway.url]
+    ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "**b** \x1b[2J\n\n"
+
+
+# ---- tidegate run
+def run(
+    gateway: GatewayProcess, *words: str, said: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [*TOOL, "run", *words, "--url", gateway.url]
+    source = {"input": said} if said is not None else {"stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **source)  # type: ignore[call-overload]
+
+
+def test_only_the_answer_is_printed(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+    engine.script = lambda generate: text_reply("**b** \x1b[2J", size=1)
+    ran = run(gateway, name_of(gateway), "hello", "--system", "Be brief.", "--temperature", "0")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "**b** \x1b[2J\n", "")
+    (request,) = engine.generates
+    assert "Be brief." in prompt_of(engine)
+    assert request.params.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "expected"),
+    [
+        (["before"], "after\n", "before\n\nafter\n"),
+        ([], "only stdin", "only stdin"),
+        (["only"], "", "only"),
+        (["only"], None, "only"),
+    ],
+)
+def test_the_prompt_is_the_argument_and_what_is_piped(
+    words: list[str],
+    said: str | None,
+    expected: str,
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+) -> None:
+    counting(engine)
+    ran = run(gateway, name_of(gateway), "--raw", *words, said=said)
+    assert (ran.returncode, ran.stdout) == (0, "answer 1\n"), ran.stderr
+    assert prompt_of(engine) == expected
+
+
+def test_the_response_of_the_api_is_printed(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    counting(engine)
+    ran = run(gateway, name_of(gateway), "hello", "--json")
+    body = json.loads(ran.stdout)
+    assert body["choices"][0]["message"]["content"] == "answer 1"
+    assert body["usage"]["completion_tokens"] == len("answer 1") + 1  # with the end
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["m"], 2, "the prompt is empty: give PROMPT, or pipe it to stdin"),
+        (["m", "x", "--raw", "--system", "y"], 2, "--system needs the chat template"),
+        (["no-such-model", "x"], 1, "no-such-model"),
+        (["m", "x", "--temperature", "3"], 2, "--temperature Expected `float` <= 2.0, not '3'"),
+    ],
+)
+def test_a_wrong_command_is_one_line_on_stderr(
+    words: list[str], code: int, message: str, gateway: GatewayProcess
+) -> None:
+    ran = run(gateway, *words)
+    assert (ran.returncode, ran.stdout) == (code, "")
+    assert message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_an_answer_without_a_message(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.is_paused = True
+    command = ["-P", "-m", "tools", "run", name_of(gateway), "hello", "--url", gateway.url]
+    with Program(command) as program:
+        assert eventually(lambda: bool(engine.generates))
+        program.signal(SIGINT)
+        assert program.end() == 130
+        assert (program.out, [line for line in program.err if line]) == ([], [])
+    assert eventually(lambda: bool(engine.aborts))
+
+
+def test_characters_that_control_a_terminal_are_replaced_on_one(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    engine.script = lambda generate: text_reply("a\x1b[2Jb")
+    command = [*TOOL, "run", name_of(gateway), "hello", "--url", gateway.url]
+    with PseudoTerminal(command) as terminal:
+        assert eventually(lambda: terminal.shows("a?[2Jb")), terminal.text

@@ -1,0 +1,123 @@
+"""The completion scripts, in the shells themselves. A shell that is not installed is skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.shells import Shell, install
+from tools.__main__ import COMMANDS, build_parser, main
+from tools.commands.completion import SCRIPTS
+from tools.completion.tree import read_tree
+from tools.processes import run_lock
+from tools.processes.run_lock import LockFacts
+
+TREE = read_tree(build_parser())
+RANDOM_PORT = 8123
+
+
+@pytest.fixture(scope="module", params=sorted(SCRIPTS))
+def shell(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shell]:
+    """Yield a shell, for a user whose only server is on port 8123."""
+    folder = tmp_path_factory.mktemp("shell")
+    install(folder)
+    runtime = tmp_path_factory.mktemp("r")
+    runtime.chmod(0o700)
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "TIDEGATE_HOME": str(folder / "home"),
+        "HF_HOME": str(folder / "hub"),
+        "XDG_RUNTIME_DIR": str(runtime),
+        "TERM": "xterm",
+    }
+    script = folder / "script"
+    script.write_text(SCRIPTS[request.param](TREE))
+    lock = run_lock.hold(runtime / f"tidegate-{os.getuid()}" / str(RANDOM_PORT))
+    run_lock.describe(lock, LockFacts())
+    yield Shell(request.param, script, environment)
+    os.close(lock)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a working directory with a few files."""
+    (tmp_path / "models").mkdir()
+    for name in ("model.gguf", "template.jinja"):
+        (tmp_path / name).touch()
+    keys = tmp_path / "keys.toml"
+    assert main(["keys", "add", str(keys), "alice"]) == 0
+    return tmp_path
+
+
+def found(shell: Shell, line: str, folder: Path) -> set[str]:
+    return {each.strip().removesuffix("/") for each in shell.complete(line, folder)}
+
+
+def test_all_commands_are_suggested(shell: Shell, folder: Path) -> None:
+    names = {name.partition(" ")[0] for name in COMMANDS}
+    assert found(shell, "tidegate ", folder) == names
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tidegate ser", {"serve"}),
+        ("tidegate serve --max-l", {"--max-len", "--max-loaded"}),
+        ("tidegate serve --port 1 --max-sl", {"--max-slots"}),
+        ("tidegate serve model.gguf --max-sl", {"--max-slots"}),
+        ("tidegate serve --dtype ", {"auto", "bfloat16", "float32"}),
+        ("tidegate serve --chat-template te", {"template.jinja"}),
+        ("tidegate serve qwen3-0", {"qwen3-0.6b"}),
+        ("tidegate serve qwen3-0.6b mod", {"model.gguf", "models"}),
+        ("tidegate bench st", {"step"}),
+        ("tidegate bench step --bat", {"--batch"}),
+        ("tidegate keys ", {"add", "list", "revoke"}),
+        ("tidegate keys revoke ke", {"keys.toml"}),
+        ("tidegate keys revoke keys.toml ", {"alice"}),
+        ("tidegate completion ", {"bash", "zsh", "fish"}),
+        ("tidegate chat --port ", {str(RANDOM_PORT)}),
+        ("tidegate stop ", {str(RANDOM_PORT)}),
+        ("tidegate serve --max-slots ", set()),
+        ("tidegate ps nothing", set()),
+    ],
+)
+def test_a_word_is_completed(shell: Shell, line: str, expected: set[str], folder: Path) -> None:
+    assert found(shell, line, folder) == expected
+
+
+def test_a_value_after_an_equals_sign_is_completed(shell: Shell, folder: Path) -> None:
+    suggested = found(shell, "tidegate serve --dtype=b", folder)
+    assert {each.rpartition("=")[2] for each in suggested} == {"bfloat16"}
+
+
+# ---- the tree behind the scripts
+def test_every_option_of_every_command_is_in_the_tree() -> None:
+    assert {each.words[0] for each in TREE if each.words} == {n.split()[0] for n in COMMANDS}
+    (serve,) = [each for each in TREE if each.words == ("serve",)]
+    options = {name for option in serve.options for name in option.names}
+    assert {"--port", "--tp", "--no-prefix-cache", "--config"} <= options
+    assert "--prefix-cache" not in options, "it is not in the help"
+    (dtype,) = [each for each in serve.options if "--dtype" in each.names]
+    assert dtype.value is not None
+    assert dtype.value.choices == ("auto", "bfloat16", "float32")
+    assert serve.arguments[0].repeats
+
+
+def test_help_is_one_short_line() -> None:
+    texts = [option.help for each in TREE for option in each.options]
+    assert all(text and "\n" not in text and len(text) <= 70 for text in texts)
+
+
+@pytest.mark.parametrize("words", [["tcsh"], ["values"], ["values", "secrets"], ["bash", "more"]])
+def test_another_shell_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", *words]) == 2
+    assert "give one of bash, zsh, fish" in capsys.readouterr().err

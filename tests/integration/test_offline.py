@@ -1,0 +1,274 @@
+"""`protocol.offline.LLM`: the same answers as over HTTP, and processes that end with the script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from protocol.errors import EngineError, EngineLost, InvalidRequest, ServingError, UnknownModel
+from protocol.offline import LLM
+from tests.support.processes import ROOT, Program, descendants_of, is_alive
+from tests.support.server import Server
+from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.long
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}w1"
+OPTIONS: dict[str, Any] = {"max_slots": 4, "threads": 1}
+OWN = {"id", "created"}
+"""Fields that differ between two answers to the same request."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that our own kernels compute, so that the answers have the same bits however requests
+    are batched."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_llama(folder, max_position_embeddings=4096, **FITTING)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), chat_template=str(model / "template.jinja"), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    template = ["--chat-template", str(model / "template.jinja")]
+    with Server(*options, *template, model=str(model)) as server:
+        yield server
+
+
+def without_own(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in OWN}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"seed": 5, "temperature": 1.0, "n": 2, "logprobs": 2},
+        {"seed": 6, "stop": ["w5", "w7"], "echo": True},
+    ],
+)
+def test_prompts_get_the_answers_that_http_gives(
+    llm: LLM, server: Server, params: dict[str, Any]
+) -> None:
+    prompts = ["w5 w6 w7", [5, 6, 7], "w80"]
+    results = llm.generate(prompts, params, max_tokens=12)
+    for prompt, result in zip(prompts, results, strict=True):
+        body = {**params, "prompt": prompt, "max_tokens": 12}
+        over_http = requests.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+        assert without_own(result.body) == without_own(over_http)
+        assert result.texts == [choice["text"] for choice in over_http["choices"]]
+        assert result.text == result.texts[0]
+        assert result.usage == over_http["usage"]
+        assert result.finish_reason == over_http["choices"][0]["finish_reason"]
+
+
+def test_conversations_get_the_answers_that_http_gives(llm: LLM, server: Server) -> None:
+    conversations = [
+        [{"role": "user", "content": "w5"}],
+        [{"role": "system", "content": "w8 w9"}, {"role": "user", "content": "w3"}],
+    ]
+    params = {"seed": 3, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    results = llm.chat(conversations, params)
+    (alone,) = llm.chat(conversations[0], params)
+    assert without_own(alone.body) == without_own(results[0].body)
+    for messages, result in zip(conversations, results, strict=True):
+        body = {**params, "messages": messages}
+        over_http = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).json()
+        assert without_own(result.body) == without_own(over_http)
+        assert result.message == over_http["choices"][0]["message"]
+        assert result.text == result.message["content"]
+
+
+def test_many_prompts_are_answered_in_their_order(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = llm.generate([f"w{3 + n % 80}" for n in range(60)], echo=True, progress=True)
+    assert all(r.text.startswith(f"w{3 + n % 80}") for n, r in enumerate(results))
+    assert "60 of 60 requests" in capfd.readouterr().err
+    assert llm.generate([]) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_one_text_is_one_prompt(llm: LLM) -> None:
+    assert len(llm.generate("w5", max_tokens=2)) == 1
+
+
+def test_a_wrong_request_raises_its_error_and_the_others_go_on(llm: LLM) -> None:
+    prompts = ["w5", [10**6], "w6"]
+    with pytest.raises(InvalidRequest, match="prompt") as refused:
+        llm.generate(prompts, max_tokens=3)
+    assert refused.value.param is not None
+    results = llm.generate(prompts, max_tokens=3, raises=False)
+    assert [isinstance(each, ServingError) for each in results] == [False, True, False]
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate("w5", temperature=99)
+    with pytest.raises(UnknownModel):
+        llm.generate("w5", model="another")
+    with pytest.raises(InvalidRequest, match="the request number 0 is no JSON"):
+        llm.generate("w5", stop={object()})
+    assert llm.generate("w5", max_tokens=2)[0].text
+
+
+def test_threads_share_an_llm(llm: LLM) -> None:
+    texts: dict[int, list[str]] = {}
+
+    def ask(seed: int) -> None:
+        texts[seed] = [r.text for r in llm.generate(["w5", "w6"] * 5, seed=seed, max_tokens=6)]
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        assert texts[seed] == [
+            r.text for r in llm.generate(["w5", "w6"] * 5, seed=seed, max_tokens=6)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_slotz": 3}, "max_slotz: there is no such option"),
+        ({"max_len": "long"}, "max_len: Expected `int`, got `str`"),
+        ({"tool_format": "nonsense"}, "nonsense"),
+        ({"port": 8000}, "port: there is no such option"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(
+    model: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        LLM(str(model), **options)
+
+
+def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(EngineError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"), log_file=str(log))
+    assert "nowhere" in log.read_text()
+
+
+SCRIPT = """
+import os, sys, threading
+from protocol.offline import LLM
+
+def main():
+    global llm
+    llm = LLM(sys.argv[1], max_slots=2, threads=1)
+    print("ready", flush=True)
+
+thread = threading.Thread(target=main)  # it ends, and the processes must not
+thread.start()
+thread.join()
+for line in sys.stdin:
+    match line.strip():
+        case "generate":
+            print("text", llm.generate("w5", max_tokens=3)[0].text, flush=True)
+        case "long":
+            try:
+                print("asking", flush=True)
+                llm.generate(["w5"] * 50, max_tokens=3000, ignore_eos=True)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+        case "fail":
+            raise SystemExit(3)
+        case "close":
+            llm.close()
+            llm.close()
+            print("closed", flush=True)
+"""
+
+
+@pytest.fixture
+def script(model: Path) -> Iterator[Program]:
+    arguments = ["-P", "-c", textwrap.dedent(SCRIPT), str(model)]
+    program = Program(arguments, environment={"PYTHONPATH": str(ROOT)}, has_stdin=True)
+    with program:
+        program.line_with("ready")
+        program.send_line("generate")
+        program.line_with("text ")
+        yield program
+
+
+def family_of(program: Program) -> list[int]:
+    family = [pid for pid, _ in descendants_of(program.process.pid)]
+    assert len(family) >= 4, "the starter, the text process, the engine and its worker"
+    return family
+
+
+def all_ended(pids: list[int]) -> bool:
+    return eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_close_ends_the_processes(script: Program) -> None:
+    family = family_of(script)
+    script.send_line("close")
+    script.line_with("closed")
+    assert all_ended(family)
+
+
+def test_the_processes_end_with_the_script(script: Program) -> None:
+    family = family_of(script)
+    script.send_line("fail")
+    assert script.end() == 3
+    assert all_ended(family)
+
+
+def test_the_processes_end_if_the_script_is_killed(script: Program) -> None:
+    family = family_of(script)
+    script.send_line("long")
+    script.line_with("asking")
+    script.process.kill()
+    assert all_ended(family)
+
+
+def test_an_interrupted_call_aborts_its_requests_and_the_llm_can_be_used_again(
+    script: Program,
+) -> None:
+    script.send_line("long")
+    script.line_with("asking")
+    script.signal(signal.SIGINT)
+    script.line_with("interrupted")
+    script.send_line("generate")
+    assert eventually(lambda: sum(line.startswith("text ") for line in script.out) == 2)
+
+
+@pytest.mark.parametrize("victim", ["engine_core", "gateway.offline", "tools.offline"])
+def test_the_loss_of_a_process_is_an_error_and_ends_the_others(
+    script: Program, victim: str
+) -> None:
+    family = descendants_of(script.process.pid)
+    script.send_line("long")
+    script.line_with("asking")
+    pid = next(pid for pid, line in family if f"-m {victim}" in line)
+    os.kill(pid, signal.SIGKILL)
+    assert "EngineLost" in script.line_with("Lost")
+    assert all_ended([pid for pid, _ in family])
+
+
+def test_a_closed_llm_says_so(model: Path) -> None:
+    llm = LLM(str(model), **OPTIONS)
+    llm.close()
+    with pytest.raises(EngineError, match="this LLM is closed") as refused:
+        llm.generate("w5")
+    assert not isinstance(refused.value, EngineLost)

@@ -1,0 +1,228 @@
+"""Requests that encode: steps, order, refusals and ends in the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.encoding import MAX_INPUTS
+from protocol.messages import Account, Output, Refused
+from protocol.steps import EncodePlan, StepPlan
+from tests.support.engines import FAILING_SUM, MAX_INPUT, Bench, a_card, echo_vector
+from tests.support.storm import EncodeStorm
+
+
+def test_a_request_gets_the_results_of_its_inputs_in_their_order() -> None:
+    bench = Bench(token_budget=16)
+    number = bench.encode([1] * 9, [2] * 3, [3] * 12, splits=[9, 1, 12])
+    bench.run()
+    assert bench.last_output(number).finish == "stop"
+    assert bench.vectors(number) == [
+        echo_vector([1] * 9, 9),
+        echo_vector([2] * 3, 1),
+        echo_vector([3] * 12, 12),
+    ]
+    usage = bench.usage(number)
+    assert (usage.prompt_tokens, usage.generated_tokens) == (24, 0)
+
+
+def test_inputs_of_several_requests_share_a_step_under_the_token_budget() -> None:
+    bench = Bench(token_budget=16)
+    for size in (5, 6, 4, 7):
+        bench.encode([1] * size)
+    assert bench.step() == {0: 5, 1: 6, 2: 4}
+    assert bench.step() == {0: 7}
+    assert bench.step() is None
+
+
+def test_an_input_longer_than_the_budget_is_a_step_by_itself() -> None:
+    bench = Bench(token_budget=16)
+    bench.encode([1] * 40)
+    bench.encode([2] * 3)
+    assert bench.step() == {0: 40}
+    assert bench.step() == {0: 3}
+
+
+def test_a_short_request_does_not_wait_for_all_inputs_of_a_long_one() -> None:
+    bench = Bench(token_budget=10)
+    long = bench.encode(*[[1] * 10] * 20)
+    bench.step()
+    short = bench.encode([2] * 4)
+    bench.step()
+    bench.step()
+    assert bench.last_output(short).finish == "stop"
+    assert not bench.outputs[b"client", long]
+    bench.run()
+    assert len(bench.vectors(long)) == 20
+
+
+def test_steps_that_encode_take_turns_with_steps_that_generate() -> None:
+    bench = Bench(token_budget=8)
+    bench.add([1] * 4, max_tokens=10, ignore_eos=True)
+    bench.encode(*[[2] * 8] * 4)
+    kinds = []
+    for _ in range(6):
+        plan = bench.plan()
+        kinds.append(type(plan))
+        bench.finish()
+    assert kinds == [EncodePlan, StepPlan] * 3
+
+
+def test_two_steps_can_be_in_flight() -> None:
+    bench = Bench(token_budget=8, steps_in_flight=2)
+    number = bench.encode([1] * 8, [2] * 8, [3] * 8)
+    assert isinstance(bench.plan(), EncodePlan)
+    assert isinstance(bench.plan(), EncodePlan)
+    assert bench.plan() is None
+    bench.run()
+    assert len(bench.vectors(number)) == 3
+
+
+def test_the_account_that_was_served_least_goes_first() -> None:
+    bench = Bench(token_budget=8)
+    for _ in range(3):
+        bench.encode([1] * 8, account=Account(name="alice"))
+    bob = bench.encode([2] * 8, account=Account(name="bob"))
+    bench.step()
+    bench.step()
+    assert bench.last_output(bob).finish == "stop"
+
+
+def test_an_aborted_request_ends_once_and_its_results_in_flight_are_dropped() -> None:
+    bench = Bench(token_budget=8)
+    number = bench.encode([1] * 8, [2] * 8)
+    bench.plan()
+    bench.abort(number)
+    assert bench.last_output(number).finish == "abort"
+    assert bench.engine.freed == {b"client": [number]}
+    bench.finish()
+    assert bench.step() is None
+    assert len(bench.outputs[b"client", number]) == 1
+    assert bench.engine.is_idle
+
+
+def test_a_result_that_is_not_finite_fails_only_its_own_request() -> None:
+    bench = Bench()
+    bad, good = bench.encode([FAILING_SUM], [1] * 3), bench.encode([2] * 3)
+    bench.run()
+    error = bench.last_output(bad).error
+    assert error is not None
+    assert error.code == "step_failed"
+    assert bench.vectors(good) == [echo_vector([2] * 3, 3)]
+
+
+def test_a_lost_client_takes_its_requests_with_it() -> None:
+    bench = Bench(token_budget=8)
+    bench.encode([1] * 8, [2] * 8)
+    bench.plan()
+    bench.engine.on_client_lost(b"client")
+    bench.check()
+    bench.finish()
+    assert bench.engine.is_idle
+
+
+def test_a_request_that_is_not_started_in_time_ends_with_an_error() -> None:
+    bench = Bench(token_budget=8)
+    first = bench.encode([1] * 8, timeout_s=5.0)
+    late = bench.encode([2] * 8, queue_timeout_s=1.0)
+    bench.plan()
+    bench.tick(2.0)
+    assert bench.last_output(late).error.code == "queue_timeout"
+    bench.tick(6.0)
+    assert bench.last_output(first).error.code == "timeout"
+    assert "0 inputs were encoded" in bench.last_output(first).error.message
+
+
+def refused(bench: Bench, *inputs: list[int], **more: object) -> Refused:
+    reply = bench.try_encode(*inputs, **more)  # type: ignore[arg-type]
+    assert isinstance(reply, Refused)
+    return reply
+
+
+def test_an_input_that_is_too_long_is_refused_by_its_number() -> None:
+    error = refused(Bench(), [1], [1] * (MAX_INPUT + 1)).error
+    assert error.code == "context_length_exceeded"
+    assert error.param == "input[1]"
+    assert error.message == "input[1] is 41 tokens; this model takes 40 tokens per input"
+
+
+def test_a_key_can_lower_the_limit_of_an_input() -> None:
+    error = refused(Bench(), [1] * 9, account=Account(name="a", max_len=8)).error
+    assert error.message == "input[0] is 9 tokens; this key takes 8 tokens per input"
+
+
+def test_too_many_inputs_are_refused() -> None:
+    error = refused(Bench(), *[[1]] * (MAX_INPUTS + 1)).error
+    assert error.message == "input: 4,097 inputs; a request can have at most 4,096"
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    assert refused(Bench(), [1, 97]).error.param == "input[1]"
+
+
+def test_a_full_queue_returns_when_to_try_again() -> None:
+    bench = Bench(token_budget=8, max_waiting=2)
+    bench.encode([1] * 8)
+    bench.encode([1] * 8)
+    error = refused(bench, [1] * 8).error
+    assert error.code == "overloaded"
+    assert error.retry_after_s == 1.0
+    bench.run()
+    bench.encode([1] * 8)
+
+
+def test_a_moved_request_is_not_refused_because_of_load() -> None:
+    bench = Bench(token_budget=8, max_waiting=1)
+    bench.encode([1] * 8)
+    bench.encode([1] * 8, is_moved=True)
+
+
+def test_an_accounts_tokens_are_counted() -> None:
+    bench = Bench()
+    account = Account(name="alice", tokens_per_minute=10)
+    bench.encode([1] * 12, account=account)
+    assert refused(bench, [1], account=account).error.code == "rate_limit_exceeded"
+
+
+def test_a_draining_engine_finishes_what_it_has_accepted() -> None:
+    bench = Bench()
+    number = bench.encode([1] * 8)
+    bench.engine.drain()
+    assert refused(bench, [1]).error.code == "draining"
+    bench.run()
+    assert bench.last_output(number).finish == "stop"
+
+
+def test_a_model_that_does_not_encode_refuses_such_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(encoding=None))
+    assert refused(Bench(), [1]).error.message == "echo does not encode"
+
+
+def test_a_model_that_only_encodes_refuses_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(generates=False))
+    assert Bench().refusal([1]).error.message == "echo does not generate text"
+
+
+def test_a_result_of_another_step_is_an_error() -> None:
+    bench = Bench()
+    bench.encode([1])
+    plan = bench.plan()
+    assert isinstance(plan, EncodePlan)
+    result = bench.worker.encode(plan)
+    with pytest.raises(RuntimeError, match="not the oldest"):
+        bench.engine.commit_encoded(
+            type(result)(step=9, vectors=result.vectors, failed=result.failed), 0.1
+        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_requests_of_both_kinds_get_their_answers(seed: int) -> None:
+    storm = EncodeStorm(seed)
+    for number in range(400):
+        storm.bench.engine.tick(number / 8)
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    ends = [storm.bench.outputs[key] for key in storm.encoded]
+    assert any(isinstance(end[0], Output) and end[0].finish == "stop" for end in ends if end)

@@ -1,0 +1,298 @@
+"""What the engine remembers: timelines of requests, recorded steps, latencies, blocks by owner."""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import Any
+
+import pytest
+
+from engine_core.history import requests as histories
+from engine_core.history import steps as step_log
+from engine_core.history.timeline import merged
+from protocol.latency import bounds_s, bucket, grown, quantile
+from protocol.messages import Account
+from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
+from tests.support.engines import CLIENT, Bench, repetitive_token
+
+ALICE, BOB = Account(name="alice"), Account(name="bob")
+
+
+class TimedBench(Bench):
+    """A bench whose steps take a given time by the engine's clock."""
+
+    now = 100.0
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.tick(self.now)
+
+    def timed_step(self, seconds: float = 0.25) -> None:
+        while self.plan() is not None:
+            pass
+        self.pass_time(seconds)
+        self.finish(seconds)
+
+    def timeline(self, name: str) -> EngineTimeline:
+        (found,) = self.engine.timelines([name], lambda client: client.decode())
+        return found
+
+
+def a_bench(**options: object) -> TimedBench:
+    bench = TimedBench(**{"prefix_cache": False, **options})  # type: ignore[arg-type]
+    bench.tick(bench.now)
+    return bench
+
+
+def test_a_timeline_names_the_prompt_that_others_computed_meanwhile() -> None:
+    bench = a_bench(token_budget=8)
+    bench.add([1] * 20, labels=["long"], account=ALICE, max_tokens=2, ignore_eos=True)
+    bench.timed_step()
+    bench.add([2] * 3, labels=["short"], account=ALICE, max_tokens=3, ignore_eos=True)
+    for _ in range(3):
+        bench.timed_step()
+    found = bench.timeline("short")
+    assert (found.account, found.client, found.finish) == ("alice", "client", "")
+    behind, sharing, own = found.groups
+    long: dict[str, Any] = {"name": "long", "account": "alice", "prompt_tokens": 20}
+    assert behind.prompts == [PromptShare(tokens=8, **long)]
+    assert sharing.prompts == [PromptShare(tokens=4, **long)]
+    assert [group.own_prefill for group in found.groups] == [0, 3, 0]
+    assert [group.other_prefill for group in found.groups] == [8, 4, 0]
+    assert (own.own_decodes, own.other_decodes) == (1, 1)
+    assert [(group.start_s, group.end_s) for group in found.groups] == [
+        (0.0, 0.25),
+        (0.25, 0.5),
+        (0.5, 0.75),
+    ]
+    assert (own.first_step, own.steps, own.longest_s) == (4, 1, 0.25)
+    assert found.first_token_s == 0.5
+
+
+def test_steps_with_the_same_rows_are_one_entry() -> None:
+    bench = a_bench()
+    for _ in range(3):
+        bench.add([1, 2], max_tokens=9, ignore_eos=True, labels=["x"])
+    for _ in range(4):
+        bench.timed_step(0.125)
+    prompts, decodes = bench.engine.history.steps.after(0)
+    assert (prompts.first, prompts.count, prompts.prefill, prompts.decode) == (1, 1, 6, 0)
+    assert (decodes.first, decodes.count, decodes.prefill, decodes.decode) == (2, 3, 0, 9)
+    assert (decodes.busy_s, decodes.longest_s, decodes.ended_s) == (0.375, 0.125, bench.now)
+
+
+def test_a_report_continues_after_the_last_step_of_the_one_before() -> None:
+    bench = a_bench()
+    bench.add([1, 2], max_tokens=9, ignore_eos=True)
+    bench.timed_step()
+    bench.timed_step()
+    log = bench.engine.history.steps
+    assert [step.first for step in log.after(0)] == [1, 2]
+    bench.timed_step()
+    bench.timed_step()
+    assert [(step.first, step.count) for step in log.after(2)] == [(3, 2)]
+    assert log.after(4) == []
+
+
+def test_a_new_owner_of_a_slot_starts_an_entry() -> None:
+    """Its first step may have the same rows as the last one of the former owner."""
+    bench = a_bench(max_slots=1)
+    bench.add([1], max_tokens=3, ignore_eos=True, labels=["first"])
+    bench.add([2], max_tokens=3, ignore_eos=True, labels=["second"])
+    for _ in range(6):
+        bench.timed_step(0.01)
+    assert [(s.first, s.count) for s in bench.engine.history.steps.after(0)] == [(1, 3), (4, 3)]
+    first, second = bench.timeline("first"), bench.timeline("second")
+    assert [(g.own_decodes, g.other_decodes) for g in first.groups] == [(3, 0)]
+    assert [(g.own_decodes, g.other_decodes) for g in second.groups] == [(0, 3), (3, 0)]
+    assert [g.lack for g in second.groups] == ["slot", ""]
+
+
+def test_the_stages_of_a_preempted_request_are_listed_in_order() -> None:
+    bench = a_bench(num_blocks=9, token_budget=32)
+    bench.add([1] * 12, max_tokens=16, ignore_eos=True, labels=["old"])
+    bench.add([2] * 12, max_tokens=16, ignore_eos=True, labels=["young"])
+    while not bench.engine.stats().num_preemptions:
+        bench.timed_step()
+    for _ in range(2):
+        bench.timed_step()
+    assert bench.timeline("young").stages[-1].stage == "preempted"
+    bench.run()
+    found = bench.timeline("young")
+    assert found.finish == "length"
+    assert found.preemptions == 1
+    names = [span.stage for span in found.stages]
+    assert [name for name in names if name != "queued"] == ["decode", "preempted"] or names[:3] == [
+        "prefill",
+        "decode",
+        "preempted",
+    ]
+    assert all(a.end_s == b.start_s for a, b in zip(found.stages, found.stages[1:], strict=False))
+
+
+def test_a_timeline_is_kept_after_the_end_and_then_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(histories, "MAX_ENDED", 2)
+    bench = a_bench()
+    for name in "abc":
+        bench.add([1, 2], max_tokens=2, ignore_eos=True, labels=[name, "all"])
+        bench.timed_step()
+        bench.timed_step()
+    bench.pass_time(10.0)
+    assert bench.timeline("c").ended_ago_s == 10.0
+    assert bench.timeline("c").took_s == 0.5
+    assert bench.engine.timelines(["a"], str) == []
+    assert [found.name for found in bench.engine.timelines(["all", "c"], str)] == ["c", "b"]
+    bench.pass_time(histories.MAX_ENDED_S)
+    assert bench.engine.timelines(["all"], str) == []
+
+
+def test_a_request_that_never_had_a_slot_has_a_timeline() -> None:
+    bench = a_bench(max_slots=1)
+    bench.add([1, 2], max_tokens=50, ignore_eos=True)
+    bench.timed_step()
+    waiting = bench.add([3, 4], labels=["w"], account=BOB)
+    bench.timed_step()
+    found = bench.timeline("w")
+    assert found.stages == [StageSpan(stage="queued", start_s=0.0, end_s=0.25)]
+    assert (found.generated_tokens, found.first_token_s) == (0, None)
+    bench.abort(waiting)
+    assert bench.timeline("w").finish == "abort"
+
+
+def test_a_timeline_says_that_its_first_steps_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_log, "MAX_RUNS", 3)
+    monkeypatch.setattr(step_log, "MAX_RUN_S", 0.0)
+    bench = a_bench()
+    bench.add([1, 2], max_tokens=9, ignore_eos=True, labels=["x"])
+    bench.timed_step()
+    assert not bench.timeline("x").has_lost_steps
+    for _ in range(5):
+        bench.timed_step()
+    found = bench.timeline("x")
+    assert found.has_lost_steps
+    assert [group.first_step for group in found.groups] == [4, 5, 6]
+
+
+def test_the_log_is_bounded_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "MAX_ROWS", 4)
+    monkeypatch.setattr(step_log, "MAX_RUN_S", 0.0)
+    bench = a_bench()
+    for _ in range(2):
+        bench.add([1, 2], max_tokens=9, ignore_eos=True)
+    for _ in range(5):
+        bench.timed_step()
+    assert [run.first for run in bench.engine.history.steps] == [4, 5]
+
+
+def test_drafts_are_counted_apart() -> None:
+    bench = a_bench(speculation="ngram", sample=repetitive_token, max_drafts=3)
+    bench.add([1, 2, 3] * 6, max_tokens=40, ignore_eos=True, labels=["x"])
+    while bench.engine.num_open:
+        bench.timed_step()
+    usage = bench.last_output(1).usage
+    assert usage is not None
+    assert usage.draft_tokens > 0
+    found = bench.timeline("x")
+    assert sum(group.own_drafts for group in found.groups) == usage.draft_tokens
+    assert sum(group.own_prefill for group in found.groups) == 18
+    assert found.accepted_tokens == usage.accepted_tokens
+    steps = bench.engine.history.steps.after(0)
+    assert sum(step.draft for step in steps) == usage.draft_tokens
+    computed = bench.engine.stats().num_computed_tokens
+    assert sum(step.prefill + step.decode + step.draft for step in steps) == computed
+
+
+def test_latencies_count_first_tokens_and_the_gaps_between_outputs() -> None:
+    bench = a_bench()
+    for _ in range(2):
+        bench.add([1, 2], max_tokens=4, ignore_eos=True)
+    bench.timed_step(2.0)
+    for _ in range(3):
+        bench.timed_step(0.25)
+    history = bench.engine.history
+    assert history.first_tokens[bucket(2.0)] == sum(history.first_tokens) == 2
+    assert history.gaps[bucket(0.25)] == sum(history.gaps) == 6
+
+
+def test_the_wait_after_a_preemption_is_a_gap() -> None:
+    bench = a_bench(num_blocks=9, token_budget=32)
+    for prompt in ([1] * 12, [2] * 12):
+        bench.add(prompt, max_tokens=16, ignore_eos=True)
+    while not bench.engine.stats().num_preemptions:
+        bench.timed_step(0.25)
+    bench.pass_time(50.0)
+    bench.run()
+    assert sum(bench.engine.history.gaps[bucket(40.0) :]) == 1
+
+
+def test_blocks_are_counted_by_owner() -> None:
+    bench = a_bench(num_blocks=33, prefix_cache=True)
+    counts = bench.engine.block_counts
+    assert (counts.requests, counts.leased, counts.cached, counts.free) == (0, 0, 0, 32)
+    bench.add([1] * 16, max_tokens=30, ignore_eos=True)
+    bench.timed_step()
+    assert bench.engine.block_counts.requests == 4
+    bench.abort(1)
+    bench.run()
+    counts = bench.engine.block_counts
+    assert (counts.requests, counts.cached) == (0, 4)
+    assert counts.free == 28
+
+
+# ---- the pure parts
+
+
+def test_many_groups_are_merged_and_lose_no_token() -> None:
+    groups = [
+        StepGroup(
+            start_s=i,
+            end_s=i + 1,
+            first_step=i,
+            steps=1,
+            busy_s=1.0,
+            longest_s=float(i % 7),
+            own_decodes=1,
+            other_prefill=2,
+            lack="slot" if i < 500 else "",
+            prompts=[PromptShare(name=str(i % 3), tokens=2, prompt_tokens=9)],
+        )
+        for i in range(1001)
+    ]
+    fewer = merged(groups, 200)
+    assert 100 <= len(fewer) <= 200
+    for name in ("steps", "busy_s", "own_decodes", "other_prefill"):
+        assert sum(getattr(g, name) for g in fewer) == sum(getattr(g, name) for g in groups)
+    assert (fewer[0].start_s, fewer[-1].end_s) == (0, 1001)
+    assert (fewer[0].lack, fewer[-1].lack) == ("slot", "")
+    assert max(g.longest_s for g in fewer) == 6.0
+    assert sum(share.tokens for share in fewer[0].prompts) == 2 * fewer[0].steps
+    assert merged(groups[:5], 200) == groups[:5]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.01, 0.25, 3.0, 700.0])
+def test_a_latency_lies_within_the_bounds_of_its_bucket(seconds: float) -> None:
+    low, high = bounds_s(bucket(seconds))
+    assert low <= seconds <= high or isclose(seconds, low) or isclose(seconds, high)
+
+
+def test_quantiles_are_read_from_counts() -> None:
+    counts = [0] * 80
+    assert quantile(counts, 0.5) is None
+    counts[bucket(0.1)], counts[bucket(5.0)] = 90, 10
+    for share, near in ((0.5, 0.1), (0.89, 0.1), (0.95, 5.0), (1.0, 5.0)):
+        found = quantile(counts, share)
+        assert found is not None
+        assert near / 1.2 <= found <= near * 1.2
+    assert grown([1, 2], [1, 5, 3]) == [0, 3, 3]
+    assert grown([], [1, 5]) == [1, 5]
+    assert grown([9, 9], [1, 5]) == [1, 5]
+
+
+def test_the_client_of_a_timeline_is_named() -> None:
+    bench = a_bench()
+    bench.add([1, 2], client=CLIENT, labels=["x"])
+    assert bench.engine.timelines(["x"], {CLIENT: "gateway-7"}.__getitem__)[0].client == "gateway-7"

@@ -1,0 +1,1 @@
+"""A conversation with a server: its history and its streamed answers, and how they are printed."""

@@ -1,0 +1,1 @@
+"""Starts the processes of `protocol.offline.LLM`."""

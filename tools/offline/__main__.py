@@ -1,0 +1,160 @@
+"""The process that starts and watches the engine and the text process of an LLM.
+
+    python -P -m tools.offline --config JSON
+
+The config is an `OfflineConfig`. The process does what `tidegate serve` does, without a port and
+without HTTP. It ends when the script ends or when one of its processes ends. The last line on
+stderr has the reason.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from protocol.client import Client
+from protocol.config.engine import EngineConfig
+from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
+from protocol.config.worker import WorkerConfig
+from protocol.errors import EngineNotReady
+from protocol.exit_codes import ExitCode
+from protocol.lifeline import attach_to_parent
+from protocol.offline_messages import OfflineConfig
+from tools.commands.models import resolve
+from tools.commands.serve import engine_command
+from tools.failure import Failure
+from tools.flags import flags_of
+from tools.http.web import ServerReadiness
+from tools.models.fetch import home
+from tools.models.preflight import ModelCheck, check_device, check_models, without_trial
+from tools.models.trials import PassedTrials
+from tools.processes.children import Child, Command, module_command
+from tools.processes.start_checks import check_installation, check_kv_disk
+from tools.processes.topology import with_model
+from tools.processes.watch import supervise
+from tools.terminal import Terminal
+
+MODEL_OPTIONS = frozenset(ModelConfig.__struct_fields__) | {"max_n", "max_prompts", "max_body_mib"}
+"""Options of the gateway that do not concern HTTP."""
+CONNECT_TIMEOUT_S = 1.0
+STOP_S = 5.0
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+def plan(config: OfflineConfig) -> tuple[GatewayConfig, EngineConfig]:
+    """Return the configs that the options describe. Raises Failure for a wrong option."""
+    directory = Path(config.directory)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    address = f"ipc://{directory / 'engine.sock'}"
+    left = dict(config.options)
+    worker = _build(
+        WorkerConfig, left, model=config.model, address=f"ipc://{directory / 'worker.sock'}"
+    )
+    engine = _build(EngineConfig, left, worker=msgspec.to_builtins(worker), address=address)
+    fixed = {"engine": address, "response_store": NO_STORE, "file_store": NO_STORE}
+    gateway = _build(GatewayConfig, left, only=MODEL_OPTIONS, log_requests=False, **fixed)
+    if left:
+        raise Failure(f"{min(left)}: there is no such option", exit_code=ExitCode.USAGE)
+    return gateway, engine
+
+
+def _build(
+    kind: type[C], left: dict[str, Any], *, only: frozenset[str] | None = None, **fixed: Any
+) -> C:
+    """Return a config with those of the options `left` that are its own, which are removed there.
+
+    only   the options that may be set; None: all
+    """
+    names = {flag.field for flag in flags_of(kind)}
+    own = {name: left.pop(name) for name in left.keys() & (names if only is None else names & only)}
+    try:
+        return msgspec.convert({**own, **fixed}, kind)
+    except msgspec.ValidationError as error:
+        message = str(error).partition(" - at `$.")
+        field = message[2].rstrip("`")
+        text = f"{field}: {message[0]}" if field else message[0]
+        raise Failure(text, exit_code=ExitCode.USAGE) from None
+
+
+def run(config: OfflineConfig) -> int:
+    """Start the processes, and watch them until they end. Return the exit code. Raises Failure if
+    the model cannot be served."""
+    gateway, engine = plan(config)
+    check_installation(["flask", "gevent", "gunicorn", "torch"])
+    check_kv_disk(engine.worker.kv_disk)
+    check_device(engine.worker.device)
+    draft = engine.worker.draft_model
+    path = resolve(engine.worker.model, home())
+    engine = with_model(engine, path, resolve(draft, home()) if draft else None)
+    card = check_models(engine.checked_workers).card
+    assert card is not None
+    trials = PassedTrials(home() / "trials")
+    if gateway.hosted[0].names_formats or not trials.has_passed(
+        engine.worker.model, card.tokenizer
+    ):
+        with ModelCheck(gateway) as check:
+            check.run(card)
+        trials.add(engine.worker.model, card.tokenizer)
+    return supervise(
+        _commands(config, without_trial(gateway, card), engine),
+        _EngineWatch(engine.address),
+        Terminal(),
+        start_timeout_s=config.start_timeout_s,
+        drain_s=STOP_S,
+        on_started=_ignore,
+        on_listening=lambda: None,
+        on_ready=_ignore,
+    )
+
+
+def _ignore(value: Sequence[Child] | str | None) -> None:
+    pass
+
+
+def _commands(config: OfflineConfig, gateway: GatewayConfig, engine: EngineConfig) -> list[Command]:
+    environment: Mapping[str, str] = gateway.to_environment()
+    text = Command(
+        "text process",
+        module_command("gateway.offline", str(config.socket)),
+        environment=environment,
+        directory=Path(config.directory),
+        keeps_open=[config.socket],
+        exit_code=ExitCode.GATEWAY_LOST,
+        exit_codes={ExitCode.USAGE: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL},
+    )
+    own = replace(engine_command("engine", engine, config.socket), keeps_open=())
+    return [text, own]
+
+
+class _EngineWatch:
+    """Checks whether the engine is ready. The text process reports itself to the script."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def readiness(self) -> ServerReadiness | None:
+        try:
+            with Client(self._address, name="offline", wait_s=CONNECT_TIMEOUT_S) as engine:
+                return ServerReadiness(is_ready=True, model=engine.model.name)
+        except EngineNotReady:
+            return None
+
+
+def main() -> int:
+    attach_to_parent(signal.SIGQUIT)
+    config = msgspec.json.decode(sys.argv[2], type=OfflineConfig)
+    try:
+        return run(config)
+    except Failure as failure:
+        Terminal().fail(str(failure))
+        return failure.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

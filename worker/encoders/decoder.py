@@ -1,0 +1,109 @@
+"""Encodes with a decoder: the hidden state of an input's last token, or the mean of all, is its
+vector. Each token sees the tokens before it, as in generation.
+
+The model's own forward pass computes the step, with a small K/V cache that only this step uses. All
+layers share one layer's memory in it, because a layer reads only what it has just written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.encoding import MAX_STEP_INPUTS
+from worker.attention.base import Attention, AttentionBatch
+from worker.encoders.pooling import VectorHead
+from worker.encoders.ragged import RaggedBatch
+from worker.kv.cache import KVCache, LayerPlace, block_bytes
+from worker.models.base import StepModel
+from worker.slots.staging import upload
+
+
+def scratch_blocks(max_tokens: int, block_tokens: int) -> int:
+    """Return the number of blocks, with the null block, of the cache of a step of up to
+    `max_tokens` tokens."""
+    return -(-max_tokens // block_tokens) + MAX_STEP_INPUTS + 1
+
+
+def scratch_bytes(
+    max_tokens: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Return the size in bytes of the cache of a step of up to `max_tokens` tokens."""
+    size = block_bytes(1, block_tokens, num_kv_heads, head_dim, dtype)
+    return scratch_blocks(max_tokens, block_tokens) * size
+
+
+class DecoderVectors:
+    """A decoder that encodes. It implements EncodeModel.
+
+    norm         the final norm, which the model has not applied; None: it has
+    max_tokens   most tokens of a step
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        vectors: VectorHead,
+        attention: Attention,
+        *,
+        norm: Callable[[Tensor], Tensor] | None,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._vectors = vectors
+        self._attention = attention
+        self._norm = norm
+        self._cache = KVCache(
+            1,
+            scratch_blocks(max_tokens, block_tokens),
+            block_tokens,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            device,
+            places=[LayerPlace(0, 0)] * num_layers,
+        )
+        self.device = device
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        hidden = self._model(batch.token_ids, self._placed(batch), self._cache, self._attention)
+        return self._vectors(hidden, batch, self._norm)
+
+    def _placed(self, batch: RaggedBatch) -> AttentionBatch:
+        """Return the places of the step's tokens in the cache: every input has blocks of its
+        own."""
+        size = self._cache.block_tokens
+        sizes = batch.sizes
+        blocks = -(-sizes // size)
+        first = 1 + blocks.cumsum() - blocks
+        most = int(blocks.max())
+        # The rest of an input's last block is masked, but what an earlier step has left there must
+        # be finite all the same.
+        self._cache.zero(upload([first + blocks - 1], self.device)[0])
+        column = np.arange(most)
+        table = np.where(column < blocks[:, None], first[:, None] + column, 0)
+        starts = np.concatenate(([0], sizes.cumsum()))
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        mapping = first[owner] * size + np.arange(starts[-1]) - starts[owner]
+        is_on_gpu = self.device.type != "cpu"
+        moved = upload([mapping, table.reshape(-1), starts, sizes], self.device)
+        tables = moved[1].view(len(sizes), most)
+        return AttentionBatch(
+            positions=batch.positions,
+            slot_mapping=moved[0],
+            row_starts=torch.from_numpy(starts),
+            context_lens=torch.from_numpy(sizes),
+            block_table=tables.int() if is_on_gpu else tables,
+            num_decodes=int((sizes == 1).sum()),
+            device_row_starts=moved[2].int() if is_on_gpu else None,
+            device_context_lens=moved[3].int() if is_on_gpu else None,
+        )

@@ -1,0 +1,132 @@
+"""The base of all families of encoders.
+
+As for decoders (models/families/family.py), a missing key has the value that its transformers
+config class gives it, and keys that would change the result and are not understood are refused by
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.encoders.spec import EncoderLayerSpec, EncoderSpec, HeadSpec
+from worker.loading.errors import UnusableModel
+from worker.models.families.family import ConfigFields
+from worker.models.spec import NormSpec
+from worker.models.tensors import TensorNames
+
+COMPUTED = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
+"""Ends of names of tensors that older checkpoints store although the config determines them."""
+SCORES = "ForSequenceClassification"
+"""End of the architecture of a model that scores."""
+
+
+class EncoderConfig(ConfigFields):
+    """The fields of an encoder's config.json, with the family's defaults for missing keys."""
+
+    @property
+    def scores(self) -> bool:
+        """Return whether the model has a head that scores."""
+        return self.architecture.endswith(SCORES)
+
+    @property
+    def labels(self) -> int:
+        """Return the number of labels of the model's head: that of `id2label`, or 2, which is
+        transformers' default."""
+        names = self.get("id2label")
+        if isinstance(names, dict) and names:
+            return len(names)
+        return self.integer("num_labels", 2)
+
+    def layer(self, **values: Any) -> EncoderLayerSpec:
+        """Return the spec of a layer, with the fields `values`."""
+        hidden, heads = self.integer("hidden_size"), self.num_heads
+        if heads < 1 or hidden % heads:
+            raise UnusableModel(f"{heads} heads cannot divide {hidden} numbers evenly")
+        usual: dict[str, Any] = {
+            "num_heads": heads,
+            "head_dim": hidden // heads,
+            "intermediate": self.integer("intermediate_size"),
+        }
+        if "activation" not in values:
+            usual["activation"] = self.activation()
+        return EncoderLayerSpec(**(usual | values))
+
+    def encoder(
+        self, layers: Sequence[EncoderLayerSpec], norm: NormSpec, **values: Any
+    ) -> EncoderSpec:
+        """Return the spec of an encoder with these layers and the fields `values`. Equal layers
+        become one object."""
+        shared: dict[EncoderLayerSpec, EncoderLayerSpec] = {}
+        usual: dict[str, Any] = {
+            "architecture": self.architecture,
+            "vocab_size": self.integer("vocab_size"),
+            "hidden": self.integer("hidden_size"),
+            "context_tokens": self.integer("max_position_embeddings"),
+            "layers": tuple(shared.setdefault(layer, layer) for layer in layers),
+            "norm": norm,
+        }
+        return EncoderSpec(**(usual | values))
+
+    def head(self, **values: Any) -> HeadSpec | None:
+        """Return the head of a model that scores; None for other models."""
+        return HeadSpec(labels=self.labels, **values) if self.scores else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFamily:
+    """How configs of some classes of transformers are read into an EncoderSpec."""
+
+    #: Names of the classes in `architectures`. The first one is used if a config names none.
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    #: Values of keys that a config lacks.
+    defaults: Mapping[str, Any]
+    #: Makes the spec from a config with all defaults.
+    read: Callable[[EncoderConfig], EncoderSpec]
+    #: Returns the names of the model's tensors in its files.
+    names: Callable[[EncoderSpec], TensorNames]
+    #: Starts of names of tensors that are not used, without the names' prefix.
+    unused: tuple[str, ...] = ()
+    #: Key -> the only values that are supported.
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    #: Keys that may be null, besides those whose default is None.
+    nullable: frozenset[str] = frozenset()
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a parsed config.json belongs to this family."""
+        architectures = config.get("architectures")
+        if architectures is None:
+            return config.get("model_type") in self.model_types
+        if len(architectures) != 1 or architectures[0] not in self.architectures:
+            return False
+        return config.get("model_type") in (None, *self.model_types)
+
+    def spec(self, config: Mapping[str, Any], source: str = "config.json") -> EncoderSpec:
+        """Return the model that a parsed config.json describes.
+
+        source   name of the config in error messages
+
+        Raises UnusableModel, naming the field, if a value is null, wrong or not supported.
+        """
+        architecture = (config.get("architectures") or self.architectures)[0]
+        values = {**self.defaults, **config}
+        for key, default in self.defaults.items():
+            if values[key] is None and default is not None and key not in self.nullable:
+                raise UnusableModel(f"{source}: {key!r} is null")
+        for key, supported in {**UNSUPPORTED, **self.only}.items():
+            if (value := values.get(key)) not in supported:
+                raise UnusableModel(f"{key} {value!r:.80} is not supported for {architecture}")
+        return self.read(EncoderConfig(values, architecture, source))
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "quantization_config": (None,),
+    "chunk_size_feed_forward": (None, 0),
+    "is_encoder_decoder": (None, False),
+}
+"""Keys of several classes that change the result, with the values that do not."""

@@ -1,0 +1,126 @@
+"""Reads the header of an encoder: everything in its files except the weights. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from protocol.config.worker import PoolingOption
+from protocol.encoding import EncodingCard
+from worker.encoders.families.family import EncoderFamily
+from worker.encoders.modules import VectorSpec, read_modules
+from worker.encoders.spec import EncoderSpec
+from worker.encoders.tensors import EncoderTensors
+from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields, read_json
+from worker.loading.gguf_file import GGUFFile
+from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
+from worker.loading.text import TextFacts, directory_name, directory_text
+from worker.models.tensors import without_prefix
+
+DEFAULT_VECTORS = VectorSpec(pooling="mean")
+"""The vectors of an encoder whose files do not describe them. The pooling is that of
+sentence-transformers, and the vectors have length 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderHeader:
+    """Everything except the weights in the files of an encoder."""
+
+    name: str
+    tensors: EncoderTensors
+    #: None: there are no weights, only a config.json.
+    files: SafetensorsFiles | GGUFFile | None
+    #: Name of each tensor -> its number type, as the file format calls it.
+    kinds: dict[str, str]
+    text: TextFacts
+    #: The weight files, in a fixed order. Without weights, the config.json.
+    paths: list[Path]
+    #: How its vectors are made. A model that scores does not use it.
+    vectors: VectorSpec
+
+    @property
+    def spec(self) -> EncoderSpec:
+        return self.tensors.spec
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def tokenizer(self) -> bytes:
+        return self.text.tokenizer
+
+    def with_pooling(self, pooling: PoolingOption) -> EncoderHeader:
+        """Return the header of the model if the operator has chosen a pooling. Raises UnusableModel
+        if the model has none."""
+        if pooling == "auto":
+            return self
+        if self.spec.head is not None:
+            raise UnusableModel(
+                "a model that scores pairs has no pooling to choose",
+                remedy="serve without --pooling",
+            )
+        return replace(self, vectors=replace(self.vectors, pooling=pooling))
+
+    @property
+    def encoding(self) -> EncodingCard:
+        spec = self.spec
+        if spec.head is None:
+            return self.vectors.card("embed", spec.hidden, spec.context_tokens)
+        limit = min(self.vectors.max_tokens or spec.context_tokens, spec.context_tokens)
+        return EncodingCard(task="score", max_tokens=limit, size=spec.head.labels)
+
+
+def directory_encoder(
+    path: Path, config: Mapping[str, Any], family: EncoderFamily
+) -> EncoderHeader:
+    """Return the header of an encoder in a Hugging Face directory. Raises UnusableModel with the
+    reason if it cannot be served."""
+    spec = family.spec(config)
+    paths = weight_files(path)
+    text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
+    files = SafetensorsFiles(paths)
+    names = family.names(spec)
+    unused = tuple(start for each in family.unused for start in (each, names.prefix + each))
+    names = without_prefix(names, list(files.tensors))
+    tensors = EncoderTensors(spec, names, unused)
+    tensors.check({name: tensor.shape for name, tensor in files.tensors.items()})
+    kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}
+    used = {name for name, _ in tensors.tensors()}
+    for name in used:
+        if kinds[name] not in DTYPE_BYTES:
+            raise UnusableModel(
+                f"{name} has dtype {kinds[name]}; supported: {', '.join(DTYPE_BYTES)}"
+            )
+    vectors = read_modules(path, spec.hidden) if spec.head is None else None
+    return EncoderHeader(
+        directory_name(path),
+        tensors,
+        files,
+        {name: kinds[name] for name in used},
+        text,
+        paths,
+        vectors or replace(DEFAULT_VECTORS, max_tokens=_tokenizer_limit(path, spec)),
+    )
+
+
+def _tokenizer_limit(path: Path, spec: EncoderSpec) -> int:
+    """Return the most tokens of an input by tokenizer_config.json, and at most the model's."""
+    file = path / "tokenizer_config.json"
+    length = read_json(file).get("model_max_length") if file.is_file() else None
+    if isinstance(length, int) and 0 < length < spec.context_tokens:
+        return length
+    return spec.context_tokens
+
+
+def config_encoder(path: Path, config: Mapping[str, Any], family: EncoderFamily) -> EncoderHeader:
+    """Return the header of an encoder of which only the config.json at `path` is there."""
+    spec = family.spec(config)
+    tensors = EncoderTensors(spec, family.names(spec))
+    kinds = {name: "BF16" for name, _ in tensors.tensors()}
+    return EncoderHeader(
+        path.stem, tensors, None, kinds, TextFacts(b"", []), [path], DEFAULT_VECTORS
+    )

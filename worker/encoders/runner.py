@@ -1,0 +1,121 @@
+"""Runs a step that encodes: takes an EncodePlan, and returns an EncodeResult.
+
+Launching a step queues all its work on the device without waiting, as in worker/step.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.arrays import Float32
+from protocol.encoding import EncodeInputs
+from protocol.steps import EncodePlan, EncodeResult
+from worker.batch.readback import Mark, Readback, mark
+from worker.encoders.encoder import Encoder
+from worker.encoders.pooling import VectorHead
+from worker.encoders.ragged import RaggedBatch, ragged_batch
+from worker.sampling.logprob_columns import int32
+from worker.slots.staging import integers
+
+
+class EncodeModel(Protocol):
+    """A model as a step that encodes calls it."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        """Return the results [N, size] float32 of the inputs, in the sorted order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderModel:
+    """An encoder with what makes its results of its hidden states. It implements EncodeModel.
+
+    vectors   None: the model scores. The score of a model with one label is the sigmoid of its
+              logit
+    """
+
+    encoder: Encoder
+    vectors: VectorHead | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        hidden = self.encoder(batch)
+        if self.vectors is not None:
+            return self.vectors(hidden, batch)
+        logits = self.encoder.scores(hidden, batch).float()
+        return logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingEncode:
+    """A step in flight, whose results are readable after `readback` is done.
+
+    started   time when the launch started (perf_counter)
+    vectors   [N, size] float32 in host memory, in the order of the plan
+    """
+
+    step: int
+    started: float
+    readback: Readback
+    vectors: Tensor
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether `result` would return without waiting."""
+        return self.readback.is_done
+
+    def wait(self) -> None:
+        """Wait until the step is done. Other threads can run meanwhile."""
+        self.readback.wait()
+
+    def result(self) -> EncodeResult:
+        """Wait for this step, but for no later one, and return its result."""
+        self.wait()
+        computed_s = perf_counter() - self.started
+        found = np.ascontiguousarray(self.vectors.numpy(), dtype=np.float32)
+        failed = np.flatnonzero(~np.isfinite(found).all(axis=1))
+        return EncodeResult(
+            step=self.step,
+            vectors=Float32(found, found.shape),
+            failed=int32(failed),
+            compute_s=computed_s,
+        )
+
+
+class EncodeRunner:
+    """Executes the plans that encode. It keeps no state between steps."""
+
+    def __init__(self, model: EncodeModel, mark: Mark = mark) -> None:
+        self._model = model
+        self._mark = mark
+
+    def encode(self, inputs: EncodeInputs) -> Tensor:
+        """Return the results [N, size] float32 of the inputs, on the device."""
+        batch = ragged_batch(
+            integers(inputs.tokens.data),
+            integers(inputs.lengths.data),
+            None if inputs.splits is None else integers(inputs.splits.data),
+            self._model.device,
+        )
+        return self._model(batch).index_select(0, batch.restore)
+
+    @torch.inference_mode()
+    def launch(self, plan: EncodePlan) -> PendingEncode:
+        """Queue the work of the plan on the device."""
+        started = perf_counter()
+        readback = Readback(self._model.device, self._mark)
+        vectors = readback.copy(self.encode(plan.inputs))
+        readback.seal()
+        return PendingEncode(plan.step, started, readback, vectors)
