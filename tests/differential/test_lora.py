@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapters import logprobs, peft_model, table_of, write_adapter
-from tests.support.checkpoints import write_directory
+from tests.support.adapters import (
+    logprobs,
+    new_table,
+    peft_model,
+    random_adapter,
+    table_of,
+    write_adapter,
+)
+from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, expected, some_tokens
 from tests.support.family_models import MODEL_TYPES, OWN_SIZES, random_model
-from tests.support.kernels import native_kernels
+from tests.support.gguf_files import write_gguf
+from tests.support.kernels import NAMES, native_kernels
+from tests.support.same_bits import DENSE, small_model
 from worker.attention.select import select_attention
 from worker.lora.targets import find_targets
 from worker.models.load import LoadedModel, load_model
@@ -118,3 +127,52 @@ def test_requests_of_one_batch_get_the_adapters_that_they_name(
     for tokens, row, ours in zip(requests, rows, found, strict=True):
         model = theirs if row < 0 else models[row]
         assert_same(logprobs(ours), logprobs(expected(model, tokens)), MAX_ERROR)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_adapter_of_the_checkpoint_fits_its_gguf_file(tmp_path: Path, kernels: str) -> None:
+    """A GGUF file has other names, and the rows of queries and keys in another order."""
+    theirs = random_llama(hidden_size=192, initializer_range=0.1)
+    make = KERNELS[kernels]
+    loaded = load_model(
+        write_gguf(tmp_path / "tiny.gguf", theirs),
+        dtype=torch.float32,
+        device=CPU,
+        kernels=None if make is None else make(),
+        weights="dense" if make is None else "packed",
+    )
+    adapted = peft_model(theirs)
+    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
+    tokens = some_tokens(40)
+    ours = stepper(loaded, [tokens], table, [0]).run([(30,), *[(1,)] * 10])[0]
+    assert_same(logprobs(ours), logprobs(expected(adapted, tokens)), MAX_ERROR)
+
+
+@pytest.mark.parametrize("instructions", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(DENSE, torch.float32), (DENSE, torch.bfloat16), ("Q4_1-int8", torch.bfloat16)],
+    ids=str,
+)
+def test_the_compiled_terms_are_those_of_torch(
+    tmp_path: Path, kind: str, dtype: torch.dtype, instructions: str
+) -> None:
+    """One of the adapters has a rank and outputs that are no multiple of a vector's width."""
+    loaded = small_model(tmp_path, kind, dtype, instructions)
+    table = new_table(
+        loaded, [random_adapter(loaded, seed=seed, rank=3 + 6 * seed) for seed in range(3)]
+    )
+    requests = [some_tokens(count, seed=count) for count in (40, 7, 25, 1)]
+    attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
+    steps = [(30, 7, 1, 0), (1, 0, 24, 1), (9, 0, 0, 0)]
+    results = []
+    for whole in (loaded.model.whole, None):
+        loaded.model.whole = whole
+        eager = EagerStepper(
+            loaded, requests, attention, dtype=dtype, table=table, adapters=[2, -1, 0, 1]
+        )
+        results.append(torch.cat(eager.run(steps)))
+    compiled, eager_results = map(logprobs, results)
+    assert_same(compiled, eager_results, 1e-4 if dtype == torch.float32 else 0.3)
+    if dtype == torch.bfloat16:
+        assert (compiled - eager_results).abs().mean() < 0.06

@@ -275,6 +275,9 @@ def test_bounds_and_wrong_fields_are_named(scene):
         scene.post(load, {"lora_name": "fr", "lora_path": "fr", "load_inplace": True}), 400
     )
     assert "lora_name" in refusal(scene.unload("nobody"), 404)
+    assert "is an adapter" in refusal(
+        scene.post("/v1/embeddings", {"model": "fr", "input": "w1"}), 400
+    )
     assert "rank 20" in refusal(scene.load("pl"), 400)
     assert "--max-lora-rank 16" in refusal(scene.load("pl"), 400)
 

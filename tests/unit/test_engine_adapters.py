@@ -20,6 +20,7 @@ from protocol.kv_events import BlockStored
 from protocol.messages import AdapterChanged, Refused
 from protocol.steps import NO_ADAPTER, AdapterReport
 from tests.support.engines import CLIENT, Bench
+from tests.support.handover import KVNetwork
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11]
 
@@ -82,6 +83,19 @@ def test_published_blocks_name_the_adapter():
     events = [each for each in scene.engine.drain_kv_events() if isinstance(each, BlockStored)]
     assert [event.lora_name for event in events] == [None, "fr"]
     assert events[0].block_hashes != events[1].block_hashes
+
+
+def test_a_handle_is_refused_for_a_request_with_another_adapter():
+    air = KVNetwork()
+    p, d = (bench("fr", "de", place=air.member(name)) for name in "pd")
+    number = p.add(PROMPT, adapter="fr", kv_readers=1)
+    p.run()
+    handle = p.last_output(number).kv_handle
+    for adapter in ("", "de"):
+        refusal = d.refusal(PROMPT, adapter=adapter, kv_handle=handle)
+        assert error_of(refusal) == ("invalid_request", "kv_transfer_params")
+        assert "another prompt, namespace or adapter" in refusal.error.message
+    d.add(PROMPT, adapter="fr", kv_handle=handle)
 
 
 # ---- loading and unloading
