@@ -72,6 +72,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
     "openai>=3.54,<4",
     "openai-agents>=0.24,<1",
     "opentelemetry-sdk>=1.27,<2",
+    "peft>=0.21,<0.22",
     "playwright>=1.50,<2",  # drives Chromium, which is not part of it (tests/support/browser.py)
     "psutil>=7,<8",
     "pytest>=8.4,<10",

@@ -16,6 +16,9 @@ Its main methods and their results:
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
     drain_kv_events()                -> changes of the prefix cache, for subscribers
     on_kv_report(KVReport)           -> Outputs per client
+    load_adapter, unload_adapter     -> Refused, or None: on_adapter_report returns the reply
+    drain_adapter_commands()         -> commands about LoRA adapters, to send before the next plan
+    on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
 
 The engine has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
 flight (schedule/), so a step can be planned before the tokens of the previous one are known. A
@@ -38,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
+from engine_core.adapters import AdapterCommand, AdapterRegistry, AdapterReply
 from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
@@ -75,8 +79,9 @@ from engine_core.schedule.row_results import RowResult, StepRowResults
 from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock
+from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.errors import StepFailed
+from protocol.errors import Draining, ServingError, StepFailed
 from protocol.kv import KVReport
 from protocol.kv_events import KVEvent
 from protocol.messages import (
@@ -85,14 +90,16 @@ from protocol.messages import (
     FinishReason,
     Generate,
     Limits,
+    LoadAdapter,
     Output,
     Outputs,
     Refused,
     RequestStatus,
+    UnloadAdapter,
 )
 from protocol.model_card import ModelCard
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
-from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 from protocol.timeline import EngineTimeline
 
 
@@ -119,12 +126,14 @@ class Engine:
         draw_seed: Callable[[], int] = draw_seed,
         cluster: PeerCluster | None = None,
         tiers: Sequence[str] = (),
+        adapters: Sequence[AdapterInfo] = (),
     ) -> None:
         """Create the engine of one worker.
 
         - draft_cost, step_costs: as in WorkerReady
         - cluster: for an engine that is part of a cluster
         - tiers: names of the worker's tiers
+        - adapters: the LoRA adapters that the worker has loaded
 
         Raises ValueError if limits.kv_window or limits.kv_groups is set in an engine that must keep
         all blocks.
@@ -176,6 +185,12 @@ class Engine:
         self._accounts = Accounts()
         self._clock = EngineClock()
         self._deadlines = Deadlines()
+        self.adapters = AdapterRegistry(
+            limits.max_adapters,
+            adapters,
+            reserved=(model.name,),
+            can_load=bool(config.worker.lora_dir),
+        )
         #: The last steps and requests, for reports. No decision depends on it.
         self.history = EngineHistory(self._clock, limits.max_slots)
         self.admission = self._new_admission(draw_seed)
@@ -196,6 +211,7 @@ class Engine:
             draw_seed=draw_seed,
             clock=self._clock,
             deadlines=self._deadlines,
+            adapters=self.adapters,
         )
 
     # ---- add
@@ -597,6 +613,42 @@ class Engine:
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
         return self._finish_request(request, "error", CommittedTokens(error=error))
 
+    # ---- LoRA adapters
+
+    def load_adapter(self, client: bytes, message: LoadAdapter) -> Refused | None:
+        """Start to load an adapter, or refuse to. Return None if `on_adapter_report` will return
+        the reply."""
+        try:
+            if self.is_draining:
+                raise Draining("this server is shutting down and loads no adapters")
+            self.adapters.load(client, message)
+        except ServingError as error:
+            return Refused(request=message.request, error=error.info())
+        return None
+
+    def unload_adapter(self, client: bytes, message: UnloadAdapter) -> Refused | None:
+        """Refuse new requests for an adapter, and free it once its open ones have ended; or refuse
+        that. Return None if `on_adapter_report` will return the reply."""
+        try:
+            self.adapters.unload(client, message)
+        except ServingError as error:
+            return Refused(request=message.request, error=error.info())
+        return None
+
+    def drain_adapter_commands(self) -> list[AdapterCommand]:
+        """Return the commands about adapters for the worker since the last call, in order. The
+        caller must send them before any later plan."""
+        if self.adapters.is_leaving:
+            owners = [*self.open_requests, *self.scheduler.running, *self.scheduler.unbound]
+            self.adapters.unload_unused({each.adapter for each in owners if each.adapter})
+        commands, self.adapters.commands = self.adapters.commands, []
+        return commands
+
+    def on_adapter_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
+        """Apply the worker's answer to a command. Return the client that waits for it, and the
+        reply. Raises RuntimeError if the report answers no command."""
+        return self.adapters.on_report(report)
+
     # ---- status
 
     @property
@@ -663,6 +715,7 @@ class Engine:
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
         scheduler, leases = self.scheduler, self.kv_transfers.leases
         fetches, tiers = self.kv_transfers.fetches, self.kv_transfers.tiers
+        by_adapter = [(r.adapter.name, r.slot is None) for r in self.open_requests if r.adapter]
         return EngineStats(
             draining=self.is_draining,
             running=sum(request.slot is not None for request in self.open_requests)
@@ -676,6 +729,10 @@ class Engine:
             leases=len(leases),
             leased_blocks=leases.num_blocks,
             kv_dtype=self._config.worker.kv_dtype,
+            max_adapters=self.limits.max_adapters,
+            num_adapter_requests=self.adapters.num_requests,
+            adapters_running=Counter(name for name, is_waiting in by_adapter if not is_waiting),
+            adapters_waiting=Counter(name for name, is_waiting in by_adapter if is_waiting),
             num_steps=self._step,
             num_accepted=self.admission.num_accepted,
             num_refused=self.admission.num_refused,
@@ -705,6 +762,7 @@ class Engine:
     def check(self) -> None:
         """Check every invariant of slots, blocks and the prefix cache by brute force; for tests and
         replays."""
+        self.adapters.check(self.open_requests)
         check_invariants(
             self.scheduler,
             self.kv_transfers.leases,

@@ -132,7 +132,9 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         if not found:
             continue
         fresh: list[bytes] = []
-        root = root_hash(scheduler.prefixes.hashes.model_digest, request.namespace)
+        root = root_hash(
+            scheduler.prefixes.hashes.model_digest, request.namespace, request.adapter_digest
+        )
         num_full = min(max(found)[0] + 1, len(request.tokens) // size)
         extend_hashes(fresh, root, request.tokens, size, num_full)
         for index, number, block in found:

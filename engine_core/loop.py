@@ -38,6 +38,7 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Accepted,
+    Adapters,
     Drain,
     Encode,
     EngineStatus,
@@ -48,6 +49,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     KeepKV,
+    LoadAdapter,
     Loading,
     Outputs,
     Ping,
@@ -59,11 +61,19 @@ from protocol.messages import (
     ResourcesFreed,
     SessionLost,
     ToEngine,
+    UnloadAdapter,
     Welcome,
 )
 from protocol.model_card import ModelCard
 from protocol.stats import EngineStats, WorkerStatus
-from protocol.steps import EncodeResult, StepResult, TokenizerRead, Traced, WorkerReady
+from protocol.steps import (
+    AdapterReport,
+    EncodeResult,
+    StepResult,
+    TokenizerRead,
+    Traced,
+    WorkerReady,
+)
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +217,8 @@ class EngineLoop:
                 self._add(client, message)
             case Profile():
                 self._profile(client, message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(client, message)
             case GetStatus():
                 self._mailbox.send(client, self._status(message, now))
             case GetTimeline():
@@ -261,6 +273,18 @@ class EngineLoop:
         if reply is not None:
             self._mailbox.send(client, reply)
 
+    def _change_adapters(self, client: bytes, message: LoadAdapter | UnloadAdapter) -> None:
+        reply: Refused | None
+        if client not in self._clients or self._engine is None:
+            reply = Refused(request=message.request, error=self._not_ready_error())
+        elif isinstance(message, LoadAdapter):
+            reply = self._engine.load_adapter(client, message)
+        else:
+            reply = self._engine.unload_adapter(client, message)
+            self._send_adapter_list(self._engine)
+        if reply is not None:
+            self._mailbox.send(client, reply)
+
     def _not_ready_error(self) -> ErrorInfo:
         """Return the error for a request sent before Welcome, or to an earlier engine process."""
         cause = "the model is loading" if self._engine is None else "the engine was restarted"
@@ -302,6 +326,7 @@ class EngineLoop:
                 epoch=self._epoch,
                 model=self._model,
                 limits=self._engine.limits,
+                adapters=self._engine.adapters.infos,
             )
             self._mailbox.send(client, welcome)
 
@@ -336,6 +361,11 @@ class EngineLoop:
             case KVReport():
                 assert self._engine is not None
                 self._mailbox.send_each(self._engine.on_kv_report(message))
+            case AdapterReport():
+                assert self._engine is not None
+                client, answer = self._engine.on_adapter_report(message)
+                self._send_adapter_list(self._engine)  # first: the client may use it at once
+                self._mailbox.send(client, answer)
             case Traced():
                 if (reply := self._profiling.on_traced(message)) is not None:
                     self._mailbox.send(*reply)
@@ -371,6 +401,7 @@ class EngineLoop:
             report_age_s := engine.oldest_fetch_s(now)
         ) > self._config.kv_timeout_s + self._config.step_timeout_s:
             raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
+        self._send_adapter_commands(engine)
         while True:
             plan = engine.plan()
             self._send_kv_commands(engine)
@@ -393,6 +424,17 @@ class EngineLoop:
         """
         if (command := self._profiling.pop_command()) is not None:
             self._worker.send(command)
+
+    def _send_adapter_commands(self, engine: Engine) -> None:
+        """Send the pending commands about LoRA adapters."""
+        for command in engine.drain_adapter_commands():
+            self._worker.send(command)
+
+    def _send_adapter_list(self, engine: Engine) -> None:
+        """Send the list of LoRA adapters to all clients if it has changed."""
+        if engine.adapters.has_changed:
+            engine.adapters.has_changed = False
+            self._mailbox.broadcast(Adapters(adapters=engine.adapters.infos))
 
     def _send_kv_commands(self, engine: Engine) -> None:
         for command in engine.drain_kv_commands():

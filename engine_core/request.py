@@ -15,6 +15,7 @@ from itertools import chain, zip_longest
 from math import inf
 from typing import TYPE_CHECKING
 
+from engine_core.adapters import EngineAdapter
 from engine_core.grammar.matcher import Matcher
 from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
@@ -181,6 +182,8 @@ class Request:
     matcher: Matcher | None = None
     #: Number of engines that will read the prompt's K/V; 0 if the request generates an answer.
     kv_readers: int = 0
+    #: The LoRA adapter that computes the request; None: the model alone.
+    adapter: EngineAdapter | None = None
     #: Name of the lease for the readers; empty until it is announced to the worker.
     lease: bytes = b""
     #: Names the K/V that another engine has computed for the prompt.
@@ -200,6 +203,11 @@ class Request:
     encode: EncodeProgress | None = None
     #: Time spent in each stage so far.
     stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the request's adapter; "" if it has none."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def rank(self) -> tuple[float, int]:

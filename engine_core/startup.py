@@ -58,6 +58,7 @@ def build_engine(
             draft_cost=draft_cost,
             step_costs=ready.step_costs,
             tiers=tiers,
+            adapters=ready.adapters,
         )
     return Engine(
         config,
@@ -67,6 +68,7 @@ def build_engine(
         step_costs=ready.step_costs,
         cluster=PeerCluster(key.derive("kv"), epoch, ready.kv) if key else None,
         tiers=tiers,
+        adapters=ready.adapters,
     )
 
 
@@ -90,4 +92,5 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
         kv_window=ready.kv_window,
         kv_groups=ready.kv_groups,
+        max_adapters=ready.max_adapters,
     )

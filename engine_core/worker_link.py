@@ -28,6 +28,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.errors import WireError
 from protocol.kv import KVReport
 from protocol.steps import (
+    AdapterReport,
     EncodeResult,
     FromWorker,
     Heartbeat,
@@ -53,7 +54,9 @@ ROOT_CAUSE_S = 1.0
 """How long to wait for the cause if a rank has failed because it has lost another one."""
 POLL_MS = 50
 MAX_FOREIGN_PER_TURN = 100
-FromGroup = StepResult | EncodeResult | KVReport | Traced | TokenizerRead | WorkerReady
+FromGroup = (
+    StepResult | EncodeResult | KVReport | AdapterReport | Traced | TokenizerRead | WorkerReady
+)
 
 
 class WorkerLink:
@@ -243,7 +246,9 @@ class WorkerLink:
                 if self._size > 1:
                     self._agreement.on_result(message)
                 return message
-            case EncodeResult() | TokenizerRead() | KVReport() | Traced() if rank == 0:
+            case EncodeResult() | TokenizerRead() | KVReport() | AdapterReport() | Traced() if (
+                rank == 0
+            ):
                 return message
             case _:
                 return None

@@ -12,7 +12,7 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api import admin, web
+from gateway.api import adapters, admin, web
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
@@ -100,6 +100,7 @@ ROUTES: tuple[Route, ...] = (
     *ollama.routes,
     *rendering.routes,
     *admin.routes,
+    *adapters.routes,
     *watch.routes,
     *web.routes,
     *own_routes,

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
+from protocol.adapters import AdapterInfo
 from protocol.config.gateway import ModelConfig
 from protocol.control import LoadState
 from protocol.errors import EngineNotReady, InvalidRequest, QueueTimeout, ServingError, TimedOut
@@ -115,6 +116,19 @@ class ModelHost:
         return self.config.served_name or (self._served.names if self._served else ())
 
     @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The LoRA adapters of the model that requests can use now."""
+        return self.engine.adapters
+
+    def adapter_of(self, name: str) -> str:
+        """Return the adapter that a request's `model` names, by its own name or as MODEL:ADAPTER;
+        "" if there is none."""
+        model, colon, adapter = name.rpartition(":")
+        if colon and model not in self.names:
+            return ""
+        return adapter if any(info.name == adapter for info in self.adapters) else ""
+
+    @property
     def has_served(self) -> bool:
         """Whether the model has become available since the start."""
         return self._served is not None
@@ -154,6 +168,14 @@ class ModelHost:
             output_format,
             fills,
         )
+
+    def adapter_facts(self, model: ListedModel) -> dict[str, ListedModel]:
+        """Return the facts about the model's adapters, by their names, for a list of models.
+        `model` has the facts about the model itself."""
+        return {
+            info.name: replace(model, names=[info.name], path=info.path, parent=model.names[0])
+            for info in self.adapters
+        }
 
     @cached_property
     def _expected(self) -> tuple[ModelCard, int] | None:
@@ -427,11 +449,15 @@ class ListedModel:
     output_format: ModelOutputFormat | None
     #: Whether the model can fill in the middle; None if it has not been prepared yet.
     fills_in_middle: bool | None
+    #: The main name of the model that a LoRA adapter changes; "": this is no adapter.
+    parent: str = ""
+    #: Path of an adapter; "": this is no adapter.
+    path: str = ""
 
     @property
     def root(self) -> str:
-        """The model's own name."""
-        return self.card.name
+        """The model's own name, or the path of an adapter as the operator gave it."""
+        return self.path or self.card.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +470,8 @@ class ModelUse:
     model: ServedModel
     #: Seconds that the request has waited for the model.
     waited_s: float = 0.0
+    #: Name of the LoRA adapter that the request uses; "": none.
+    adapter: str = ""
 
     def check(self) -> None:
         """Raise EngineNotReady if the engine has restarted with another model since the lookup,

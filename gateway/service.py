@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar, Unpack
 
@@ -293,6 +294,10 @@ class Service:
         for host in self.hosts:
             if name in host.names:
                 return host
+        model = name.rpartition(":")[0]
+        for host in self.hosts:
+            if model in host.names or host.adapter_of(name):
+                return host
         raise self.unknown_model(name)
 
     def use(
@@ -323,15 +328,21 @@ class Service:
         )
         use = self.host(name).use(context, limits)
         if name is not None and name not in use.model.names:
-            raise self.unknown_model(name)
+            if not (adapter := use.host.adapter_of(name)):
+                raise self.unknown_model(name)
+            if body is not None and ability != "generate":
+                raise InvalidRequest.at("model", f"{name!r} is an adapter, which has no embeddings")
+            use = replace(use, adapter=adapter)
         if body is not None:
             check_ability(use.model.card, ability, name or use.model.names[0])
         return use
 
     def unknown_model(self, name: str) -> UnknownModel:
-        """Return the error of a request for a model that does not exist."""
+        """Return the error of a request for a model, or an adapter, that does not exist."""
+        adapters = (info.name for host in self.hosts for info in host.adapters)
+        known = ", ".join([*self.names, *adapters])
         return UnknownModel(
-            f"the model {name!r} does not exist; this server serves {', '.join(self.names)}",
+            f"the model {name!r} does not exist; this server serves {known}",
             param="model",
         )
 

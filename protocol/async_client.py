@@ -22,6 +22,7 @@ from typing import Any, Self
 import zmq
 
 from protocol import sockets
+from protocol.adapters import AdapterInfo
 from protocol.client import BaseClient, Command, OpenGeneration, checked_reply
 from protocol.errors import WireError
 from protocol.messages import (
@@ -127,6 +128,16 @@ class AsyncClient(BaseClient[AsyncGeneration]):
             lambda: self._session.get_status(max_rows, after_step)
         )
         return status
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Load a LoRA adapter; see `Client.load_adapter`."""
+        changed = await self._request_reply(lambda: self._session.load_adapter(name, path))
+        return changed.adapter  # type: ignore[no-any-return]
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter; see `Client.unload_adapter`."""
+        changed = await self._request_reply(lambda: self._session.unload_adapter(name))
+        return changed.adapter  # type: ignore[no-any-return]
 
     async def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
         """Return the timelines of requests, as `Client.get_timelines` does."""

@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from protocol import sockets, wire
+from protocol.adapters import AdapterInfo
 from protocol.cluster_key import read_cluster_key
 from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
 from protocol.grammar import Grammar
@@ -35,6 +36,7 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Accepted,
+    AdapterChanged,
     Drain,
     EngineStatus,
     Generate,
@@ -42,6 +44,7 @@ from protocol.messages import (
     GetTimeline,
     Hello,
     Limits,
+    LoadAdapter,
     Output,
     Ping,
     Profile,
@@ -50,6 +53,7 @@ from protocol.messages import (
     RequestTimelines,
     ToClient,
     ToEngine,
+    UnloadAdapter,
 )
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
@@ -57,7 +61,7 @@ from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
 AnyGeneration = TypeVar("AnyGeneration")
-Command = AbortByLabel | GetStatus | GetTimeline | Profile
+Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | Profile | UnloadAdapter
 """A message that gets one reply."""
 
 
@@ -169,6 +173,11 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         return self._session.limits
 
     @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters that requests can use now."""
+        return self._session.adapters
+
+    @property
     def stats(self) -> EngineStats:
         """The engine's statistics in its last heartbeat, at most about a second old."""
         return self._session.stats
@@ -184,6 +193,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         labels: Sequence[str] = (),
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
+        adapter: str = "",
         **options: Any,
     ) -> AnyGeneration:
         """Start a generation, and return it. See `Generate` for the meaning of the arguments.
@@ -204,6 +214,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
                 labels=list(labels),
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
+                adapter=adapter,
             )
         )
         return self._new_generation(request, reports)
@@ -266,7 +277,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
 def checked_reply(report: Any) -> Any:
     """Return the reply of the engine to a command, or raise the error that it contains."""
-    if isinstance(report, Aborted | EngineStatus | Profiled | RequestTimelines):
+    if isinstance(report, Aborted | AdapterChanged | EngineStatus | Profiled | RequestTimelines):
         return report
     raise error_from(report.error)
 
@@ -322,6 +333,25 @@ class Client(BaseClient[Generation]):
         _, reports = self._open(lambda: self._session.get_status(max_rows, after_step))
         status: EngineStatus = checked_reply(reports.get())
         return status
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Load a LoRA adapter, and wait until it can be used.
+
+        path   its directory on the worker's machine, relative to --lora-dir
+
+        Raises InvalidRequest or UnknownModel if it cannot be loaded, EngineError if there is no
+        engine.
+        """
+        _, reports = self._open(lambda: self._session.load_adapter(name, path))
+        changed: AdapterChanged = checked_reply(reports.get())
+        return changed.adapter
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter, and wait until its requests have ended and its memory is free.
+        Raises UnknownModel if there is no such adapter, EngineError if there is no engine."""
+        _, reports = self._open(lambda: self._session.unload_adapter(name))
+        changed: AdapterChanged = checked_reply(reports.get())
+        return changed.adapter
 
     def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
         """Return the timelines of the open and recently ended requests of any client with one of

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import ErrorInfo
@@ -109,6 +110,8 @@ class Generate(Message, frozen=True, kw_only=True):
     #: all. With the same seed, the answer is the one that the other engine would have given
     #: (`ModelCard.numerics`). None: a new request.
     answer: Int32 | None = None
+    #: Name of the LoRA adapter to use; "": none.
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
@@ -178,6 +181,24 @@ class Profile(Message, frozen=True, kw_only=True):
     directory: str
 
 
+class LoadAdapter(Message, frozen=True, kw_only=True):
+    """Client -> engine. Load a LoRA adapter. The engine answers with AdapterChanged or Refused."""
+
+    request: int
+    name: str
+    #: Path of the adapter's directory on the worker's machine, relative to WorkerConfig.lora_dir,
+    #: in which it must be.
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True, kw_only=True):
+    """Client -> engine. Unload a LoRA adapter: refuse new requests for it at once, let open ones
+    finish, then free its memory. The engine then answers with AdapterChanged, or with Refused."""
+
+    request: int
+    name: str
+
+
 class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
     """Client -> engine. Request the engine's status. The engine answers with EngineStatus."""
 
@@ -227,6 +248,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     kv_window    K/V blocks further back than this many tokens are freed (kv_window.py). None: a
                  request keeps all of its blocks
     kv_groups    the K/V groups, if blocks of only some layers are freed; `kv_window` is then None
+    max_adapters most LoRA adapters that can be loaded at the same time; 0: the engine has none
     """
 
     max_len: int
@@ -238,6 +260,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     kv_lease_s: float = 0.0
     kv_window: int | None = None
     kv_groups: KVGroups | None = None
+    max_adapters: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -250,6 +273,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     epoch: str
     model: ModelCard
     limits: Limits
+    #: The LoRA adapters that requests can use now.
+    adapters: list[AdapterInfo] = []
 
 
 class Loading(Message, frozen=True, kw_only=True):
@@ -297,6 +322,20 @@ class Aborted(Message, frozen=True, kw_only=True):
     request: int
     aborted: list[str] = []
     unknown: list[str] = []
+
+
+class AdapterChanged(Message, frozen=True, kw_only=True):
+    """Engine -> client, answering LoadAdapter or UnloadAdapter. The adapter was loaded, or its
+    memory was freed."""
+
+    request: int
+    adapter: AdapterInfo
+
+
+class Adapters(Message, frozen=True, kw_only=True):
+    """Engine -> every client, after a change. The LoRA adapters that requests can use now."""
+
+    adapters: list[AdapterInfo]
 
 
 class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
@@ -438,6 +477,8 @@ ToEngine = (
     | KeepKV
     | ReleaseKV
     | Profile
+    | LoadAdapter
+    | UnloadAdapter
     | GetStatus
     | GetTimeline
     | Drain
@@ -452,6 +493,8 @@ ToClient = (
     | Accepted
     | Refused
     | Aborted
+    | AdapterChanged
+    | Adapters
     | Profiled
     | EngineStatus
     | RequestTimelines

@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict, TypeVar, Unpack
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
@@ -30,6 +31,8 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Account,
+    AdapterChanged,
+    Adapters,
     Encode,
     EngineStatus,
     EngineStopped,
@@ -39,6 +42,7 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Limits,
+    LoadAdapter,
     Loading,
     Output,
     Outputs,
@@ -53,6 +57,7 @@ from protocol.messages import (
     SessionLost,
     ToClient,
     ToEngine,
+    UnloadAdapter,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -66,17 +71,37 @@ MAX_TICK_GAP_S = 1.0
 """If more time passes between two calls of `tick`, this process was suspended or too busy."""
 
 RequestReport = tuple[
-    int, Accepted | Refused | Output | Aborted | Profiled | EngineStatus | RequestTimelines
+    int,
+    Accepted
+    | Refused
+    | Output
+    | Aborted
+    | AdapterChanged
+    | Profiled
+    | EngineStatus
+    | RequestTimelines,
 ]
 """A request, and a report on it."""
 
-Command = TypeVar("Command", Generate, Encode, AbortByLabel, Profile, GetStatus, GetTimeline)
+Command = TypeVar(
+    "Command",
+    Generate,
+    Encode,
+    AbortByLabel,
+    Profile,
+    LoadAdapter,
+    UnloadAdapter,
+    GetStatus,
+    GetTimeline,
+)
 """A message that opens a request. If the engine is lost, the request ends with an error."""
 REPLY_TYPES: dict[type, tuple[type, ...]] = {
     Generate: (Accepted, Refused, Output),
     Encode: (Accepted, Refused, Output),
     AbortByLabel: (Aborted,),
     Profile: (Profiled, Refused),
+    LoadAdapter: (AdapterChanged, Refused),
+    UnloadAdapter: (AdapterChanged, Refused),
     GetStatus: (EngineStatus,),
     GetTimeline: (RequestTimelines,),
 }
@@ -97,6 +122,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
     queue_timeout_s: float
     answer: Int32 | None
+    adapter: str
 
 
 class EncodeOptions(TypedDict, total=False):
@@ -121,6 +147,8 @@ class Session:
         self.model: ModelCard | None = None
         self.limits: Limits | None = None
         self.epoch: str | None = None
+        #: The LoRA adapters that requests can use, as the engine last sent them.
+        self.adapters: list[AdapterInfo] = []
         self.stats = EngineStats()
         self.open: dict[int, type] = {}  # request -> type of the message that opened it
         self.not_ready_error: ServingError = EngineNotReady("the engine has not answered yet")
@@ -182,6 +210,16 @@ class Session:
         """Open a request for a profile, which ends with Profiled or Refused. Return the message to
         send."""
         return self._opened(Profile(request=self._next_request, steps=steps, directory=directory))
+
+    def load_adapter(self, name: str, path: str) -> LoadAdapter:
+        """Open a request to load a LoRA adapter, which ends with AdapterChanged or Refused. Return
+        the message to send. Raises as `generate` does."""
+        return self._opened(LoadAdapter(request=self._next_request, name=name, path=path))
+
+    def unload_adapter(self, name: str) -> UnloadAdapter:
+        """Open a request to unload a LoRA adapter, which ends with AdapterChanged, once its memory
+        is freed, or Refused. Return the message to send. Raises as `generate` does."""
+        return self._opened(UnloadAdapter(request=self._next_request, name=name))
 
     def get_status(self, max_rows: int, after_step: int | None = None) -> GetStatus:
         """Open a request for the status, which ends with an EngineStatus. Return the message to
@@ -251,7 +289,17 @@ class Session:
             case Probe():
                 self._last_sent_at = float("-inf")  # Ping at the next tick
                 return []
-            case Refused() | Aborted() | Profiled() | EngineStatus() | RequestTimelines():
+            case Adapters(adapters=adapters):
+                self.adapters = adapters
+                return []
+            case (
+                Refused()
+                | Aborted()
+                | AdapterChanged()
+                | Profiled()
+                | EngineStatus()
+                | RequestTimelines()
+            ):
                 return self._on_last_reply(message)
             case ResourcesFreed():
                 return []  # the ends of these requests were reported already
@@ -322,7 +370,8 @@ class Session:
         return reports
 
     def _on_last_reply(
-        self, report: Refused | Aborted | Profiled | EngineStatus | RequestTimelines
+        self,
+        report: Refused | Aborted | AdapterChanged | Profiled | EngineStatus | RequestTimelines,
     ) -> list[RequestReport]:
         if not self._is_answer(report.request, report):
             return []
@@ -340,6 +389,7 @@ class Session:
             return []
         reports = [] if message.epoch == self.epoch else self._on_lost("the engine was restarted")
         self.model, self.limits, self.epoch = message.model, message.limits, message.epoch
+        self.adapters = message.adapters
         self._is_loading = False
         self._last_sent_at = float("-inf")  # Ping at the next tick: the Pong brings the stats
         return reports

@@ -85,12 +85,16 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     leases: int = 0  #: leases of K/V that is kept for other engines
     leased_blocks: int = 0
     kv_dtype: str = "auto"  #: number type of the KV cache, as configured (--kv-dtype)
+    max_adapters: int = 0  #: most LoRA adapters that can be loaded
+    adapters_running: dict[str, int] = {}  #: requests that hold a slot, by LoRA adapter
+    adapters_waiting: dict[str, int] = {}  #: waiting requests, by LoRA adapter
     tier_blocks: dict[str, int] = {}  #: number of stored blocks, by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
     num_refused: int = 0
+    num_adapter_requests: dict[str, int] = {}  #: accepted, by LoRA adapter that is loaded now
     num_refused_early: int = 0  #: refused by clients, from a cached refusal of the engine
     num_finished: dict[str, int] = {}  #: by finish reason
     num_prompt_tokens: int = 0

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.encoding import EncodeInputs
+from protocol.errors import ErrorInfo
 from protocol.exit_codes import ExitCode
 from protocol.kv import (
     KVCancel,
@@ -38,6 +40,10 @@ NULL_BLOCK = 0
 """Id of the block that is never allocated and always zero. It fills the unused entries of block
 tables, and those of blocks that a window has passed.
 """
+
+
+NO_ADAPTER = -1
+"""`SlotInit.adapter` of a request that uses the model without an adapter."""
 
 
 class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +67,10 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     #: All tokens that end the answer. They are masked until `min_tokens` tokens are generated.
     stop_ids: list[int]
     params: SamplingParams
+    #: Row of the request's adapter in the worker's table; NO_ADAPTER: none.
+    adapter: int = NO_ADAPTER
+    #: Generation of that row. The worker refuses another one than that of the loaded adapter.
+    adapter_generation: int = 0
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +298,10 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     #: Some layers of the model have a window, so the engine may free the blocks of these layers.
     #: Block tables then have several blocks per column. None: a block stores all layers.
     kv_groups: KVGroups | None = None
+    #: Rows of the table of LoRA adapters.
+    max_adapters: int = 0
+    #: The adapters that were loaded at the start: in the first rows, with generation 1.
+    adapters: list[AdapterInfo] = []
 
 
 class RankDigest(Message, frozen=True, kw_only=True):
@@ -309,6 +323,39 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     rank: int = 0
     exit_code: int = ExitCode.WORKER_LOST
     is_consequence: bool = False
+
+
+class AdapterLoad(Message, frozen=True, kw_only=True):
+    """Engine -> worker. Load the LoRA adapter at `path` into a free row of the table. The worker
+    answers with an AdapterReport. Until then, no plan uses the row."""
+
+    row: int
+    generation: int
+    path: str
+
+
+class AdapterUnload(Message, frozen=True, kw_only=True):
+    """Engine -> worker. Free a row and the memory of its adapter. No later plan computes a request
+    with this row and generation. The worker answers with an AdapterReport."""
+
+    row: int
+    generation: int
+
+
+class AdapterReport(Message, frozen=True, kw_only=True):
+    """Worker -> engine, answering AdapterLoad or AdapterUnload. The row holds the adapter, or is
+    free.
+
+    digest   of the content of the adapter that was loaded; "": none was
+    rank     its largest rank
+    error    why the adapter could not be loaded; None: it was, or the row was freed
+    """
+
+    row: int
+    generation: int
+    digest: str = ""
+    rank: int = 0
+    error: ErrorInfo | None = None
 
 
 class Trace(Message, frozen=True, kw_only=True):
@@ -348,6 +395,8 @@ ToWorker = (
     | KVCancel
     | KVStore
     | KVUsed
+    | AdapterLoad
+    | AdapterUnload
     | Trace
     | Stop
     | WorkerSettings
@@ -362,6 +411,7 @@ FromWorker = (
     | EncodeResult
     | RankDigest
     | KVReport
+    | AdapterReport
     | Traced
     | WorkerFailed
 )

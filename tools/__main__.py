@@ -69,6 +69,7 @@ COMMANDS = {
     "replay": "replay a journal",
     "restart": "restart the engines of a server one after the other, while it serves",
     "drain": "stop an engine after its open requests finish",
+    "lora": "load, unload and list LoRA adapters",
     "engine": "start one engine of a cluster, without a gateway",
     "worker": "start a worker for an engine on another machine",
     "doctor": "check whether this machine can run a server",

@@ -55,8 +55,8 @@ REPLACEMENTS: Mapping[str, str] = {
     "--split, or --prefill and --decode": "--kv-transfer-config",
     "/metrics is always served": "--enable-metrics --metrics",
     "GGUF and safetensors files are recognised automatically": "--load-format",
-    "LoRA adapters are not supported; merge them into the model first": "--enable-lora"
-    " --lora-modules --lora",
+    "--lora NAME=PATH loads a LoRA adapter; --lora-dir allows loading while the server runs": ""
+    "--enable-lora --lora-modules",
     "TLS is not built in; use a reverse proxy": "--ssl-keyfile --ssl-certfile",
     "a model is served with its own tokenizer": "--tokenizer",
     "to use several devices, divide the model among them with --tensor-parallel, or start a server "

@@ -34,11 +34,16 @@ from worker.debug.device_idle import DeviceIdle
 from worker.debug.tracing import Tracer
 from worker.encoders.runner import EncodeRunner, PendingEncode
 from worker.kv.transfer.service import KVMessage
+from worker.lora.service import AdapterMessage, AdapterService
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
 
 AnyPending = PendingStep | PendingEncode
+
+
+_BESIDE_STEPS = KVMessage | AdapterMessage | Heartbeat
+"""Messages that may arrive between a plan and its masks."""
 
 
 class EngineLink(Protocol):
@@ -70,6 +75,7 @@ class WorkerLoop:
     kv_transfers   receives the engine's K/V messages, in the order of their arrival; None: the
                    model has no K/V
     encoder        executes the plans that encode; None: the model only generates
+    adapters       loads and unloads LoRA adapters; None: the worker has none
     answers        whether this worker answers the engine. In a group only rank 0 does; the others
                    report digests of their results
     """
@@ -81,12 +87,14 @@ class WorkerLoop:
         kv_transfers: KVService | None,
         *,
         encoder: EncodeRunner | None = None,
+        adapters: AdapterService | None = None,
         answers: bool = True,
     ) -> None:
         self._runner = runner
         self._encoder = encoder
         self._engine = engine
         self._kv_transfers = kv_transfers
+        self._adapters = adapters
         #: The digest that is reported instead of answers; None for rank 0, which answers.
         self._digest = None if answers else TokenDigest()
         self._inflight: deque[AnyPending] = deque()  # launched and not reported, oldest first
@@ -112,6 +120,11 @@ class WorkerLoop:
                 if (report := self._kv_transfers.report()) is not None:
                     self._send(report)
                 wakeups.append(self._kv_transfers.fd)
+            if self._adapters is not None:
+                if (loaded := self._adapters.report()) is not None:
+                    self._send(loaded)
+                    continue  # there may be another one
+                wakeups.append(self._adapters.fd)
             if not self._engine.wait(*wakeups):
                 self._watcher.clear()
                 continue
@@ -149,13 +162,16 @@ class WorkerLoop:
         the masks of the step being launched."""
         while self._inflight:
             self._send_oldest()
-        while isinstance(message := self._engine.receive(), KVMessage | Heartbeat):
+        while isinstance(message := self._engine.receive(), _BESIDE_STEPS):
             self._apply(message)
         return message
 
     def _apply(self, message: ToWorker) -> None:
         """Apply a message that is not about a step."""
         if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, AdapterMessage) and self._adapters is not None:
+            self._adapters.apply(message)
             return
         if not isinstance(message, KVMessage):
             raise ValueError(f"unexpected {type(message).__name__}")

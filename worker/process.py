@@ -87,6 +87,7 @@ def run(
             from worker.kv.layout import KVLayout
             from worker.kv.transfer.service import KVTransferService
             from worker.loop import WorkerLoop
+            from worker.lora.service import AdapterService
             from worker.startup.assembly import assemble
             from worker.startup.device import lock_device
         gc.freeze()  # later collections skip the million objects that the imports created
@@ -108,8 +109,18 @@ def run(
                     config, context, runner.components.cache, layout, ready.model.numerics
                 )
             )
+            adapters = None
+            if runner.adapters.files is not None:
+                adapters = stack.enter_context(AdapterService(runner.adapters))
             loop = stack.enter_context(
-                WorkerLoop(runner, engine, kv_transfers, encoder=encoder, answers=config.rank == 0)
+                WorkerLoop(
+                    runner,
+                    engine,
+                    kv_transfers,
+                    encoder=encoder,
+                    adapters=adapters,
+                    answers=config.rank == 0,
+                )
             )
             ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)
             engine.send(replace(ready, kv_report=kv_transfers.report()))

@@ -36,6 +36,7 @@ from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.batch.readback import Mark, Readback, mark
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
+from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import StepModel
 from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
@@ -54,6 +55,7 @@ class StepComponents:
     cache: KVCache
     attention: Attention
     sampling: Sampling
+    adapters: AdapterTable
 
 
 def no_masks() -> object:
@@ -68,6 +70,7 @@ class Runner:
     decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see batch/readback.py
     sampling      None: torch's
+    adapters      the loaded adapters; None: the worker has none
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class Runner:
         mark: Mark = mark,
         decode: PlainDecode | None = None,
         sampling: Sampling | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
         self._cache = cache
         self._attention = attention
         self.draft_model = draft_model
+        self.adapters = AdapterTable() if adapters is None else adapters
         self._mark = mark
         self._sampling = sampling or TorchSampling()
         self._decode = decode or DecodeFastPath.for_model(model, slots, cache)
@@ -95,7 +100,7 @@ class Runner:
     def components(self) -> StepComponents:
         """Return the runner's parts, so that a benchmark can build another runner with them."""
         return StepComponents(
-            self._model, self._slots, self._cache, self._attention, self._sampling
+            self._model, self._slots, self._cache, self._attention, self._sampling, self.adapters
         )
 
     def step(self, plan: StepPlan, receive_masks: Callable[[], object] = no_masks) -> StepResult:
@@ -116,8 +121,10 @@ class Runner:
         sampled, prompt_columns, proposed = None, None, None
         if len(plan.row_slots):
             rows = read_rows(plan)
-            if self._decode is not None and self._decode.is_for(plan, rows):
-                sampled = self._run_decode(self._decode, rows, plan, receive_masks)
+            adapters = self.adapters.for_rows(self._slots, rows.slots, rows.counts)
+            decode = self._decode_for(plan, rows, adapters)
+            if decode is not None:
+                sampled = self._run_decode(decode, rows, adapters, plan, receive_masks)
             else:
                 batch = build_batch(
                     plan,
@@ -126,7 +133,9 @@ class Runner:
                     block_tokens=self._cache.block_tokens,
                     num_entries=self._cache.num_entries,
                 )
-                hidden = self._model(batch.token_ids, batch.attention, self._cache, self._attention)
+                hidden = self._model(
+                    batch.token_ids, batch.attention, self._cache, self._attention, adapters
+                )
                 prompt_columns = prompt_logprobs(
                     hidden, self._model.logits, self._slots, batch, self._sampling.score
                 )
@@ -151,6 +160,7 @@ class Runner:
         for released in plan.release:
             slots.release(released.slot, released.generation)
         for init in plan.bind:
+            self.adapters.check(init)
             slots.bind(init)
         if len(plan.block_slots):
             appends = (plan.block_slots, plan.block_indexes, plan.block_ids)
@@ -163,10 +173,20 @@ class Runner:
             if self.draft_model is not None:
                 self.draft_model.cache.zero(blocks)
 
+    def _decode_for(
+        self, plan: StepPlan, rows: BatchRows, adapters: StepAdapters | None
+    ) -> PlainDecode | None:
+        """Return what computes the step if it is a plain decode step; None if nothing does."""
+        decode = self._decode
+        if decode is None or (adapters is not None and not decode.takes_adapters):
+            return None
+        return decode if decode.is_for(plan, rows) else None
+
     def _run_decode(
         self,
         decode: PlainDecode,
         rows: BatchRows,
+        adapters: StepAdapters | None,
         plan: StepPlan,
         receive_masks: Callable[[], object],
     ) -> SampledTokens:
@@ -174,7 +194,7 @@ class Runner:
         the call that computes the logits also chooses the tokens."""
         features = features_of_rows(self._slots, rows.slots)
         choose = not features and plan.masked is None
-        logits, choice = decode(rows.slots, rows.starts, choose=choose)
+        logits, choice = decode(rows.slots, rows.starts, choose=choose, adapters=adapters)
         if choice is not None:
             return SampledTokens(choice.tokens, choice.finite, None, None)
         on_host = torch.from_numpy(rows.slots), torch.from_numpy(rows.known)

@@ -51,6 +51,7 @@ class CacheEvents:
                 parent_block_hash=parent,
                 token_ids=request.tokens[first * size : end * size].tolist(),
                 block_size=size,
+                lora_name=request.adapter.name if request.adapter is not None else None,
             )
         )
 

@@ -2,9 +2,9 @@
 
     hash(block i) = SHA-256(hash(block i - 1) + the block's tokens as little-endian int32)
 
-The chain starts from a root hash of the model and the namespace. So if two hashes are equal, all
-tokens from position 0 on are equal, and so are the model and the namespace. A block is therefore
-never found from another namespace.
+The chain starts from a root hash of the model, the namespace and the content of the LoRA adapter.
+So if two hashes are equal, all tokens from position 0 on are equal, and so are these three. A block
+is therefore never found from another namespace, or with another adapter.
 
 If a prefix ends within a block, its last tokens are hashed in the same way. The result differs from
 the hash of every full block, because a full block has more tokens.
@@ -16,46 +16,57 @@ from array import array
 from hashlib import sha256
 
 MAX_ROOTS = 1024
-"""Maximum number of namespaces whose root hash is cached."""
+"""Maximum number of namespaces and adapters whose root hashes are cached."""
 
 
 class ContentHashes:
     """Computes block hashes for the token sequences of one model.
 
     The parameter `hashes` of its methods is the list of a sequence's block hashes, from the first
-    block on. The methods extend it as needed.
+    block on. The methods extend it as needed. `adapter` is the digest of the adapter; "": none.
     """
 
     def __init__(self, model_digest: str, block_tokens: int) -> None:
         self.model_digest = model_digest
         self._block_tokens = block_tokens
-        self._roots: dict[str, bytes] = {}
+        self._roots: dict[tuple[str, str], bytes] = {}
 
     def extend(
-        self, hashes: list[bytes], namespace: str, tokens: array[int], num_blocks: int
+        self,
+        hashes: list[bytes],
+        namespace: str,
+        tokens: array[int],
+        num_blocks: int,
+        adapter: str = "",
     ) -> None:
         """Append to `hashes` until it covers the first `num_blocks` full blocks of `tokens`."""
-        extend_hashes(hashes, self._root(namespace), tokens, self._block_tokens, num_blocks)
+        root = self._root(namespace, adapter)
+        extend_hashes(hashes, root, tokens, self._block_tokens, num_blocks)
 
     def prefix_hash(
-        self, hashes: list[bytes], namespace: str, tokens: array[int], num_tokens: int
+        self,
+        hashes: list[bytes],
+        namespace: str,
+        tokens: array[int],
+        num_tokens: int,
+        adapter: str = "",
     ) -> bytes:
         """Return the hash of the first `num_tokens` tokens, extending `hashes` as needed."""
         num_full, rest = divmod(num_tokens, self._block_tokens)
-        self.extend(hashes, namespace, tokens, num_full)
-        before = hashes[num_full - 1] if num_full else self._root(namespace)
+        self.extend(hashes, namespace, tokens, num_full, adapter)
+        before = hashes[num_full - 1] if num_full else self._root(namespace, adapter)
         if not rest:
             return before
         state = sha256(before)
         state.update(memoryview(tokens)[num_tokens - rest : num_tokens])
         return state.digest()
 
-    def _root(self, namespace: str) -> bytes:
-        root = self._roots.get(namespace)
+    def _root(self, namespace: str, adapter: str) -> bytes:
+        root = self._roots.get((namespace, adapter))
         if root is None:
-            root = root_hash(self.model_digest, namespace)
+            root = root_hash(self.model_digest, namespace, adapter)
             if len(self._roots) < MAX_ROOTS:
-                self._roots[namespace] = root
+                self._roots[namespace, adapter] = root
         return root
 
 

@@ -211,4 +211,10 @@ class Prefixes:
         return num_passed_blocks(num_blocks * self._block_tokens, self._block_tokens, self._window)
 
     def _extend(self, request: Request, num_blocks: int) -> None:
-        self.hashes.extend(request.hashes, request.namespace, request.tokens, num_blocks)
+        self.hashes.extend(
+            request.hashes,
+            request.namespace,
+            request.tokens,
+            num_blocks,
+            request.adapter_digest,
+        )

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from engine_core.adapters import AdapterReply
 from engine_core.engine import Engine, draw_seed
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.journal.file import Writer
@@ -25,6 +26,7 @@ from engine_core.journal.records import (
     FORMAT,
     AbortByLabelRecord,
     AbortRecord,
+    AdapterReportRecord,
     AddEncodeRecord,
     AddRecord,
     ClientLostRecord,
@@ -34,21 +36,34 @@ from engine_core.journal.records import (
     GrammarRecord,
     JournalRecord,
     KVReportRecord,
+    LoadAdapterRecord,
     MasksRecord,
     PlanRecord,
     SnapshotRecord,
     StartRecord,
     TickRecord,
+    UnloadAdapterRecord,
     digest,
 )
 from engine_core.journal.snapshot import take_snapshot
+from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError
 from protocol.grammar import Grammar
 from protocol.kv import KVReport
-from protocol.messages import Accepted, Encode, Generate, Limits, Output, Outputs, Refused
+from protocol.messages import (
+    Accepted,
+    Encode,
+    Generate,
+    Limits,
+    LoadAdapter,
+    Output,
+    Outputs,
+    Refused,
+    UnloadAdapter,
+)
 from protocol.model_card import ModelCard
-from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +92,7 @@ class RecordedEngine(Engine):
         draft_cost: float = 0.0,
         step_costs: Sequence[tuple[int, float]] = (),
         tiers: Sequence[str] = (),
+        adapters: Sequence[AdapterInfo] = (),
     ) -> None:
         self._writer = writer
         #: Seeds drawn in the current call of `add`.
@@ -98,6 +114,7 @@ class RecordedEngine(Engine):
             draft_cost=draft_cost,
             step_costs=list(step_costs),
             tiers=list(tiers),
+            adapters=list(adapters),
         )
         writer.write(self._start_record)
         super().__init__(
@@ -107,6 +124,7 @@ class RecordedEngine(Engine):
             draft_cost=draft_cost,
             step_costs=step_costs,
             tiers=tiers,
+            adapters=adapters,
             draw_seed=self._draw,
         )
 
@@ -265,6 +283,28 @@ class RecordedEngine(Engine):
         return self._call_and_record(
             partial(super().on_kv_report, report),
             lambda reply_digest: KVReportRecord(report=report, reply_digest=reply_digest),
+        )
+
+    def load_adapter(self, client: bytes, message: LoadAdapter) -> Refused | None:
+        return self._call_and_record(
+            partial(super().load_adapter, client, message),
+            lambda reply_digest: LoadAdapterRecord(
+                client=client, message=message, reply_digest=reply_digest
+            ),
+        )
+
+    def unload_adapter(self, client: bytes, message: UnloadAdapter) -> Refused | None:
+        return self._call_and_record(
+            partial(super().unload_adapter, client, message),
+            lambda reply_digest: UnloadAdapterRecord(
+                client=client, message=message, reply_digest=reply_digest
+            ),
+        )
+
+    def on_adapter_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
+        return self._call_and_record(
+            partial(super().on_adapter_report, report),
+            lambda reply_digest: AdapterReportRecord(report=report, reply_digest=reply_digest),
         )
 
 

@@ -14,13 +14,14 @@ import msgspec
 
 from engine_core.journal.snapshot import EngineSnapshot
 from protocol import wire
+from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.kv import KVReport
-from protocol.messages import Encode, Generate, Limits
+from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapter
 from protocol.model_card import ModelCard
-from protocol.steps import EncodeResult, StepResult
+from protocol.steps import AdapterReport, EncodeResult, StepResult
 
 FORMAT = 6
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
@@ -51,6 +52,8 @@ class StartRecord(JournalRecord, frozen=True, kw_only=True, tag="began"):
     step_costs: list[tuple[int, float]] = []
     #: Names of the worker's tiers.
     tiers: list[str] = []
+    #: The LoRA adapters that the worker has loaded.
+    adapters: list[AdapterInfo] = []
     #: Number of the file in the engine's life, from 1 on. If it is not 1, a SnapshotRecord follows.
     part: int = 1
 
@@ -167,6 +170,29 @@ class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
     reply_digest: bytes = msgspec.field(name="said")
 
 
+class LoadAdapterRecord(JournalRecord, frozen=True, kw_only=True, tag="loaded"):
+    """A call to `load_adapter`."""
+
+    client: bytes
+    message: LoadAdapter
+    reply_digest: bytes = msgspec.field(name="said")
+
+
+class UnloadAdapterRecord(JournalRecord, frozen=True, kw_only=True, tag="unloaded"):
+    """A call to `unload_adapter`."""
+
+    client: bytes
+    message: UnloadAdapter
+    reply_digest: bytes = msgspec.field(name="said")
+
+
+class AdapterReportRecord(JournalRecord, frozen=True, kw_only=True, tag="adapted"):
+    """A call to `on_adapter_report`."""
+
+    report: AdapterReport
+    reply_digest: bytes = msgspec.field(name="said")
+
+
 class FullRecord(JournalRecord, frozen=True, kw_only=True, tag="full"):
     """The last record of a file that became full before the next file could be started."""
 
@@ -187,6 +213,9 @@ AnyRecord = (
     | CommitRecord
     | CommitEncodedRecord
     | KVReportRecord
+    | LoadAdapterRecord
+    | UnloadAdapterRecord
+    | AdapterReportRecord
     | FullRecord
 )
 

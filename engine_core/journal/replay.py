@@ -14,6 +14,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Protocol
 
+from engine_core.adapters import AdapterCommand
 from engine_core.engine import Engine
 from engine_core.grammar import large_stack
 from engine_core.grammar.cache import CompiledGrammar, grammar_digest
@@ -24,6 +25,7 @@ from engine_core.journal.records import (
     FORMAT,
     AbortByLabelRecord,
     AbortRecord,
+    AdapterReportRecord,
     AddEncodeRecord,
     AddRecord,
     AnyRecord,
@@ -34,11 +36,13 @@ from engine_core.journal.records import (
     FullRecord,
     GrammarRecord,
     KVReportRecord,
+    LoadAdapterRecord,
     MasksRecord,
     PlanRecord,
     SnapshotRecord,
     StartRecord,
     TickRecord,
+    UnloadAdapterRecord,
     digest,
 )
 from engine_core.journal.snapshot import restore_snapshot
@@ -80,8 +84,9 @@ class StepComparer(Protocol):
     def start(self, record: StartRecord) -> None:
         """Prepare for the steps of an engine that was created with these arguments."""
 
-    def send(self, message: StepPlan | EncodePlan | Masks) -> None:
-        """Start to compute the step of a plan, or supply its masks."""
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
+        """Start to compute the step of a plan, or supply its masks. Raises an exception for a
+        command about LoRA adapters if it cannot be carried out again."""
 
     def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:
         """Compare the result of the oldest step with `recorded`. `where` names the record, for
@@ -144,6 +149,7 @@ class _ReplayedEngine:
             draft_cost=start.draft_cost,
             step_costs=start.step_costs,
             tiers=start.tiers,
+            adapters=start.adapters,
             draw_seed=self._draw,
         )
 
@@ -191,7 +197,16 @@ class _ReplayedEngine:
                 self._compare(number, record, digest(engine.commit_encoded(encoded, elapsed_s)))
             case KVReportRecord(report=report):
                 self._compare(number, record, digest(engine.on_kv_report(report)))
+            case LoadAdapterRecord(client=client, message=load):
+                self._compare(number, record, digest(engine.load_adapter(client, load)))
+            case UnloadAdapterRecord(client=client, message=unload):
+                self._compare(number, record, digest(engine.unload_adapter(client, unload)))
+            case AdapterReportRecord(report=adapter_report):
+                self._compare(number, record, digest(engine.on_adapter_report(adapter_report)))
         self._jobs |= {job.digest: job.grammar for job in self.engine.drain_compile_jobs()}
+        for command in self.engine.drain_adapter_commands():
+            if self._worker is not None:
+                self._worker.send(command)
         self.engine.drain_kv_commands()
         self.engine.drain_kv_events()
         self.engine.freed.clear()
@@ -238,7 +253,10 @@ class _ReplayedEngine:
         | MasksRecord
         | CommitRecord
         | CommitEncodedRecord
-        | KVReportRecord,
+        | KVReportRecord
+        | LoadAdapterRecord
+        | UnloadAdapterRecord
+        | AdapterReportRecord,
         reply_digest: bytes,
     ) -> None:
         if reply_digest != record.reply_digest:

@@ -20,6 +20,7 @@ from dataclasses import fields
 
 import msgspec
 
+from engine_core.adapters import AdapterState, EngineAdapter
 from engine_core.blocks.pool import BlockPool
 from engine_core.encoding import EncodeProgress, EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
@@ -108,6 +109,8 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     priority_credit: float
     #: Index in `EngineSnapshot.usages`.
     account_usage: int
+    #: Index in `EngineSnapshot.adapters`; None: no adapter.
+    adapter: int | None
     slot: int | None
     slot_generation: int
     blocks: list[int]
@@ -265,6 +268,21 @@ class SpeculationSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_started: int
 
 
+class AdapterSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of an `EngineAdapter`. Its fields have the same meaning."""
+
+    name: str
+    path: str
+    row: int
+    generation: int
+    state: AdapterState
+    digest: str
+    rank: int
+    num_requests: int
+    client: bytes
+    request: int
+
+
 class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of an `Engine`. The parts refer to requests by their indexes in `requests`."""
 
@@ -308,10 +326,15 @@ class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     kv: KVSnapshot
     #: Measured overhead and acceptance of drafts.
     speculation: SpeculationSnapshot
+    #: The LoRA adapters that own a row of the worker's table.
+    adapters: list[AdapterSnapshot]
+    #: Generation of each row of that table.
+    adapter_generations: list[int]
 
 
-CONVERTED = {"tokens", "account_usage", "has_matcher", "drafting", "stage_timer"}
+CONVERTED = {"tokens", "account_usage", "adapter", "has_matcher", "drafting", "stage_timer"}
 """Fields of `RequestSnapshot` whose values are converted. The others are copied."""
+ADAPTER_FIELDS = AdapterSnapshot.__struct_fields__
 COPIED = [name for name in RequestSnapshot.__struct_fields__ if name not in CONVERTED]
 
 
@@ -335,6 +358,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     last = [] if fair_share._last is None else [fair_share._last]
     used = [*known, *last, *(request.account_usage for request in requests)]
     usages = {usage: i for i, usage in enumerate(dict.fromkeys(used))}
+    adapters = {adapter: i for i, adapter in enumerate(engine.adapters._adapters)}
     return EngineSnapshot(
         now=engine._clock.now,
         step=engine._step,
@@ -342,7 +366,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         finished=engine._finished,
         timeouts=engine._timeouts,
         num_admitted_tokens=engine._num_admitted_tokens,
-        requests=[_from_request(request, usages) for request in requests],
+        requests=[_from_request(request, usages, adapters) for request in requests],
         num_open=len(engine.open_requests),
         usages=list(usages),
         ended_in_flight=[requests[request] for request in engine._ended_in_flight],
@@ -374,15 +398,23 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
             model_tally=engine._speculation._model_tally,
             num_started=engine._speculation._num_started,
         ),
+        adapters=[
+            AdapterSnapshot(**{name: getattr(adapter, name) for name in ADAPTER_FIELDS})
+            for adapter in adapters
+        ],
+        adapter_generations=engine.adapters._generations,
     )
 
 
-def _from_request(request: Request, usages: dict[AccountUsage, int]) -> RequestSnapshot:
+def _from_request(
+    request: Request, usages: dict[AccountUsage, int], adapters: dict[EngineAdapter, int]
+) -> RequestSnapshot:
     timer = request.stage_timer
     return RequestSnapshot(
         **{name: getattr(request, name) for name in COPIED},
         tokens=request.tokens.tobytes(),
         account_usage=usages[request.account_usage],
+        adapter=None if request.adapter is None else adapters[request.adapter],
         has_matcher=request.matcher is not None,
         drafting=None if request.drafting is None else _from_drafting(request.drafting),
         stage_timer=StageSnapshot(
@@ -509,6 +541,11 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     speculation.overhead._times = snapshot.speculation.overhead
     speculation._model_tally = snapshot.speculation.model_tally
     speculation._num_started = snapshot.speculation.num_started
+    engine.adapters._adapters = [
+        EngineAdapter(**{name: getattr(part, name) for name in ADAPTER_FIELDS})
+        for part in snapshot.adapters
+    ]
+    engine.adapters._generations = snapshot.adapter_generations
     requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
     for request in requests[: snapshot.num_open]:
         engine.open_requests.add(request)
@@ -534,6 +571,7 @@ def _to_request(
         **{name: getattr(part, name) for name in COPIED},
         tokens=tokens,
         account_usage=usages[part.account_usage],
+        adapter=None if part.adapter is None else engine.adapters._adapters[part.adapter],
         stage_timer=timer,
     )
     if part.has_matcher and part.grammar is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 from msgspec.structs import astuple, replace
 
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.records import StartRecord
 from engine_core.worker_link import WorkerLink
 from protocol.arrays import Array
@@ -151,9 +152,15 @@ class ReplayWorker:
         check_card(record.model, self._ready().model, any_fingerprint=self._any_fingerprint)
         self._start = record
 
-    def send(self, message: StepPlan | EncodePlan | Masks) -> None:
-        """Send a plan or its masks to the worker."""
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
+        """Send a plan or its masks to the worker. Raises NotComparable for a command about LoRA
+        adapters, because their files may have changed."""
         assert self._link is not None, "not started"
+        if not isinstance(message, StepPlan | Masks):
+            raise NotComparable(
+                "adapters were loaded or unloaded while the engine ran; only steps with adapters "
+                "that it loaded at its start (--lora) can be repeated"
+            )
         self._link.send(message)
 
     def compare(self, recorded: StepResult | EncodeResult, where: str) -> None:

@@ -41,7 +41,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     layout: bytes
     #: The layout as text, for error messages.
     layout_text: str
-    #: Hash of the model, the namespace and the tokens with K/V (blocks/hash.py).
+    #: Hash of the model, the namespace, the adapter and the tokens with K/V (blocks/hash.py).
     content: bytes
 
 

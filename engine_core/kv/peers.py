@@ -96,7 +96,7 @@ class Peers:
                 f"{request.prompt_tokens:,}"
             )
         if handle.content != self._content(request, handle.num_tokens):
-            raise _refusal("the handle belongs to another prompt or namespace")
+            raise _refusal("the handle belongs to another prompt, namespace or adapter")
         return handle
 
     def lease_from_handle(self, text: str) -> bytes | None:
@@ -134,7 +134,11 @@ class Peers:
 
     def _content(self, request: Request, num_tokens: int) -> bytes:
         return self._hashes.prefix_hash(
-            request.hashes, request.namespace, request.tokens, num_tokens
+            request.hashes,
+            request.namespace,
+            request.tokens,
+            num_tokens,
+            request.adapter_digest,
         )
 
     def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:

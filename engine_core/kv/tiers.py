@@ -120,7 +120,9 @@ class TierIndex:
         if not self._tiers or request.params.prompt_logprobs is not None:
             return None
         usable = (len(request.tokens) - 1) // self._block_tokens
-        self._hashes.extend(request.hashes, request.namespace, request.tokens, usable)
+        self._hashes.extend(
+            request.hashes, request.namespace, request.tokens, usable, request.adapter_digest
+        )
         found = list(takewhile(self._is_stored, request.hashes[num_blocks:usable]))
         if not self._is_worth_loading(len(found) * self._block_tokens):
             return None

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from math import inf
 
+from engine_core.adapters import AdapterRegistry, EngineAdapter
 from engine_core.encoding import EncodeScheduler
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
@@ -70,6 +71,7 @@ class Admission:
         draw_seed: Callable[[], int],
         clock: EngineClock,
         deadlines: Deadlines,
+        adapters: AdapterRegistry,
     ) -> None:
         self.is_draining = False
         self.num_accepted = 0
@@ -88,6 +90,7 @@ class Admission:
         self._draw_seed = draw_seed
         self._clock = clock
         self._deadlines = deadlines
+        self._adapters = adapters
         self._grammars = GrammarCache()
         self._order = 0
 
@@ -181,6 +184,8 @@ class Admission:
         self._deadlines.add(request)
         self._waiting.push(request)
         self.num_accepted += 1
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
         return Accepted(request=request.number)
 
     def _refuse(self, number: int, error: ServingError) -> Refused:
@@ -225,6 +230,7 @@ class Admission:
         self._check_new(client, message.request)
         if not self._model.generates:
             raise InvalidRequest(f"{self._model.name} does not generate text", param="model")
+        adapter = self._adapters.get(message.adapter) if message.adapter else None
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)
@@ -245,6 +251,7 @@ class Admission:
             self._model,
             self._limits,
             self._clock,
+            adapter,
         )
         self._set_order(request, message, usage)
         if is_new:
@@ -369,6 +376,7 @@ def new_request(
     model: ModelCard,
     limits: Limits,
     clock: EngineClock,
+    adapter: EngineAdapter | None = None,
 ) -> Request:
     """Create the request of a checked `message`.
 
@@ -403,6 +411,7 @@ def new_request(
         + (room if params.max_tokens is None else min(params.max_tokens, room)),
         stop_ids=stop_ids,
         kv_readers=readers,
+        adapter=adapter,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
         stage_timer=stage_timer,

@@ -16,7 +16,7 @@ from engine_core.request import Request, RequestPhase
 from engine_core.schedule.columns import samples_column, slot_column, start_column
 from engine_core.schedule.inflight import InflightStep
 from protocol.arrays import Int32, UInt8
-from protocol.steps import SlotInit, SlotRelease, StepPlan
+from protocol.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):
@@ -248,4 +248,6 @@ def _slot_init(request: Request) -> SlotInit:
         seed=request.seed,
         stop_ids=sorted(request.stop_ids),
         params=request.params,
+        adapter=NO_ADAPTER if request.adapter is None else request.adapter.row,
+        adapter_generation=0 if request.adapter is None else request.adapter.generation,
     )

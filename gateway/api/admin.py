@@ -96,8 +96,9 @@ class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
-    id         one of the model's served names, perhaps the operator's alias
-    root       the model's own name
+    id         one of the model's served names, perhaps the operator's alias; the name of an adapter
+    root       the model's own name; the path of an adapter, as the operator gave it
+    parent     the main name of the model that an adapter changes; null for a model
     state      ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
     generates  whether the model generates text
     encoding   what the model encodes; absent if nothing
@@ -113,7 +114,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
     state: str
     generates: bool
@@ -213,7 +214,7 @@ def metrics(service: Service, context: RequestContext) -> Response:
 
 @routes.get(
     "/v1/models",
-    about="List the served models, each under all of its names.",
+    about="List the served models, each under all of its names, and their LoRA adapters.",
     gives=(Models, ModelPage),
     error=(ErrorAnswer, MessagesErrorAnswer),
     statuses=(400, *READING),
@@ -229,13 +230,16 @@ def models(service: Service, context: RequestContext) -> Response:
 
 @routes.get(
     "/v1/models/<path:name>",
-    about="Describe one served model.",
+    about="Describe one served model or LoRA adapter.",
     gives=(ModelEntry, ModelInfo),
     error=(ErrorAnswer, MessagesErrorAnswer),
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
     listed = listed_models(service)
+    model, _, adapter = name.rpartition(":")
+    if name not in listed and model in listed and adapter in listed:
+        name = adapter  # MODEL:ADAPTER
     if name not in listed:
         raise service.unknown_model(name)
     if VERSION_HEADER in request.headers:
@@ -252,7 +256,9 @@ def listed_models(service: Service) -> dict[str, ListedModel]:
     described = [(host, facts) for host in hosts if (facts := host.facts()) is not None]
     if not described:
         raise service.trouble() or EngineNotReady("no engine has reported its model yet")
-    return {name: facts for _, facts in described for name in facts.names}
+    adapters = [host.adapter_facts(facts) for host, facts in described]
+    listed = {name: facts for _, facts in described for name in facts.names}
+    return {name: facts for each in adapters for name, facts in each.items()} | listed
 
 
 def _model(facts: ListedModel, name: str) -> ModelEntry:
@@ -269,7 +275,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         created=facts.created_at,
         owned_by="tidegate",
         root=facts.root,
-        parent=None,
+        parent=facts.parent or None,
         max_model_len=facts.max_len,
         state=facts.state,
         generates=facts.card.generates,

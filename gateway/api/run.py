@@ -130,6 +130,7 @@ class GenerationRunner:
             else options.priority,
             labels=labels,
             account=caller.account,
+            adapter=use.adapter,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
             timeout_s=timeouts.timeout_s,
             queue_timeout_s=timeouts.queue_timeout_s,

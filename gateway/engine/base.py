@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import NoEngine, ServingError
@@ -16,6 +17,7 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Account,
+    AdapterChanged,
     EngineStatus,
     Limits,
     Output,
@@ -39,7 +41,16 @@ class RoutedOptions(GenerateOptions, total=False):
     session: str
 
 
-Report = Accepted | Refused | Output | Aborted | Profiled | EngineStatus | RequestTimelines
+Report = (
+    Accepted
+    | Refused
+    | Output
+    | Aborted
+    | AdapterChanged
+    | Profiled
+    | EngineStatus
+    | RequestTimelines
+)
 """A message of the engine about one request."""
 Subscriber = Callable[[Report], None]
 """Receives the reports about one request, in order."""
@@ -109,6 +120,10 @@ class EngineClient(RequestSender, Protocol):
         """The engine's limits; None before the engine has reported them."""
 
     @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The LoRA adapters that requests can use now."""
+
+    @property
     def epoch(self) -> str | None:
         """Identifies the current run of the engine process; None while there is no session with an
         engine."""
@@ -142,6 +157,14 @@ class EngineClient(RequestSender, Protocol):
 
         Raises EngineNotReady, EngineLost or NoEngine if the engine cannot be reached.
         """
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Load a LoRA adapter in all engines, and wait until requests can use it. Raises
+        InvalidRequest or UnknownModel if an engine refuses, and as `abort_by_label` does."""
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter in all engines, and wait until its requests have ended and its
+        memory is free. Raises UnknownModel if no engine has it, and as `abort_by_label` does."""
 
 
 MIN_TIMEOUT_S = 0.001
@@ -183,6 +206,7 @@ class NullEngineClient:
         self.stats: EngineStats | None = None
         self.is_ready = False
         self.connections: list[ConnectedEngine] = []
+        self.adapters: list[AdapterInfo] = []
 
     def start(self) -> None:
         """Do nothing, because there is no engine."""
@@ -209,6 +233,12 @@ class NullEngineClient:
         self.generate()
 
     def abort_by_label(self, labels: Sequence[str]) -> NoReturn:
+        self.generate()
+
+    def load_adapter(self, name: str, path: str) -> NoReturn:
+        self.generate()
+
+    def unload_adapter(self, name: str) -> NoReturn:
         self.generate()
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:

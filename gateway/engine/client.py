@@ -28,6 +28,7 @@ from gateway.engine.base import Report, RoutedEncodeOptions, RoutedOptions, Subs
 from gateway.engine.coalesce import coalesce
 from gateway.engine.refusal_cache import RefusalCache
 from protocol import sockets, wire
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey
 from protocol.encoding import EncodeInputs
@@ -36,6 +37,7 @@ from protocol.messages import (
     AbortByLabel,
     Aborted,
     Account,
+    AdapterChanged,
     Encode,
     EngineStatus,
     Generate,
@@ -43,6 +45,7 @@ from protocol.messages import (
     GetTimeline,
     KeepKV,
     Limits,
+    LoadAdapter,
     Output,
     Outputs,
     Ping,
@@ -53,6 +56,7 @@ from protocol.messages import (
     ResourcesFreed,
     ToClient,
     ToEngine,
+    UnloadAdapter,
     Welcome,
 )
 from protocol.model_card import ModelCard
@@ -61,7 +65,7 @@ from protocol.session import EncodeOptions, GenerateOptions, RequestReport, Sess
 from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
-Command = AbortByLabel | GetStatus | GetTimeline
+Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | UnloadAdapter
 Reply = TypeVar("Reply", Aborted, EngineStatus, RequestTimelines)
 
 MAX_MESSAGES_PER_CALLBACK = 512
@@ -202,6 +206,25 @@ class ZmqEngineClient:
         assert report.error is not None
         raise error_from(report.error)
 
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self.start()
+        return self._adapter_reply(self.session.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        self.start()
+        return self._adapter_reply(self.session.unload_adapter(name))
+
+    def _adapter_reply(self, message: LoadAdapter | UnloadAdapter) -> AdapterInfo:
+        """Send a command and wait for the reply. Raises the engine's refusal."""
+        result: AsyncResult[Report] = AsyncResult()
+        self._open(message, result.set)
+        report = result.get()
+        if isinstance(report, AdapterChanged):
+            return report.adapter
+        assert isinstance(report, Output | Refused)
+        assert report.error is not None
+        raise error_from(report.error)
+
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         self._subscribers.pop(request, None)
         message = self.session.abort(request)
@@ -262,6 +285,10 @@ class ZmqEngineClient:
     def limits(self) -> Limits | None:
         """The limits in the engine's last Welcome message; None before the first one."""
         return self.session.limits
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        return self.session.adapters
 
     @property
     def epoch(self) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any, Unpack
 import msgspec
 from gevent import get_hub
 
+from gateway.engine.adapters import load_in_all, unload_in_all
 from gateway.engine.base import (
     Report,
     RoutedEncodeOptions,
@@ -44,6 +45,7 @@ from gateway.engine.handoff import (
 from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.pool import EnginePool
 from gateway.engine.remote_prefill import RemotePrefill
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import (
@@ -173,6 +175,22 @@ class DisaggregatedClient:
     @property
     def limits(self) -> Limits | None:
         return self._d.first.limits
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        return self._d.first.adapters
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self.start()
+        return load_in_all(self._ready_engines, name, path)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        self.start()
+        return unload_in_all(self._ready_engines, name)
+
+    @property
+    def _ready_engines(self) -> list[ZmqEngineClient]:
+        return [each.client for each in self.connections if each.client.session.is_ready]
 
     @property
     def epoch(self) -> str | None:

@@ -21,6 +21,7 @@ from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.refusal_cache import RefusalCache
 from gateway.engine.routing import PrefixRouter
 from protocol.account_limits import LIMITS, has_part
+from protocol.adapters import AdapterInfo
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
@@ -258,6 +259,16 @@ class ReplicaSet:
         if digest == self.digest:
             return set(self._others)
         return {number for number in self.router.usable if self._by_number[number].digest != digest}
+
+    def without_adapter(self, adapter: AdapterInfo) -> set[int]:
+        """Return the numbers of the usable replicas that do not have an adapter with this name and
+        content."""
+        wanted = adapter.name, adapter.digest
+        return {
+            number
+            for number in self.router.usable
+            if wanted not in [(i.name, i.digest) for i in self._by_number[number].client.adapters]
+        }
 
     def part_of(self, account: Account, replica: ConnectedReplica) -> Account:
         """Return the account with the part of its limits that this usable replica enforces."""

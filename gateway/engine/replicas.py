@@ -28,6 +28,7 @@ from typing import Any, Unpack, cast
 from gevent import get_hub
 from msgspec.structs import replace
 
+from gateway.engine.adapters import load_in_all, unload_in_all
 from gateway.engine.base import (
     Report,
     RoutedEncodeOptions,
@@ -51,6 +52,7 @@ from gateway.engine.routing import (
     RoutingDecision,
     prefix_hashes,
 )
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import (
@@ -161,6 +163,25 @@ class ReplicatedClient:
         return self._replicas.limits
 
     @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The adapters that any usable replica has; of one name, the first replica's."""
+        replicas = self._replicas.usable
+        infos = [info for each in replicas for info in reversed(each.client.adapters)]
+        return [*{info.name: info for info in reversed(infos)}.values()]
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self.start()
+        return load_in_all(self._ready_engines, name, path)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        self.start()
+        return unload_in_all(self._ready_engines, name)
+
+    @property
+    def _ready_engines(self) -> list[ZmqEngineClient]:
+        return [each.client for each in self._replicas if each.client.session.is_ready]
+
+    @property
     def epoch(self) -> str | None:
         """The epoch of a usable replica."""
         shown = self._replicas.shown
@@ -202,7 +223,8 @@ class ReplicatedClient:
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         if params.seed is None:  # an engine would draw one that no other engine knows
             params = replace(params, seed=secrets.randbits(63))
-        namespace, session = options.get("namespace", ""), options.pop("session", "")
+        namespace, session = _space(options), options.pop("session", "")
+        adapter = options.get("adapter", "")
         request = ReplicatedRequest(
             number=self._next_number,
             prompt=ids,
@@ -212,6 +234,9 @@ class ReplicatedClient:
             hashes=self._hashes(ids, namespace),
             session=f"{namespace}/{session}" if session else "",
             digest=self._replicas.digest,
+            adapter=next((info for info in self.adapters if info.name == adapter), None)
+            if adapter
+            else None,
         )
         return self._opened(request)
 
@@ -325,6 +350,8 @@ class ReplicatedClient:
         else:
             excluded = self._replicas.unfit(request.digest, request.options.get("account"))
         excluded |= request.tried
+        if request.adapter is not None:
+            excluded |= self._replicas.without_adapter(request.adapter)
         if self._last is not None and self._last[0] is request.prompt and not request.tried:
             decision = self._last[3]
             if (
@@ -373,7 +400,7 @@ class ReplicatedClient:
             session=request.session,
         )
         request.unanswered = self._replicas.router.loads[decision.replica]
-        namespace = request.options.get("namespace", "")
+        namespace = _space(request.options)
         self._last = request.prompt, namespace, request.hashes, decision
 
     # ---- events
@@ -498,3 +525,9 @@ class ReplicatedClient:
         request.replica = None
         request.stranded_at = request.stranded_at or time.monotonic()
         self._on_event(request, FailoverEvent.UNPLACED)
+
+
+def _space(options: RoutedOptions) -> str:
+    """Return the part of the prefix cache that a request can use: its namespace and adapter."""
+    namespace, adapter = options.get("namespace", ""), options.get("adapter", "")
+    return f"{namespace}\0{adapter}" if adapter else namespace

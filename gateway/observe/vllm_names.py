@@ -12,6 +12,7 @@ metric that cannot be added up, such as a ratio, is computed from sums.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -202,12 +203,23 @@ def _cache_config(engines: EngineSamples) -> tuple[Labels, float] | None:
 
 
 def _lora_requests(engines: EngineSamples) -> tuple[Labels, float] | None:
-    """Return that no adapter can be used. Endpoint pickers read the newest sample, whose value is a
-    time, and log an error at each scrape if the metric is missing. A sample with the time 0 gives
-    no error, and is never the newest."""
+    """Return which adapters have requests, and the time. Endpoint pickers read the newest sample,
+    and log an error at each scrape if the metric is missing. On a server without adapters the time
+    is 0, so the sample is never the newest."""
     if "tidegate_engine_running" not in engines:
         return None
-    return {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}, 0.0
+    most = max((each.value for each in engines.get("tidegate_engine_max_adapters", ())), default=0)
+    labels = {
+        "max_lora": f"{most:.0f}",
+        "running_lora_adapters": _adapters(engines, "tidegate_engine_adapters_running"),
+        "waiting_lora_adapters": _adapters(engines, "tidegate_engine_adapters_waiting"),
+    }
+    return labels, time.time() if most else 0.0
+
+
+def _adapters(engines: EngineSamples, name: str) -> str:
+    """Return the names of the adapters that have a sample of this metric, separated by commas."""
+    return ",".join(sorted({each.labels["adapter"] for each in engines.get(name, ())}))
 
 
 COMPUTED = (
@@ -217,5 +229,9 @@ COMPUTED = (
         _kv_cache_usage,
     ),
     Computed(["cache_config_info"], "Always 1; the labels describe the KV cache", _cache_config),
-    Computed(["lora_requests_info"], "LoRA adapters in use; there are none", _lora_requests),
+    Computed(
+        ["lora_requests_info"],
+        "LoRA adapters with requests, in the labels; the value is the time",
+        _lora_requests,
+    ),
 )

@@ -244,6 +244,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         if not self.is_group:
             return
         worker = self.worker
+        if worker.adapter_rows:
+            raise ValueError("tensor_parallel cannot be combined with lora and lora_dir")
         if worker.kv_host_gib or worker.kv_disk or worker.kv_export or self.role != "both":
             raise ValueError(
                 "tensor_parallel cannot be combined with kv_host_gib, kv_disk or K/V transfer "

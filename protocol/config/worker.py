@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
+import msgspec
+
+from protocol.adapters import split_adapter
 from protocol.config.base import Config, DeviceDefault, KeyFile, LogFormat, SharedKey, about
 from protocol.model_card import SamplingDefaults
 
@@ -199,6 +203,32 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             le=1,
         ),
     ] = 0.9
+    lora: Annotated[
+        list[str],
+        about(
+            "LoRA adapter to load at the start, as NAME=PATH; repeat it for further adapters. PATH "
+            "is a directory in PEFT's format"
+        ),
+    ] = []
+    lora_dir: Annotated[
+        str,
+        about(
+            "directory of the LoRA adapters that may be loaded while the server runs; default: "
+            "none may be"
+        ),
+    ] = ""
+    max_loras: Annotated[
+        int, about("most LoRA adapters loaded at the same time", ge=1, le=1024)
+    ] = 8
+    max_lora_rank: Annotated[
+        int,
+        about(
+            "largest rank of a LoRA adapter; with --lora-dir, memory for --max-loras adapters of "
+            "this rank is kept free",
+            ge=1,
+            le=1024,
+        ),
+    ] = 64
     poison_slots: Annotated[
         Poisoning,
         about(
@@ -245,7 +275,24 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
-        self._make_absolute("kv_disk")
+        self._make_absolute("kv_disk", "lora_dir")
+        msgspec.structs.force_setattr(self, "lora", [_absolute(text) for text in self.lora])
+        names = [split_adapter(text)[0] for text in self.lora]
+        if len(set(names)) < len(names):
+            raise ValueError(f"lora: two adapters have the same name: {', '.join(names)}")
+        if len(names) > self.max_loras:
+            raise ValueError(f"lora: {len(names)} adapters exceed max_loras ({self.max_loras})")
+
+    @property
+    def adapter_rows(self) -> int:
+        """Rows of the table of LoRA adapters; 0 if the worker has no adapters."""
+        return self.max_loras if self.lora or self.lora_dir else 0
+
+
+def _absolute(adapter: str) -> str:
+    """Return NAME=PATH with an absolute path (`Config._make_absolute`)."""
+    name, path = split_adapter(adapter)
+    return f"{name}={os.path.abspath(path)}"
 
 
 class JoinConfig(Config, frozen=True, kw_only=True):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.adapters import random_adapter
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import load
-from tests.support.same_bits import DENSE, WAYS, Subject, small_model
+from tests.support.same_bits import DENSE, WAYS, Subject, small_model, together
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -71,6 +72,48 @@ def test_it_has_the_same_bits_with_weights_of_every_kind(
     subject = Subject.of(loaded, NUM_PROMPTS, every=EVERY)
     for way in SMALL_WAYS:
         assert_same(subject, way, tmp_path)
+
+
+ADAPTED_KINDS = [
+    ("Q4_1", torch.float32),
+    ("Q4_1-int8", torch.bfloat16),
+    ("Q8_0-int8-kv8", torch.bfloat16),
+    (DENSE, torch.bfloat16),
+    (DENSE, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), ADAPTED_KINDS, ids=str)
+def test_it_has_the_same_bits_beside_requests_with_other_adapters(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    loaded = small_model(tmp_path, kind, dtype)
+    adapters = [random_adapter(loaded, seed=seed, rank=3 * seed + 1) for seed in range(8)]
+    subject = Subject.of(loaded, 10, every=EVERY, adapters=adapters)
+    assert [*sorted(subject.names)] == ["", "", *map(str, range(8))]
+    for way in ("chunks of 7", "in a batch", "other threads", "preempted", "n-gram drafts"):
+        assert_same(subject, way, tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_position_with_an_adapter_has_the_same_bits_however_it_is_computed(
+    way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    loaded = small_model(tmp_path_factory.mktemp("model"), "Q4_1", torch.float32)
+    adapters = [random_adapter(loaded, seed=seed, rank=5) for seed in range(2)]
+    assert_same(Subject.of(loaded, 4, every=EVERY, adapters=adapters), way, tmp_path)
+
+
+def test_requests_without_an_adapter_have_the_bits_of_a_server_without_adapters(
+    tmp_path: Path,
+) -> None:
+    loaded = small_model(tmp_path, "Q4_1-int8", torch.bfloat16)
+    adapters = [random_adapter(loaded, seed=seed) for seed in range(3)]
+    plain = Subject.of(loaded, 8)
+    mixed = Subject.of(loaded, 8, adapters=adapters)
+    for case in together(mixed, tmp_path):
+        same = (case.answer == plain.alone[case.prompt], mixed.names[case.prompt] == "")
+        assert same in [(True, True), (False, False)]
 
 
 def assert_same(subject: Subject, way: str, folder: Path) -> None:

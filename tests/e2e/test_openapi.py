@@ -27,6 +27,8 @@ pytestmark = pytest.mark.long
 
 REFUSED = {
     "/sleep",  # it keeps its only model loaded
+    "/v1/load_lora_adapter",  # it has no adapters
+    "/v1/unload_lora_adapter",
     "/infill",  # which has no tokens for that
     *("/api/push", "/api/create", "/api/copy", "/api/delete"),  # and is the operator's
 }

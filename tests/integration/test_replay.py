@@ -22,7 +22,7 @@ from torch import Tensor
 
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, StepPlan, StepResult
+from protocol.steps import NO_ADAPTER, SlotInit, StepPlan, StepResult
 from tests.support.plans import slot_init
 from tests.support.recording import (
     BLOCK_TOKENS,
@@ -43,15 +43,20 @@ from worker.slots.table import RestPolicy, SlotField, SlotTable, SlotWrite
 
 pytestmark = pytest.mark.long
 
-SEED = 15
+SEED = 13
+ADAPTERS = ("", "", "a", "", "b", "a")
+"""LoRA adapters of the requests, in turn: slots change hands between requests with and without
+one."""
 TURN_STEPS = 40
 """Steps that a replay executes before the next one's turn."""
 FIELDS = {f.name: f for f in slot_fields(MAX_LEN, MAX_LEN // BLOCK_TOKENS)}
 MODES: dict[str, Poison | None] = {"reuse": None, **{p.name.lower(): p for p in Poison}}
 ELSEWHERE = "read only for rows with bad words, for which it is written: num_bad_words is the guard"
+UNUSED = "read only for rows with an adapter, for which it is written"
 SURVIVORS = {
     ("num_bad", "lazily"): ELSEWHERE,
     ("longest_bad_word", "lazily"): ELSEWHERE,
+    ("adapter_generation", "lazily"): UNUSED,
 }
 """Resets that can be left out undetected, and why that is no leak. They are not replayed."""
 LATE = {("len", "never"): "wild", ("len", "once"): "wild", ("num_stop_ids", "lazily"): "reuse"}
@@ -78,7 +83,9 @@ SPECIAL = SamplingParams(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return record(tiny_model(tmp_path_factory.mktemp("model")), make_requests(SEED))
+    return record(
+        tiny_model(tmp_path_factory.mktemp("model")), make_requests(SEED, adapters=ADAPTERS)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +116,28 @@ def test_the_stream_has_every_kind_of_request_and_event(recorded, expected):
     assert sum(plan.row_drafts is not None for plan in plans) > 20, "speculation"
     assert sum(has_masked_drafts(plan) for plan in plans) > 10, "drafts of answers with grammars"
     assert any(0 in plan.row_samples.tolist() for plan in plans), "chunked prompts"
+    assert sum(init.adapter != NO_ADAPTER for init in inits) > 60
+    assert len({init.adapter for init in inits}) == 3, "two adapters, and none"
+    assert sum(mixes_adapters(plan, bound) for plan, bound in bound_slots(plans)) > 50
     assert any({i.slot for i in plan.bind} & {r.slot for r in plan.release} for plan in plans)
     assert sum(step.masks is not None for step in recorded.steps) > 20
     assert sum(result.prompt_logprobs is not None for result in expected) > 10
     assert any(columns.asked is not None for columns in logprobs)
     assert any(columns.drawn is not None for columns in logprobs)
     assert not any(len(result.failed) for result in expected), "nothing failed"
+
+
+def bound_slots(plans: Iterable[StepPlan]) -> Iterator[tuple[StepPlan, dict[int, SlotInit]]]:
+    """Yield each plan with the slots that are bound in it."""
+    bound: dict[int, SlotInit] = {}
+    for plan in plans:
+        bound |= {init.slot: init for init in plan.bind}
+        yield plan, bound
+
+
+def mixes_adapters(plan: StepPlan, bound: dict[int, SlotInit]) -> bool:
+    """Return whether rows of a step have different adapters, or some have none."""
+    return len({bound[slot].adapter for slot in plan.row_slots.tolist()}) > 1
 
 
 def has_masked_drafts(plan: StepPlan) -> bool:
@@ -194,14 +217,16 @@ class Careless(SlotTable):
 def is_plain(field: SlotField, init: SlotInit) -> bool:
     """Return whether the field has the value of a request without special parameters."""
     assert field.init is not None
-    plain = changed(init, params=SamplingParams(), stop_ids=[])
+    plain = changed(
+        init, params=SamplingParams(), stop_ids=[], adapter=NO_ADAPTER, adapter_generation=0
+    )
     return np.array_equal(field.init(init), field.init(plain))
 
 
 def ways() -> Iterator[tuple[str, str]]:
     """Yield every field with each way to be careless with it. Only scalars can be written
     lazily, such as the count of a list: an empty list writes nothing anyway."""
-    special = slot_init(0, [1], stop_ids=[3], params=SPECIAL)
+    special = slot_init(0, [1], stop_ids=[3], params=SPECIAL, adapter=1, adapter_generation=2)
     for field in FIELDS.values():
         if field.init is not None:
             yield field.name, "never"
@@ -310,7 +335,7 @@ def logprobs_of(outputs: list[Output]) -> list[float]:
 
 
 def test_two_steps_in_flight_give_the_results_of_one(recorded):
-    alone = record(recorded.loaded, make_requests(SEED), steps_in_flight=1)
+    alone = record(recorded.loaded, make_requests(SEED, adapters=ADAPTERS), steps_in_flight=1)
     assert alone.outputs.keys() == recorded.outputs.keys()
     for one, two in zip(alone.outputs.values(), recorded.outputs.values(), strict=True):
         if "abort" in (one[-1].finish, two[-1].finish):

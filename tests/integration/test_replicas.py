@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from gateway.engine.replicas import MAX_LOSSES
+from protocol.adapters import AdapterInfo
 from protocol.errors import ErrorInfo, Overloaded
 from protocol.messages import AbortByLabel, Generate
 from protocol.stats import EngineStats
@@ -368,4 +369,59 @@ def test_a_request_is_not_continued_with_another_model(tmp_path: Path) -> None:
             replicas.engines[0].await_steps(6)
             replicas.engines[0].kill()
         assert asked.response.status_code == 503
+        assert replicas.counts() == [1, 0]
+
+
+# ---- LoRA adapters
+
+
+def adapter(name: str, digest: str = "d1") -> AdapterInfo:
+    return AdapterInfo(name=name, digest=digest, rank=8, path=name)
+
+
+def post_adapter(replicas: Replicas, action: str, name: str) -> requests.Response:
+    body = {"lora_name": name} | ({"lora_path": name} if action == "load" else {})
+    return replicas.gateway.post(f"/v1/{action}_lora_adapter", body)
+
+
+def test_an_adapter_is_loaded_in_all_replicas_and_unloaded_in_all(two: Replicas) -> None:
+    assert post_adapter(two, "load", "fr").status_code == 200
+    assert [engine.adapters for engine in two.engines] == [[adapter("fr")]] * 2
+    assert two.complete(model="fr").json()["choices"][0]["text"] == TEXT
+    assert [each.adapter for engine in two.engines for each in engine.generates] == ["fr"]
+    assert post_adapter(two, "unload", "fr").status_code == 200
+    assert [engine.adapters for engine in two.engines] == [[], []]
+    assert two.complete(model="fr").status_code == 404
+    assert post_adapter(two, "unload", "fr").status_code == 404
+
+
+def test_a_load_that_one_replica_refuses_is_undone_in_the_others(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, 3)
+    replicas.engines[2].adapters = [adapter("fr", "other")]
+    with started(replicas):
+        assert post_adapter(replicas, "load", "fr").status_code == 400
+        assert [len(engine.adapters) for engine in replicas.engines] == [0, 0, 1]
+
+
+def test_requests_go_to_replicas_that_have_the_adapter(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, 3)
+    replicas.engines[1].adapters = [adapter("fr")]
+    with started(replicas):
+        for number in range(6):
+            assert replicas.complete(f"prompt {number}", model="fr").status_code == 200
+        assert replicas.counts() == [0, 6, 0]
+
+
+def test_a_stream_does_not_continue_with_another_adapter_of_the_same_name(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, failover_s=0.5)
+    replicas.engines[0].adapters = [adapter("fr")]
+    replicas.engines[1].adapters = [adapter("fr", "other")]
+    with started(replicas), ThreadPoolExecutor(1) as pool:
+        for engine in replicas.engines:
+            engine.script = stuck_after(5)
+        answer = pool.submit(replicas.complete, model="fr")
+        assert eventually(lambda: replicas.engines[0].num_steps > 6)
+        assert replicas.counts() == [1, 0]
+        replicas.engines[0].kill()
+        assert answer.result().status_code == 503
         assert replicas.counts() == [1, 0]

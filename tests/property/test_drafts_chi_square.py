@@ -28,6 +28,7 @@ from tests.support.tiny_checkpoint import VOCAB
 from worker.attention.base import Attention, AttentionBatch
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.lora.table import StepAdapters
 from worker.models.load import LoadedModel
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
@@ -51,7 +52,12 @@ class Bigrams:
         self.table = table
 
     def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         return token_ids[:, None]
 

@@ -11,7 +11,13 @@ import pytest
 from protocol.messages import Account
 from tests.support.engines import Bench
 from tests.support.examples import examples
-from tests.support.storm import SPECULATING, RequestStorm, SmallCacheStorm, WindowStorm
+from tests.support.storm import (
+    SPECULATING,
+    AdapterStorm,
+    RequestStorm,
+    SmallCacheStorm,
+    WindowStorm,
+)
 
 OPERATIONS = examples(4_000, 10_000)
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
@@ -29,6 +35,17 @@ def test_thousands_of_random_operations_keep_every_law(seed: int) -> None:
     assert storm.alone > examples(4, 20), "too few constrained answers came to their end"
     if seed >= SPECULATING:
         assert examples(20, 100) < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("seed", [5, 104, 205])
+def test_every_law_holds_while_adapters_are_loaded_and_unloaded(seed: int) -> None:
+    storm = AdapterStorm(seed)
+    for _ in range(OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    assert storm.num_adapted > 50
+    assert storm.num_commands > 20
 
 
 # ---- windows

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.kv.cache import KVCache
+from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.load import LoadedModel, load_model
 
 BLOCK_TOKENS = 4
@@ -27,7 +29,10 @@ def load(path: Path) -> LoadedModel:
 
 @dataclass
 class EagerStepper:
-    """A model, its K/V cache, and a request with scattered blocks for each list in `tokens`."""
+    """A model, its K/V cache, and a request with scattered blocks for each list in `tokens`.
+
+    adapters   row of each request's adapter in `table`
+    """
 
     loaded: LoadedModel
     tokens: list[list[int]]
@@ -35,6 +40,8 @@ class EagerStepper:
         default_factory=lambda: select_attention(BLOCK_TOKENS, dtype=torch.float32)
     )
     dtype: torch.dtype = torch.float32
+    table: AdapterTable | None = None
+    adapters: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
@@ -50,7 +57,13 @@ class EagerStepper:
         rows = [PagedRow(self.computed[i], counts[i], self.blocks[i]) for i in order]
         ids = [t for i in order for t in self.tokens[i][self.computed[i] :][: counts[i]]]
         batch = attention_batch(rows, BLOCK_TOKENS)
-        hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention)
+        adapters = None
+        if self.table is not None:
+            of_tokens = np.repeat(
+                [self.adapters[i] for i in order], [counts[i] for i in order]
+            ).astype(np.int64)
+            adapters = StepAdapters(self.table, of_tokens, CPU)
+        hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention, adapters)
         logits = self.loaded.model.logits(hidden).split([row.count for row in rows])
         self.computed = [done + n for done, n in zip(self.computed, counts, strict=True)]
         result = [torch.empty(0, VOCAB)] * len(counts)

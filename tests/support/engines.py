@@ -28,10 +28,22 @@ from protocol.errors import ServingError
 from protocol.grammar import Body, Grammar
 from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
 from protocol.kv_window import KVGroups, max_request_tokens
-from protocol.messages import Accepted, Account, Encode, Generate, Limits, Output, Refused, Usage
+from protocol.messages import (
+    Accepted,
+    Account,
+    Encode,
+    Generate,
+    Limits,
+    LoadAdapter,
+    Output,
+    Refused,
+    UnloadAdapter,
+    Usage,
+)
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.steps import NULL_BLOCK, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from tests.support.echo_adapters import ROOT, EchoAdapters, adapter_info
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.tiers import EchoTiers
@@ -350,6 +362,8 @@ class Bench:
         step_costs: Sequence[tuple[int, float]] = (),
         place: ClusterMember | None = None,
         tiers: Sequence[str] = (),
+        adapters: Sequence[str] = (),
+        max_adapters: int = 0,
         checks: bool = True,
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
@@ -360,6 +374,8 @@ class Bench:
         step_costs   (tokens, seconds) that a worker has measured
         place        membership in a cluster
         tiers        names of the worker's K/V tiers
+        adapters     names of the LoRA adapters that the worker has loaded
+        max_adapters rows of its table; 0: it has no adapters
         checks       whether to check the engine's invariants
         config       further fields of EngineConfig
         """
@@ -378,9 +394,14 @@ class Bench:
             prefix_cache=prefix_cache,
             kv_window=kv_window,
             kv_groups=kv_groups,
+            max_adapters=max_adapters,
         )
         self.config = EngineConfig(
-            worker=WorkerConfig(model="", draft_model=draft_model_for(config)),
+            worker=WorkerConfig(
+                model="",
+                draft_model=draft_model_for(config),
+                lora_dir=ROOT if max_adapters else "",
+            ),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
             steps_in_flight=steps_in_flight,
@@ -395,7 +416,9 @@ class Bench:
             draw_seed=draw_seed,
             cluster=None if place is None else place.cluster,
             tiers=tiers,
+            adapters=[adapter_info(name) for name in adapters],
         )
+        self.adapters = EchoAdapters([*adapters])
         self.worker = EchoWorker(self.limits, sample, guess or sample)
         self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
         self.tiers = EchoTiers(tiers, self.worker.kv, block_tokens)
@@ -440,6 +463,7 @@ class Bench:
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
         answer: list[int] | None = None,
+        adapter: str = "",
         **params: Any,
     ) -> int | Refused:
         """Add a request. Return its number, or the refusal. A new grammar waits for `compile`."""
@@ -459,6 +483,7 @@ class Bench:
             timeout_s=timeout_s,
             queue_timeout_s=queue_timeout_s,
             answer=None if answer is None else Int32.of(answer),
+            adapter=adapter,
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.drain_compile_jobs()
@@ -537,10 +562,12 @@ class Bench:
         return known
 
     def plan(self) -> StepPlan | EncodePlan | None:
+        self.adapters.commands += self.engine.drain_adapter_commands()
         plan = self.engine.plan()
         self.send_kv_commands()
         if plan is not None:
             if isinstance(plan, StepPlan):
+                self.adapters.check(plan)
                 self.plans.append(plan)
             self.in_flight.append(plan)
             if self.masks is None:
@@ -581,6 +608,27 @@ class Bench:
                 case _:
                     assert self.mover is not None, order
                     self.mover.apply(order)
+
+    def load_adapter(self, name: str, path: str = "", request: int = 1) -> Refused | None:
+        """Start to load an adapter, or return the refusal. `run_adapter` continues."""
+        message = LoadAdapter(request=request, name=name, path=path or name)
+        return self._sent_adapters(self.engine.load_adapter(CLIENT, message))
+
+    def unload_adapter(self, name: str, request: int = 2) -> Refused | None:
+        """Start to unload an adapter, or return the refusal."""
+        message = UnloadAdapter(request=request, name=name)
+        return self._sent_adapters(self.engine.unload_adapter(CLIENT, message))
+
+    def _sent_adapters(self, reply: Refused | None) -> Refused | None:
+        self.adapters.commands += self.engine.drain_adapter_commands()
+        self.check()
+        return reply
+
+    def run_adapter(self, *, fails: bool = False) -> None:
+        """Let the worker carry out its oldest command about adapters."""
+        self.adapters.commands += self.engine.drain_adapter_commands()
+        self.adapters.run(self.engine, fails=fails)
+        self.check()
 
     def tick(self, now: float) -> None:
         for client, outputs in self.engine.tick(now).items():

@@ -7,7 +7,7 @@ from itertools import chain
 
 from protocol.arrays import Int32, UInt8
 from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, SlotRelease, StepPlan
+from protocol.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -23,6 +23,8 @@ def slot_init(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     params: SamplingParams = GREEDY,
+    adapter: int = NO_ADAPTER,
+    adapter_generation: int = 0,
 ) -> SlotInit:
     return SlotInit(
         slot=slot,
@@ -34,6 +36,8 @@ def slot_init(
         seed=seed,
         stop_ids=list(stop_ids),
         params=params,
+        adapter=adapter,
+        adapter_generation=adapter_generation,
     )
 
 

@@ -9,7 +9,7 @@ executes a stream with a new worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from protocol.grammar import Body, ChoiceGrammar, Grammar, Regex
 from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
+from tests.support.adapters import random_adapter
 from tests.support.grammars import EOS, signs_tokenizer
 from tests.support.handover import KVNetwork
 from tests.support.replica import (
@@ -34,6 +35,7 @@ from tests.support.replica import (
 )
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
 from worker.debug.slot_registry import Poison
+from worker.lora.adapter import Adapter
 from worker.models.load import LoadedModel
 from worker.slots.table import SlotTable
 
@@ -91,6 +93,7 @@ class RecordedRequest:
     which it is aborted (None: it is not).
 
     prefilled   whether another engine computes its prompt
+    adapter     name of its LoRA adapter; "": none
     """
 
     prompt: list[int]
@@ -99,6 +102,7 @@ class RecordedRequest:
     arrives: int
     abort_after: int | None
     prefilled: bool
+    adapter: str = ""
 
 
 @dataclass
@@ -110,6 +114,7 @@ class Recording:
 
     loaded: LoadedModel
     draft: LoadedModel | None
+    adapters: Mapping[str, Adapter]
     steps: list[Executed]
     outputs: dict[int, list[Output]]
     num_aborted_in_flight: int
@@ -122,9 +127,14 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
     return load(folder)
 
 
-def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]:
+def make_requests(
+    seed: int, count: int = NUM_REQUESTS, adapters: Sequence[str] = ("",)
+) -> list[RecordedRequest]:
     """Return requests of all kinds. Each prompt begins like one of three conversations. So the
-    prefix cache has a part of many prompts, and all but the last token of some."""
+    prefix cache has a part of many prompts, and all but the last token of some.
+
+    adapters   LoRA adapters of the requests, in turn, four for each; "": none
+    """
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
     requests = []
@@ -142,6 +152,7 @@ def make_requests(seed: int, count: int = NUM_REQUESTS) -> list[RecordedRequest]
                 arrives=number // 2,
                 abort_after=chance.randrange(1, 7) if chance.random() < 0.25 else None,
                 prefilled=number % 2 == 1 and len(prompt) > 1,
+                adapter=adapters[number // 4 % len(adapters)],
             )
         )
     return requests
@@ -157,7 +168,12 @@ def record(
     """Serve the requests and record the steps. Requests are aborted while as many steps as possible
     are in flight."""
     air = KVNetwork()
-    elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.member("p"))
+    waiting, abort_steps, num_aborted = list(requests), {}, 0
+    names = sorted({each.adapter for each in waiting} - {""})
+    adapters = {
+        name: random_adapter(loaded, seed=seed, rank=4 + seed) for seed, name in enumerate(names)
+    }
+    elsewhere = Replica(loaded, block_tokens=BLOCK_TOKENS, place=air.member("p"), adapters=adapters)
     replica = Replica(
         loaded,
         token_budget=TOKEN_BUDGET,
@@ -172,14 +188,16 @@ def record(
             "max_drafts": 4,
         },
         draft=draft,
+        adapters=adapters,
         place=air.member("d"),
     )
-    waiting, abort_steps, num_aborted = list(requests), {}, 0
     for step in range(100_000):
         while waiting and waiting[0].arrives <= step:
             one = waiting.pop(0)
-            handle = _prefill(elsewhere, one.prompt) if one.prefilled else ""
-            number = replica.add(one.prompt, one.params, one.grammar, kv_handle=handle)
+            handle = _prefill(elsewhere, one) if one.prefilled else ""
+            number = replica.add(
+                one.prompt, one.params, one.grammar, kv_handle=handle, adapter=one.adapter
+            )
             if one.abort_after is not None:
                 abort_steps[number] = step + one.abort_after
         replica.plan()
@@ -193,12 +211,12 @@ def record(
         if not replica.step() and not waiting and replica.engine.is_idle:
             break
     replica.engine.check()
-    return Recording(loaded, draft, replica.steps, replica.outputs, num_aborted)
+    return Recording(loaded, draft, adapters, replica.steps, replica.outputs, num_aborted)
 
 
-def _prefill(elsewhere: Replica, prompt: list[int]) -> str:
+def _prefill(elsewhere: Replica, one: RecordedRequest) -> str:
     """Return the handle of a prompt that another replica has computed."""
-    number = elsewhere.add(prompt, GREEDY, kv_readers=1)
+    number = elsewhere.add(one.prompt, GREEDY, kv_readers=1, adapter=one.adapter)
     elsewhere.run()
     return elsewhere.outputs[number][-1].kv_handle
 
@@ -254,7 +272,9 @@ def replay(
     """
     slots = slot_table(MAX_LEN, BLOCK_TOKENS, max_slots, poison=poison, kind=kind)
     cache = new_cache(recorded.loaded, NUM_BLOCKS, BLOCK_TOKENS)
-    runner = new_runner(recorded.loaded, slots, cache, recorded.draft)
+    runner = new_runner(
+        recorded.loaded, slots, cache, recorded.draft, [*recorded.adapters.values()]
+    )
     caches = [cache] if runner.draft_model is None else [cache, runner.draft_model.cache]
     for step in steps:
         taken = [*step.plan.zero_blocks.tolist(), *chain(*(each.blocks for each in step.arrived))]

@@ -6,7 +6,7 @@ Tests check the tokens, batches and blocks that they compute.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar
 from engine_core.grammar.compiler import Compiler
 from engine_core.kv.peers import PeerCluster
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -29,6 +30,7 @@ from protocol.kv_window import KVGroups, max_request_tokens, num_column_blocks
 from protocol.messages import Accepted, Generate, Limits, Output
 from protocol.sampling import SamplingParams
 from protocol.steps import Masks, StepPlan, StepResult
+from tests.support.adapters import new_table
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.model import smollm2_gguf
 from tests.support.replica_transfers import ReplicaTransfers
@@ -40,6 +42,7 @@ from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.lora.adapter import Adapter
 from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
@@ -104,6 +107,7 @@ class Replica:
     max_len           maximum number of tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             the draft model, if any
+    adapters          name -> LoRA adapter of the worker
     draft_cost        cost of a draft step that is reported to the engine
     place             the replica's place in a cluster, if any: `move` carries out the oldest fetch
     moves             options of the worker's real K/V transfers, if it has any; `close` ends them
@@ -125,6 +129,7 @@ class Replica:
     max_len: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     draft_cost: float = 0.0
     place: ClusterMember | None = None
     moves: WorkerConfig | None = None
@@ -154,13 +159,16 @@ class Replica:
             prefix_cache=self.prefix_cache,
             kv_window=window,
             kv_groups=groups,
+            max_adapters=len(self.adapters),
         )
         slots = slot_table(max_len, self.block_tokens, self.max_slots, groups=groups)
         shared = self.moves is not None and self.moves.kv_export
         self.cache = new_cache(
             self.loaded, self.num_blocks, self.block_tokens, groups, is_shared=shared
         )
-        self.runner = new_runner(self.loaded, slots, self.cache, self.draft)
+        self.runner = new_runner(
+            self.loaded, slots, self.cache, self.draft, [*self.adapters.values()]
+        )
         self.mover = None
         if self.place is not None:
             self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens)
@@ -182,6 +190,10 @@ class Replica:
             draw_seed=lambda: 7919 * next(self._seeds),
             cluster=self._cluster,
             tiers=() if self.transfers is None else self.transfers.tiers,
+            adapters=[
+                AdapterInfo(name=name, digest=adapter.digest, rank=adapter.rank, path=name)
+                for name, adapter in self.adapters.items()
+            ],
         )
 
         self.receive_report()  # the blocks that a directory holds
@@ -356,9 +368,14 @@ def new_cache(
 
 
 def new_runner(
-    loaded: LoadedModel, slots: SlotTable, cache: KVCache, draft: LoadedModel | None = None
+    loaded: LoadedModel,
+    slots: SlotTable,
+    cache: KVCache,
+    draft: LoadedModel | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Runner:
-    """Return a new worker's runner for a loaded model, with `draft` as its draft model, if any."""
+    """Return a new worker's runner for a loaded model, with `draft` as its draft model, if any, and
+    with LoRA adapters in the first rows of its table."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
     draft_model = None
@@ -367,4 +384,5 @@ def new_runner(
         kernels = draft.model.kernels
         own = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
         draft_model = DraftModel(draft.model, beside, own, loaded.card.vocab_size)
-    return Runner(loaded.model, slots, cache, attention, draft_model=draft_model)
+    table = new_table(loaded, adapters) if adapters else None
+    return Runner(loaded.model, slots, cache, attention, draft_model=draft_model, adapters=table)

@@ -9,11 +9,12 @@ of prompt and answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
 from worker.kv.cache import block_bytes
+from worker.lora.adapter import Adapter
 from worker.models.load import LoadedModel
 from worker.quantize.writing import quantize_model
 
@@ -95,25 +97,50 @@ class BitAnswer:
 class Subject:
     """A model, prompts, and their answers when each is computed alone.
 
-    every   ways try only every n-th boundary between blocks, and every n-th step
+    every      ways try only every n-th boundary between blocks, and every n-th step
+    adapters   name -> LoRA adapter
+    names      name of each prompt's adapter; "": none
     """
 
     loaded: LoadedModel
     prompts: list[list[int]]
     alone: list[BitAnswer]
-    every: int = 1
+    every: int
+    adapters: Mapping[str, Adapter]
+    names: list[str]
 
     @classmethod
-    def of(cls, loaded: LoadedModel, num_prompts: int, *, every: int = 1) -> Subject:
-        """Compute `num_prompts` prompts, each alone, and return the subject."""
+    def of(
+        cls,
+        loaded: LoadedModel,
+        num_prompts: int,
+        *,
+        every: int = 1,
+        adapters: Sequence[Adapter] = (),
+    ) -> Subject:
+        """Compute `num_prompts` prompts, each alone, and return the subject. The last prompt has no
+        adapter, and the others have them in turn."""
         chosen = prompts(num_prompts, loaded.spec.vocab_size)
-        replica = Replica(loaded, max_slots=1, prefix_cache=False)
-        return cls(loaded, chosen, [answer(replica, prompt) for prompt in chosen], every)
+        named = {str(number): adapter for number, adapter in enumerate(adapters)}
+        names = [*islice(cycle([*named, ""]), num_prompts - 1), ""]
+        subject = cls(loaded, chosen, [], every, named, names)
+        replica = subject.replica(max_slots=1, prefix_cache=False)
+        subject.alone.extend(
+            answer(replica, prompt, adapter=name)
+            for prompt, name in zip(chosen, names, strict=True)
+        )
+        return subject
+
+    def replica(self, **options: Any) -> Replica:
+        """Return a replica of the model with all adapters."""
+        return Replica(self.loaded, adapters=self.adapters, **options)
 
     def shortest(self, number: int) -> Subject:
         """Return a subject that has only the `number` shortest prompts."""
         some = slice(-number, None)
-        return replaced(self, prompts=self.prompts[some], alone=self.alone[some])
+        return replaced(
+            self, prompts=self.prompts[some], alone=self.alone[some], names=self.names[some]
+        )
 
     def is_same(self, case: BitCase) -> bool:
         """Return whether the answer has the same bits as when the prompt is computed alone.
@@ -164,7 +191,10 @@ def answers(
     replica: Replica, subject: Subject, params: SamplingParams = SAMPLED
 ) -> Iterator[BitCase]:
     """Compute as many prompts of the subject at once as there are slots, and yield all answers."""
-    numbers = [replica.add(prompt, params) for prompt in subject.prompts]
+    numbers = [
+        replica.add(prompt, params, adapter=name)
+        for prompt, name in zip(subject.prompts, subject.names, strict=True)
+    ]
     replica.run()
     for prompt, number in enumerate(numbers):
         yield BitCase(prompt, _answer(replica, number))
@@ -183,15 +213,15 @@ def _answer(replica: Replica, number: int) -> BitAnswer:
 def in_chunks(budget: int, subject: Subject, folder: Path) -> Iterator[BitCase]:
     """Compute prompts in chunks of `budget` tokens. With a budget of 1, a prompt is computed token
     by token, like an answer."""
-    replica = Replica(subject.loaded, max_slots=1, token_budget=budget, prefix_cache=False)
+    replica = subject.replica(max_slots=1, token_budget=budget, prefix_cache=False)
     for number, prompt in enumerate(subject.prompts):
-        yield BitCase(number, answer(replica, prompt), budget)
+        yield BitCase(number, answer(replica, prompt, adapter=subject.names[number]), budget)
     assert replica.engine.stats().num_steps >= sum(map(len, subject.prompts)) / budget
 
 
 def together(subject: Subject, folder: Path) -> Iterator[BitCase]:
     """Compute the prompts and answers of all requests as rows of the same steps."""
-    replica = Replica(subject.loaded, token_budget=100, prefix_cache=False)
+    replica = subject.replica(token_budget=100, prefix_cache=False)
     yield from answers(replica, subject)
     assert max(len(step.plan.row_tokens) for step in replica.steps) > 1
 
@@ -202,19 +232,20 @@ def with_other_threads(subject: Subject, folder: Path) -> Iterator[BitCase]:
     try:
         for num_threads in (1, 2, 5):
             torch.set_num_threads(num_threads)
-            yield from answers(Replica(subject.loaded, prefix_cache=False), subject)
+            yield from answers(subject.replica(prefix_cache=False), subject)
     finally:
         torch.set_num_threads(before)
 
 
 def from_prefix_cache(subject: Subject, folder: Path) -> Iterator[BitCase]:
     """Continue from a cached prefix that ends at each boundary between blocks in turn."""
-    replica = Replica(subject.loaded, block_tokens=BLOCK_TOKENS, max_slots=1)
+    replica = subject.replica(block_tokens=BLOCK_TOKENS, max_slots=1)
     for number, prompt in enumerate(subject.prompts):
         for boundary in range(BLOCK_TOKENS, len(prompt), subject.every * BLOCK_TOKENS):
             space = f"{number}, {boundary}"
-            answer(replica, prompt[: boundary + 1], GREEDY, namespace=space)
-            yield BitCase(number, answer(replica, prompt, REUSING, namespace=space), boundary)
+            fields = {"namespace": space, "adapter": subject.names[number]}
+            answer(replica, prompt[: boundary + 1], GREEDY, **fields)
+            yield BitCase(number, answer(replica, prompt, REUSING, **fields), boundary)
             usage = [*replica.outputs.values()][-1][-1].usage
             assert usage is not None
             assert usage.cached_tokens == boundary
@@ -225,9 +256,7 @@ def preempted_together(subject: Subject, folder: Path) -> Iterator[BitCase]:
     block_tokens, max_slots = 4, 8
     at_once = subject.prompts[:max_slots]
     num_blocks = sum(len(prompt) // block_tokens + 1 for prompt in at_once) + 2
-    replica = Replica(
-        subject.loaded, max_slots=max_slots, num_blocks=num_blocks, block_tokens=block_tokens
-    )
+    replica = subject.replica(max_slots=max_slots, num_blocks=num_blocks, block_tokens=block_tokens)
     yield from answers(replica, subject, REUSING)
     assert replica.engine.stats().num_preemptions
 
@@ -237,15 +266,14 @@ def preempted_at_each_step(subject: Subject, folder: Path) -> Iterator[BitCase]:
     A prompt of at least four tokens is computed in at least four chunks."""
     for number, prompt in enumerate(subject.prompts):
         for at in range(1, NUM_TOKENS + 3, subject.every):
-            replica = Replica(
-                subject.loaded,
+            replica = subject.replica(
                 token_budget=max(len(prompt) // 4, 1),
                 max_slots=1,
                 num_blocks=len(prompt) + NUM_TOKENS + 1,
                 block_tokens=1,
                 prefix_cache=False,
             )
-            request = replica.add(prompt, SAMPLED)
+            request = replica.add(prompt, SAMPLED, adapter=subject.names[number])
             for _ in range(at):
                 replica.step()
             if replica.is_ended(request):
@@ -267,8 +295,7 @@ def _preempt(replica: Replica) -> None:
 
 def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
     """Verify drafts from n-grams, or from the model as its own draft model."""
-    replica = Replica(
-        subject.loaded,
+    replica = subject.replica(
         options={"speculation": kind, "ngram_min": 1},
         draft=subject.loaded if kind == "model" else None,
         prefix_cache=False,
@@ -281,14 +308,16 @@ def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[
     """Fetch the K/V of all prompt tokens but the last from another engine, as with --split."""
     address = f"ipc://{folder}/kv"
     exporting = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover)
-    p = Replica(subject.loaded, token_budget=100, moves=exporting)
-    d = Replica(subject.loaded, moves=WorkerConfig(model="", kv_mover=mover), prefix_cache=False)
+    p = subject.replica(token_budget=100, moves=exporting)
+    d = subject.replica(moves=WorkerConfig(model="", kv_mover=mover), prefix_cache=False)
     with closing(p), closing(d):
         for number, prompt in enumerate(subject.prompts):
             if len(prompt) > 1:
-                answer(p, prompt, GREEDY, kv_readers=1)
+                name = subject.names[number]
+                answer(p, prompt, GREEDY, kv_readers=1, adapter=name)
                 handle = [*p.outputs.values()][-1][-1].kv_handle
-                yield BitCase(number, answer(d, prompt, REUSING, kv_handle=handle))
+                found = answer(d, prompt, REUSING, kv_handle=handle, adapter=name)
+                yield BitCase(number, found)
                 p.receive_report()
         fetched = d.engine.stats().num_fetched_tokens
         assert fetched == sum(len(prompt) - 1 for prompt in subject.prompts)
@@ -303,15 +332,14 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
     else:
         moves = WorkerConfig(model="", kv_host_gib=2 * num_blocks * _block_bytes(subject) / GIB)
     new_replica = partial(
-        Replica,
-        subject.loaded,
+        subject.replica,
         block_tokens=BLOCK_TOKENS,
         options={"kv_load_tokens": 1},
         moves=moves,
     )
     replica = new_replica()
     for number, prompt in enumerate(subject.prompts):
-        answer(replica, prompt, GREEDY, namespace=str(number))
+        answer(replica, prompt, GREEDY, namespace=str(number), adapter=subject.names[number])
     if tier == "disk":
         replica.close()
         replica = new_replica()
@@ -321,7 +349,9 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
         pool.release(pool.allocate(pool.num_free) or [])
     with closing(replica):
         for number, prompt in enumerate(subject.prompts):
-            found = answer(replica, prompt, REUSING, namespace=str(number))
+            found = answer(
+                replica, prompt, REUSING, namespace=str(number), adapter=subject.names[number]
+            )
             usage = [*replica.outputs.values()][-1][-1].usage
             assert usage is not None
             assert usage.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32, Int32, UInt8
 from protocol.encoding import EncodeInputs, EncodingCard
 from protocol.errors import ErrorInfo
@@ -53,6 +54,8 @@ from protocol.messages import (
     Aborted,
     Accepted,
     Account,
+    AdapterChanged,
+    Adapters,
     Drain,
     Encode,
     EngineStatus,
@@ -64,6 +67,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    LoadAdapter,
     Loading,
     Message,
     Output,
@@ -80,6 +84,7 @@ from protocol.messages import (
     SessionLost,
     Times,
     TokenLogprobs,
+    UnloadAdapter,
     Usage,
     Welcome,
 )
@@ -88,6 +93,9 @@ from protocol.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady,
 from protocol.sampling import SamplingParams
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
 from protocol.steps import (
+    AdapterLoad,
+    AdapterReport,
+    AdapterUnload,
     EncodePlan,
     EncodeResult,
     Heartbeat,
@@ -180,12 +188,17 @@ CARD = ModelCard(
         default_prompt="query",
     ),
 )
+ADAPTER = AdapterInfo(name="fr", digest="a1", rank=16, path="french/7")
 INPUTS = EncodeInputs(tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1]))
 ERROR = ErrorInfo(
     code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
 )
 STATS = EngineStats(
     draining=True,
+    max_adapters=8,
+    num_adapter_requests={"fr": 5},
+    adapters_running={"fr": 2},
+    adapters_waiting={"fr": 1},
     worker=WorkerStatus(
         engine_pid=33,
         pid=34,
@@ -269,6 +282,7 @@ MESSAGES: list[Message] = [
         timeout_s=30.0,
         queue_timeout_s=2.5,
         answer=Int32.of([7]),
+        adapter="fr",
     ),
     Encode(
         request=2,
@@ -285,6 +299,8 @@ MESSAGES: list[Message] = [
     KeepKV(handles=["aGFuZGxl"]),
     ReleaseKV(handles=["aGFuZGxl"]),
     Profile(request=4, steps=20, directory="/var/tmp/traces"),
+    LoadAdapter(request=6, name="fr", path="french/7"),
+    UnloadAdapter(request=7, name="fr"),
     GetStatus(request=5, max_rows=20, after_step=34),
     GetTimeline(request=6, names=["7"]),
     Drain(),
@@ -303,8 +319,12 @@ MESSAGES: list[Message] = [
             prefix_cache=True,
             kv_window=4096,
             kv_groups=KVGroups(window=512, window_blocks=5),
+            max_adapters=8,
         ),
+        adapters=[ADAPTER],
     ),
+    AdapterChanged(request=6, adapter=ADAPTER),
+    Adapters(adapters=[ADAPTER]),
     Accepted(request=1),
     Refused(request=1, error=ERROR),
     Outputs(
@@ -436,6 +456,8 @@ MESSAGES: list[Message] = [
                 seed=-3,
                 stop_ids=[2, 3],
                 params=PARAMS,
+                adapter=3,
+                adapter_generation=2,
             )
         ],
         block_slots=Int32.of([0]),
@@ -504,7 +526,12 @@ MESSAGES: list[Message] = [
         ),
         kv_window=4096,
         kv_groups=KVGroups(window=512, window_blocks=5),
+        max_adapters=8,
+        adapters=[ADAPTER],
     ),
+    AdapterLoad(row=3, generation=2, path="french/7"),
+    AdapterUnload(row=3, generation=2),
+    AdapterReport(row=3, generation=2, digest="a1", rank=16, error=ERROR),
     KVReport(
         fetched=[KVFetched(5, 4096, 0.25, "shm")],
         failed=[KVFailure(6, "expired", "the lease is over")],

@@ -29,14 +29,17 @@ import zmq
 from tokenizers import decoders, models, pre_tokenizers
 
 from protocol import sockets, wire
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32
-from protocol.errors import ErrorInfo
+from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     AbortByLabel,
     Aborted,
     Accepted,
+    AdapterChanged,
+    Adapters,
     Drain,
     Encode,
     EngineStatus,
@@ -47,6 +50,7 @@ from protocol.messages import (
     Hello,
     KeepKV,
     Limits,
+    LoadAdapter,
     Loading,
     Output,
     Outputs,
@@ -59,6 +63,7 @@ from protocol.messages import (
     Times,
     ToEngine,
     TokenLogprobs,
+    UnloadAdapter,
     Usage,
     Welcome,
 )
@@ -256,6 +261,7 @@ class ScriptedEngine:
     num_early        requests that gateways refused from their cache, as their pings report
     goodbyes         number of Goodbyes received
     ignored          types of the messages received while the engine was silent
+    adapters         the LoRA adapters; a load succeeds unless the name is taken
     kept, released   handles of all KeepKV and ReleaseKV messages
     timelines        name of a request -> its timeline
     rows             open requests in a status
@@ -284,6 +290,7 @@ class ScriptedEngine:
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
+    adapters: list[AdapterInfo] = field(default_factory=list)
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
     rows: list[RequestStatus] = field(default_factory=list)
     num_polls: int = 0
@@ -408,6 +415,8 @@ class ScriptedEngine:
                 self._abort(client, numbers)
             case AbortByLabel():
                 self._abort_named(client, message)
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(client, message)
             case KeepKV(handles=handles):
                 self.kept += handles
             case ReleaseKV(handles=handles):
@@ -458,6 +467,25 @@ class ScriptedEngine:
         unknown = [name for name in message.names if name not in known]
         self._send(client, Aborted(request=message.request, aborted=aborted, unknown=unknown))
 
+    def _change_adapters(self, client: bytes, message: LoadAdapter | UnloadAdapter) -> None:
+        found = [info for info in self.adapters if info.name == message.name]
+        reply: AdapterChanged | Refused
+        if isinstance(message, LoadAdapter) and not found:
+            info = AdapterInfo(name=message.name, digest="d1", rank=8, path=message.path)
+            self.adapters = [*self.adapters, info]
+            reply = AdapterChanged(request=message.request, adapter=info)
+        elif isinstance(message, UnloadAdapter) and found:
+            self.adapters = [info for info in self.adapters if info not in found]
+            reply = AdapterChanged(request=message.request, adapter=found[0])
+        elif isinstance(message, LoadAdapter):
+            error = InvalidRequest.at("lora_name", "it is loaded already").info()
+            reply = Refused(request=message.request, error=error)
+        else:
+            error = UnknownModel("there is no such adapter", param="lora_name").info()
+            reply = Refused(request=message.request, error=error)
+        self._send(client, Adapters(adapters=self.adapters))
+        self._send(client, reply)
+
     def _welcome(self) -> Welcome:
         limits = Limits(
             max_len=self.max_len,
@@ -468,7 +496,13 @@ class ScriptedEngine:
             prefix_cache=True,
             kv_lease_s=self.kv_lease_s,
         )
-        return Welcome(protocol=PROTOCOL_VERSION, epoch=self.epoch, model=self.card, limits=limits)
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            model=self.card,
+            limits=limits,
+            adapters=self.adapters,
+        )
 
     def _generate(self, client: bytes, message: Generate) -> None:
         self.generates.append(message)

@@ -43,6 +43,7 @@ LABELS = [f"label-{i}" for i in range(12)]
 BAD = Regex(pattern="(")
 FAULTS = ["", "", "", "damaged", "timeout"]
 """Failures of a fetch from a tier; "": none."""
+ADAPTERS = ["de", "fr", "it", "nl"]
 ACCOUNTS = [None, None, Account(name="alice"), Account(name="bob")]
 
 
@@ -123,6 +124,7 @@ class RequestStorm:
             ignore_eos=self.random.random() < 0.8,
             labels=self.random.choices(LABELS, k=self.random.randrange(3)),
             account=self.random.choice(ACCOUNTS),
+            adapter=self.adapter(),
         )
         self.bench.check()
         if isinstance(number, Refused):
@@ -131,6 +133,10 @@ class RequestStorm:
         self.asked[client, number] = (prompt, max_tokens, seed)
         if grammar is not None:
             self.constrained[client, number] = grammar
+
+    def adapter(self) -> str:
+        """Return the name of the LoRA adapter of a new request; "": none."""
+        return ""
 
     def grammar(self) -> tuple[Body, str, str]:
         """Return a grammar with its patterns, as in GRAMMARS: usually a known one, sometimes a new
@@ -338,6 +344,56 @@ class SmallCacheStorm(RequestStorm):
         while self.bench.tiers.jobs:
             self.bench.on_kv_report(self.bench.tiers.carry_out(next(iter(self.bench.tiers.jobs))))
             self.bench.run()
+
+
+class AdapterStorm(RequestStorm):
+    """A storm in which LoRA adapters are loaded and unloaded, while requests use them. Some
+    requests name adapters that are not there, and some loads fail."""
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        super().__init__(seed, adapters=["de", "fr"], max_adapters=3, **config)
+        self.chance = random.Random(seed)
+        self.num_commands = 0
+        #: Requests that were accepted with an adapter.
+        self.num_adapted = 0
+
+    def operate(self) -> None:
+        choice = self.chance.random()
+        if choice < 0.03:
+            reply = self.bench.load_adapter(self.chance.choice(ADAPTERS))
+            self.num_commands += reply is None
+        elif choice < 0.06:
+            self.num_commands += self.bench.unload_adapter(self.chance.choice(ADAPTERS)) is None
+        elif choice < 0.15 and self.bench.adapters.commands:
+            self.bench.run_adapter(fails=self.chance.random() < 0.2)
+        else:
+            super().operate()
+
+    def adapter(self) -> str:
+        return self.chance.choice(["", *ADAPTERS])
+
+    def add(self) -> None:
+        before = len(self.asked)
+        super().add()
+        if len(self.asked) > before:
+            request = [*self.bench.engine.open_requests][-1]
+            self.num_adapted += request.adapter is not None
+
+    def finish_all(self) -> None:
+        """Finish all requests, then unload all adapters."""
+        super().finish_all()
+        while self.bench.adapters.commands or self.bench.engine.adapters.is_leaving:
+            self.bench.run_adapter()
+        for info in self.bench.engine.adapters.infos:
+            self.num_commands += self.bench.unload_adapter(info.name) is None
+            self.bench.run_adapter()
+
+    def check(self) -> None:
+        super().check()
+        adapters = self.bench.adapters
+        assert self.bench.engine.adapters.is_empty
+        assert not adapters.rows, "the worker still holds an adapter"
+        assert len(adapters.replies) == self.num_commands
 
 
 class EncodeStorm(RequestStorm):

@@ -17,6 +17,7 @@ from worker.batch.readback import Mark, mark
 from worker.debug.slot_registry import Poison, PoisonedSlots
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
+from worker.lora.table import StepAdapters
 from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
@@ -47,7 +48,12 @@ class TinyModel:
         self.head = weight(HIDDEN, vocab, scale=0.25)
 
     def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         x = self.embedding[token_ids] + self.places[batch.positions]
         q = (x @ self.query).view(-1, HEADS, HEAD_DIM)

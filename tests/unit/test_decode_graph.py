@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
+from protocol.steps import NO_ADAPTER
 from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, PretendedDevice, content
@@ -31,6 +32,8 @@ from worker.batch.decode_graph import (
 from worker.kv.cache import KVCache, layer_places
 from worker.loading.errors import UnusableModel
 from worker.loading.weights import load_weights
+from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm
+from worker.lora.table import AdapterTable
 from worker.models.decoder import DecoderModel
 from worker.models.load import load_model
 from worker.models.spec import LayerSpec, ModelSpec
@@ -89,7 +92,13 @@ def test_padding_sees_nothing_and_repeats_the_first_rows_token(size: int) -> Non
 class GraphScene:
     """Requests on the device, with or without captured steps."""
 
-    def __init__(self, device: PretendedDevice, spec: ModelSpec, is_captured: bool) -> None:
+    def __init__(
+        self,
+        device: PretendedDevice,
+        spec: ModelSpec,
+        is_captured: bool,
+        adapters: AdapterTable | None = None,
+    ) -> None:
         self.device = device
         weights = load_weights(
             ModelTensors(spec, names_of(ROLES)), RandomTensors(), dtype=FLOAT, device=DEVICE
@@ -115,11 +124,15 @@ class GraphScene:
             assert decode is not None
             decode.prepare()
         self.decode = decode
-        self.runner = Runner(model, self.slots, self.cache, attend, decode=decode)
+        self.runner = Runner(
+            model, self.slots, self.cache, attend, decode=decode, adapters=adapters
+        )
 
-    def run(self, params: SamplingParams, num_steps: int = 3) -> list[list[int]]:
+    def run(
+        self, params: SamplingParams, num_steps: int = 3, adapter: int = NO_ADAPTER
+    ) -> list[list[int]]:
         """Compute the prompts of LENS and some decode steps of all but the first request. Return
-        the tokens of each step."""
+        the tokens of each step. The last request has `adapter`."""
         width = BLOCKS * self.entries
         inits = [
             slot_init(
@@ -128,6 +141,8 @@ class GraphScene:
                 blocks=range(1 + width * row, 1 + width * (row + 1)),
                 params=params,
                 seed=row,
+                adapter=adapter if row == len(LENS) - 1 else NO_ADAPTER,
+                adapter_generation=1,
             )
             for row, count in enumerate(LENS)
         ]
@@ -161,6 +176,34 @@ def test_a_captured_step_changes_the_same_memory_as_an_eager_one(
             assert not ours[:, 0].any()
         assert content(scenes[1].slots["token_ids"])[0].equal(before)
         assert not [fault for fault in device.faults if "loading" not in fault.line]
+
+
+def one_adapter(spec: ModelSpec) -> AdapterTable:
+    """Return a table with an adapter of the first layer's queries, on the device."""
+    generator = torch.Generator().manual_seed(4)
+    width = spec.layers[0].attention.q_width
+    down, up = (
+        torch.randn(shape, generator=generator).to(FLOAT).to(DEVICE)
+        for shape in ((2, spec.hidden), (2, width))
+    )
+    term = LowRankTerm(down, (LowRankPart(0, 0, 4.0, up),))
+    table = AdapterTable(1, spec.num_layers)
+    table.add(0, 1, Adapter("d", 2, {(0, "qkv"): term}))
+    return table
+
+
+def test_a_step_with_an_adapter_is_not_captured_and_one_without_is() -> None:
+    with PretendedDevice() as device:
+        eager, captured = (
+            GraphScene(device, PLAIN, is_captured, one_adapter(PLAIN))
+            for is_captured in (False, True)
+        )
+        found = captured.run(GREEDY, adapter=0)
+        assert "graph" not in device.by_operation
+        assert found == eager.run(GREEDY, adapter=0)
+        plain = GraphScene(device, PLAIN, True, one_adapter(PLAIN)).run(GREEDY)
+        assert device.by_operation["graph"] == 2
+        assert found != plain
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:

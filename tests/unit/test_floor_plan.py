@@ -45,6 +45,7 @@ UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", 
 FLASK_IN = (
     "gateway/app.py",
     "gateway/http/*.py",
+    "gateway/api/adapters.py",
     "gateway/api/admin.py",
     "gateway/api/web.py",
     "gateway/api/*/*routes.py",
@@ -81,6 +82,7 @@ BROAD_EXCEPTS = {
     "gateway/store/runs.py": "the flusher goes on after a failure",
     "worker/process.py": "reports the cause to the engine",
     "worker/kv/report_queue.py": "raises a thread's exception in the loop",
+    "worker/lora/service.py": "a damaged file may make any library fail, in a thread",
     # The boundary of a request.
     "gateway/api/batches/runner.py": "a batch that fails is continued later",
     "gateway/api/render/replay.py": "a forged state may make any parser fail",

@@ -24,6 +24,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache, LayerPlace
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.lora.table import StepAdapters
 from worker.models.load import load_model
 from worker.sampling import features
 from worker.sampling.features import features_of
@@ -246,7 +247,12 @@ class ProfiledTinyModel(TinyModel):
         self.num_logits = 0
 
     def __call__(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         self.num_tokens.append(len(token_ids))
         return super().__call__(token_ids, batch, cache, attention)

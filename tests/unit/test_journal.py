@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
@@ -31,11 +32,19 @@ from engine_core.journal.weights import StepComparison
 from protocol.arrays import Float32, Int32
 from protocol.errors import WireError
 from protocol.grammar import ChoiceGrammar, Regex
-from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.steps import (
+    AdapterLoad,
+    AdapterUnload,
+    EncodePlan,
+    EncodeResult,
+    Masks,
+    StepPlan,
+    StepResult,
+)
 from tests.support.engines import Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
-from tests.support.storm import EncodeStorm, RequestStorm, SmallCacheStorm
+from tests.support.storm import AdapterStorm, EncodeStorm, RequestStorm, SmallCacheStorm
 
 
 class Journals:
@@ -51,8 +60,14 @@ class Journals:
     def record(self, bench: Bench, max_bytes: int = 1 << 24) -> Path:
         """Replace the bench's engine by one that writes a journal. Return the path of its file."""
         writer, engine = self.writer(max_bytes), bench.engine
-        tiers = list(bench.tiers.kept)
-        bench.engine = RecordedEngine(writer, bench.config, a_card(), engine.limits, tiers=tiers)
+        bench.engine = RecordedEngine(
+            writer,
+            bench.config,
+            a_card(),
+            engine.limits,
+            tiers=list(bench.tiers.kept),
+            adapters=engine.adapters.infos,
+        )
         return writer.path
 
     def close(self) -> None:
@@ -65,12 +80,18 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
         yield journals
 
 
+ADAPTED = (5, 109)
+"""Seeds of storms with LoRA adapters."""
+
+
 def stormy(
     seed: int, journals: Journals, length: int = 150, tiers: Sequence[str] = ()
 ) -> tuple[Bench, Path]:
-    return recorded(
-        SmallCacheStorm(seed, [*tiers]) if tiers else RequestStorm(seed), journals, length
-    )
+    if tiers:
+        storm: RequestStorm = SmallCacheStorm(seed, [*tiers])
+    else:
+        storm = AdapterStorm(seed) if seed in ADAPTED else RequestStorm(seed)
+    return recorded(storm, journals, length)
 
 
 def recorded(storm: RequestStorm, journals: Journals, length: int) -> tuple[Bench, Path]:
@@ -96,7 +117,9 @@ class EchoComparer:
     def start(self, record: StartRecord) -> None:
         self._worker = EchoWorker(record.limits, *self._functions)
 
-    def send(self, message: StepPlan | EncodePlan | Masks) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
+        if isinstance(message, AdapterLoad | AdapterUnload):
+            return
         if isinstance(message, StepPlan | EncodePlan):
             self._steps.append((message, None))
         else:
@@ -114,7 +137,7 @@ class EchoComparer:
             raise AssertionError("results of another kind than the plan")
 
 
-@pytest.mark.parametrize("seed", [2, 3, 104, 205])
+@pytest.mark.parametrize("seed", [2, 3, *ADAPTED, 104, 205])
 def test_a_replay_gives_the_same_replies_and_steps_for_any_input(
     seed: int, journals: Journals
 ) -> None:

@@ -30,6 +30,7 @@ from worker.kv.cache import block_bytes
 from worker.kv.rounding import ROUNDED
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import read_header
+from worker.lora.targets import adapter_bytes
 from worker.models.load import load_model
 from worker.models.spec import ModelSpec
 from worker.startup import assembly, device, machine
@@ -386,6 +387,15 @@ def test_a_plan_adds_up_and_fits(large: PlannedModel) -> None:
         assert found.weights_bytes + found.kv_bytes + found.work_bytes <= found.free_bytes
     assert found.max_len == 131072
     assert plan(large, 150).max_len < 131072
+
+
+def test_memory_is_planned_for_all_adapters_that_can_be_loaded(large: PlannedModel) -> None:
+    each = adapter_bytes(large.spec, 16, 2)
+    options: dict[str, Any] = {"max_loras": 4, "max_lora_rank": 16}
+    plain = plan(large, 200).work_bytes
+    assert plan(large, 200, **options).work_bytes == plain
+    assert plan(large, 200, lora=["a=/a", "b=/b"], **options).work_bytes == plain + 2 * each
+    assert plan(large, 200, lora=["a=/a"], lora_dir="/d", **options).work_bytes == plain + 4 * each
 
 
 def test_keys_and_values_in_eight_bits_leave_room_for_more_tokens(large: PlannedModel) -> None:

@@ -73,7 +73,17 @@ FULL = SamplingParams(
 
 def test_binding_writes_every_field_of_the_row():
     table = tiny_slots(3)
-    init = slot_init(1, [7, 8, 9], prompt_tokens=2, blocks=[5], seed=-3, stop_ids=[1], params=FULL)
+    init = slot_init(
+        1,
+        [7, 8, 9],
+        prompt_tokens=2,
+        blocks=[5],
+        seed=-3,
+        stop_ids=[1],
+        params=FULL,
+        adapter=6,
+        adapter_generation=4,
+    )
     table.bind(init)
     table.flush()
     no_blocks = [0] * (MAX_LEN // BLOCK_TOKENS - 1)
@@ -82,6 +92,8 @@ def test_binding_writes_every_field_of_the_row():
         "len": 3,
         "block_table": [5, *no_blocks],
         "prompt_len": 2,
+        "adapter": 6,
+        "adapter_generation": 4,
         "temperature": 0.5,
         "top_p": 0.25,
         "min_p": 0.125,

@@ -19,7 +19,13 @@ from msgspec import inspect
 from engine_core.engine import Engine
 from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
 from tests.support.engines import Bench, a_card
-from tests.support.storm import EncodeStorm, RequestStorm, SmallCacheStorm, WindowStorm
+from tests.support.storm import (
+    AdapterStorm,
+    EncodeStorm,
+    RequestStorm,
+    SmallCacheStorm,
+    WindowStorm,
+)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 
@@ -79,8 +85,13 @@ def storms() -> Iterator[RequestStorm]:
     drafts, steps in flight, tiers or windows."""
     plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
     windows = [WindowStorm(103), WindowStorm(103, 2)]
-    encoding = [EncodeStorm(4), EncodeStorm(5)]
-    for storm in [*plain, SmallCacheStorm(207, ["host", "disk"]), *windows, *encoding]:
+    others = [
+        SmallCacheStorm(207, ["host", "disk"]),
+        AdapterStorm(5),
+        EncodeStorm(4),
+        EncodeStorm(5),
+    ]
+    for storm in [*plain, *others, *windows]:
         for number in range(120):
             storm.bench.engine.tick(number / 8)
             storm.operate()
@@ -125,6 +136,7 @@ STORED = {
     "AccountBuckets": "requests tokens",
     "AccountUsage": "name served",
     "Accounts": "_buckets now",
+    "AdapterRegistry": "_adapters _generations",
     "Admission": "_order is_draining num_accepted num_refused",
     "BlockPool": "_free holders",
     "Bucket": "filled_at per_minute used",
@@ -133,6 +145,7 @@ STORED = {
     "EncodeScheduler": "continues inflight is_next num_open started",
     "EncodeStep": "parts plan",
     "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
+    "EngineAdapter": "client digest generation name num_requests path rank request row state",
     "EngineClock": "now",
     "FairShare": "_by_name _last _last_at _level _other_at",
     "Fetch": "job match request started_at state",
@@ -145,8 +158,8 @@ STORED = {
     "OpenRequests": "_by_number",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
-    "Request": "account account_usage arrived_at blocks client deadline drafting encode grammar "
-    "hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
+    "Request": "account account_usage adapter arrived_at blocks client deadline drafting encode "
+    "grammar hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
     "num_computed num_draft_computed num_drafts num_fetched num_in_flight num_pending "
     "num_preemptions num_passed num_passed_sent num_published num_scheduled number order params "
     "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
@@ -180,6 +193,7 @@ DERIVED = {
 }
 """Class -> attributes that are derived from stored ones."""
 CONFIGURED = {
+    "AdapterRegistry": "_can_load _reserved",
     "Admission": "_config _draw_seed _limits _model",
     "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
@@ -202,12 +216,12 @@ CONFIGURED = {
 }
 """Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
-    "Admission": "_accounts _clock _deadlines _encoding _fair_share _grammars _kv_transfers _open "
-    "_speculation _throughput _waiting",
+    "Admission": "_accounts _adapters _clock _deadlines _encoding _fair_share _grammars "
+    "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
     "EncodeScheduler": "_fair_share waiting",
-    "Engine": "_accounts _clock _deadlines _inflight _speculation admission encoding kv_transfers "
-    "open_requests scheduler throughput",
+    "Engine": "_accounts _clock _deadlines _inflight _speculation adapters admission encoding "
+    "kv_transfers open_requests scheduler throughput",
     "KVTransfers": "_peers fetches leases tiers",
     "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
     "Speculation": "overhead",
@@ -218,7 +232,12 @@ PARTS = {
 """Class -> attributes that refer to objects whose classes are listed too."""
 CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_readers lease"}
 """Class -> attributes that are used only in a cluster, whose engines have no journal."""
-SENT = {"Engine": "_aborted freed", "KVTransfers": "commands", "Fetch": "error seconds"}
+SENT = {
+    "AdapterRegistry": "commands has_changed",
+    "Engine": "_aborted freed",
+    "KVTransfers": "commands",
+    "Fetch": "error seconds",
+}
 """Class -> replies and commands that are about to be sent. No decision depends on them."""
 
 

@@ -22,6 +22,7 @@ from worker.batch.batch import BatchRows, Ints
 from worker.kernels import structs
 from worker.kernels.native import address
 from worker.kv.cache import KVCache
+from worker.lora.table import StepAdapters
 from worker.models.base import StepModel
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory, WholePass
@@ -36,14 +37,19 @@ def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
 
 
 class PlainDecode(Protocol):
-    """An implementation of plain decode steps."""
+    """An implementation of plain decode steps.
+
+    takes_adapters   whether it can compute rows with adapters
+    """
+
+    takes_adapters: bool
 
     def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
         """Return whether it can compute this step."""
         ...
 
     def __call__(
-        self, slots: Ints, starts: Ints, *, choose: bool
+        self, slots: Ints, starts: Ints, *, choose: bool, adapters: StepAdapters | None = None
     ) -> tuple[Tensor, TokenChoice | None]:
         """Compute the positions `starts` [R] of `slots` [R], which must exist.
 
@@ -81,6 +87,8 @@ class DecodeCall:
 class DecodeFastPath:
     """The compiled decode step of one model, its slots and its cache. Implements PlainDecode."""
 
+    takes_adapters = True
+
     def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
         self._whole = whole
         self._slots = slots
@@ -98,7 +106,7 @@ class DecodeFastPath:
         return is_plain(plan, rows) and self._whole.is_for(len(rows.slots))
 
     def __call__(
-        self, slots: Ints, starts: Ints, *, choose: bool
+        self, slots: Ints, starts: Ints, *, choose: bool, adapters: StepAdapters | None = None
     ) -> tuple[Tensor, TokenChoice | None]:
         table, count = self._slots, len(slots)
         max_tokens = min(table.fields["token_ids"].width, self._whole.max_positions + 1)
@@ -110,6 +118,10 @@ class DecodeFastPath:
         step = call.step
         self._whole.use_cache(self._cache)
         step.slots, step.starts = slots.ctypes.data, starts.ctypes.data
+        if adapters is not None:
+            adapters.fill_in(step.forward)
+        else:
+            step.forward.adapters = None
         choice = _no_choice(count) if choose else None
         step.tokens, step.finite = (
             (None, None) if choice is None else map(address, (choice.tokens, choice.finite))

@@ -26,6 +26,7 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.batch.batch import BatchRows, Ints
 from worker.batch.decode_fast_path import is_plain
 from worker.kv.cache import KVCache
+from worker.lora.table import StepAdapters
 from worker.models.base import StepModel
 from worker.models.decoder import DecoderModel
 from worker.sampling.sampler import TokenChoice, most_likely
@@ -143,7 +144,11 @@ class CapturedBucket:
 
 
 class GraphDecode:
-    """The captured decode steps of one model, its slots and its cache. Implements PlainDecode."""
+    """The captured decode steps of one model, its slots and its cache. Implements PlainDecode.
+
+    A step with adapters is not captured, because the host groups its tokens by adapter."""
+
+    takes_adapters = False
 
     def __init__(
         self,
@@ -191,8 +196,9 @@ class GraphDecode:
         return is_plain(plan, rows) and len(rows.slots) <= self._sizes[-1]
 
     def __call__(
-        self, slots: Ints, starts: Ints, *, choose: bool
+        self, slots: Ints, starts: Ints, *, choose: bool, adapters: StepAdapters | None = None
     ) -> tuple[Tensor, TokenChoice | None]:
+        assert adapters is None
         table, count = self._slots, len(slots)
         width = table.fields["token_ids"].width
         if slots.min() < 0 or slots.max() >= table.max_slots:

@@ -123,6 +123,30 @@ class CLayer(Structure):
     ]
 
 
+class CLowRankPart(Structure):
+    """The term of one module of a linear. `up` [rank, outputs] has the model's dtype."""
+
+    _fields_ = [
+        ("up", c_void_p),
+        ("start", c_int64),
+        ("rank", c_int64),
+        ("first", c_int64),
+        ("outputs", c_int64),
+        ("scale", c_double),
+    ]
+
+
+class CLowRankTerm(Structure):
+    """The term of one linear in an adapter. Its rank is 0 if the adapter does not change it."""
+
+    _fields_ = [
+        ("down", c_void_p),
+        ("rank", c_int64),
+        ("num_parts", c_int64),
+        ("parts", CLowRankPart * MAX_PARTS),
+    ]
+
+
 class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
@@ -155,6 +179,10 @@ class CForward(Structure):
         ("embedding_scale", c_double),
         ("residual_scale", c_double),
         ("rounds_kv", c_int64),
+        ("terms", c_void_p),
+        ("adapters", c_void_p),
+        ("shrunk", c_void_p),
+        ("shrunk_width", c_int64),
     ]
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import softmax
 
 from worker.kernels.base import Kernels
 from worker.layers.linear import Linear
+from worker.layers.low_rank import LayerAdapters, adapted
 from worker.models.spec import MlpSpec
 from worker.parallel.group import Group
 
@@ -27,9 +28,13 @@ class Mlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(
+        self, x: Tensor, kernels: Kernels, adapters: LayerAdapters | None = None
+    ) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]."""
-        return self.down(kernels.activate(self.gate_up(x), self.spec))
+        inner = adapted(adapters, "gate_up", x, self.gate_up(x))
+        active = kernels.activate(inner, self.spec)
+        return adapted(adapters, "down", active, self.down(active))
 
     @property
     def experts(self) -> Sequence[Mlp]:
@@ -55,9 +60,11 @@ class ExpertMlp:
     first: int = 0
     group: Group | None = None
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(
+        self, x: Tensor, kernels: Kernels, adapters: LayerAdapters | None = None
+    ) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]. Each expert computes all its rows at
-        once, and the results are added in the order of the experts."""
+        once, and the results are added in the order of the experts. Experts have no adapters."""
         weights, chosen = self._route(x)
         total = torch.zeros_like(x)
         last = self.first + len(self.experts)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.kv.cache import KVCache
+from worker.lora.table import StepAdapters
 
 
 class StepModel(Protocol):
@@ -17,11 +18,17 @@ class StepModel(Protocol):
     """
 
     def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Compute a step: write the K/V of its tokens to `cache`, and return their hidden states.
 
         token_ids   [T] int64
+        adapters    the adapters of the tokens; None: no token has one
         returns     [T, hidden], as `logits` expects them; before the final norm in models of our
                     families, after it in those that transformers computes
         """

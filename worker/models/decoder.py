@@ -20,9 +20,11 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
+from worker.layers.low_rank import adapted
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
+from worker.lora.table import StepAdapters
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.whole_step import WholePass
@@ -127,7 +129,12 @@ class DecoderModel:
 
     @torch.inference_mode()
     def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
         Writes this step's keys and values to the cache."""
@@ -135,7 +142,7 @@ class DecoderModel:
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)
             if isinstance(plan, NativePlan):
-                return whole(token_ids, plan, cache)
+                return whole(token_ids, plan, cache, adapters)
         kinds = [*zip(cache.entries, self._windows, strict=True)]
         plans: dict[tuple[int, int | None], Any] = {}
         of_window: dict[int | None, Any] = {}
@@ -148,9 +155,10 @@ class DecoderModel:
         post_norm: Norm | None = None
         for index, layer in enumerate(self.weights.layers):
             spec = layer.spec
+            terms = None if adapters is None else adapters.for_layer(index)
             normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
             q = self.kernels.place(
-                layer.qkv(normed),
+                adapted(terms, "qkv", normed, layer.qkv(normed)),
                 turns[spec.attention.rope],
                 cache,
                 index,
@@ -166,14 +174,16 @@ class DecoderModel:
                 soft_cap=spec.attention.soft_cap,
                 sinks=layer.sinks,
             )
-            delta, post_norm = layer.output(seen.flatten(1)), layer.post_attention_norm
+            seen = seen.flatten(1)
+            delta = adapted(terms, "output", seen, layer.output(seen))
+            post_norm = layer.post_attention_norm
             if spec.order in ("parallel", "parallel_one_norm"):
                 if layer.mlp_norm is not None:
                     normed = self._add_norm(x, None, layer.mlp_norm)
-                delta = delta.add_(layer.mlp(normed, self.kernels))
+                delta = delta.add_(layer.mlp(normed, self.kernels, terms))
                 continue
             normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
-            delta, post_norm = layer.mlp(normed, self.kernels), layer.post_mlp_norm
+            delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
         return self._add_norm(x, delta, None, post_norm)
 
     def normed(self, hidden: Tensor) -> Tensor:

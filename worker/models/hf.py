@@ -42,6 +42,7 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
+from worker.lora.table import StepAdapters
 from worker.models.architectures import (
     INLINE_ATTENTION,
     MASKED_WINDOWS,
@@ -226,10 +227,16 @@ class TransformersModel:
 
     @torch.inference_mode()
     def __call__(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, attention: Attention
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of token_ids [T] int64, after the final norm. Writes
         this step's keys and values to the cache."""
+        assert adapters is None, "these models cannot have adapters (lora/targets.py)"
         self.function.step = step = PagedStep(batch, cache, attention)
         try:
             hidden: Tensor = _forward(self._decoder, token_ids, batch.positions)[0][0]

@@ -16,6 +16,8 @@ MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
+"""The linears of a layer that a LoRA adapter can change."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 

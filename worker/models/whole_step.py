@@ -32,6 +32,7 @@ from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import attention_factor, inverse_frequencies
+from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import Activation, ModelSpec
@@ -140,7 +141,13 @@ class WholePass:
         weights are faster, and each operation is a call of its own."""
         return tokens < self._from_rows
 
-    def __call__(self, token_ids: Tensor, plan: NativePlan, cache: KVCache) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        plan: NativePlan,
+        cache: KVCache,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """Compute a step as `DecoderModel` does, but return the hidden states [T, hidden] in
         float32."""
         count, batch = len(token_ids), plan.batch
@@ -157,6 +164,8 @@ class WholePass:
         step.rows = plan.rows
         step.ids, step.positions = address(token_ids), address(batch.positions)
         step.slot_mapping = address(batch.slot_mapping)
+        if adapters is not None:
+            adapters.fill_in(step)
         self.kernels.library.forward(self.dtype_code, torch.get_num_threads(), byref(step))
         return hidden
 

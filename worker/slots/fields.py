@@ -46,8 +46,9 @@ def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
 
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """Return the fields of a request's tokens and block table. token_ids[slot, p] is the request's
-    token p, from the prompt, the sampler or an earlier run of the request."""
+    """Return the fields of a request's tokens, block table and adapter. token_ids[slot, p] is the
+    request's token p, from the prompt, the sampler or an earlier run of the request. adapter is a
+    row of the table of adapters (lora/table.py) with its generation, or NO_ADAPTER."""
     return (
         SlotField(
             name="token_ids",
@@ -75,6 +76,8 @@ def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
             written_by=EXTENDED,
         ),
         _scalar("prompt_len", torch.int32, lambda init: init.prompt_tokens, host=True),
+        _scalar("adapter", torch.int32, lambda init: init.adapter, host=True),
+        _scalar("adapter_generation", torch.int32, lambda init: init.adapter_generation, host=True),
     )
 
 

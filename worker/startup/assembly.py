@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
 from worker.loading.header import encoder_header
 from worker.loading.text import check_draft
+from worker.lora.startup import kept_bytes, load_adapters
+from worker.lora.table import AdapterTable
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
 from worker.parallel.group import Group
@@ -93,12 +95,13 @@ def assemble(
     if not loaded.card.generates:
         attention = _attention(loaded, config, dtype, device)
         return assemble_vectors(config, timing, loaded, attention, dtype, device)
+    adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
         window, groups = _windows(config, loaded.spec)
         shapes = [_cache_shape(model.spec, config, groups) for model in models]
         attentions = [_attention(model, config, dtype, device) for model in models]
-        parts = RunnerParts(models, attentions)
+        parts = RunnerParts(models, attentions, adapters)
         make_caches = partial(_caches, models, shapes, groups, device)
         demand = KVDemand(
             context_tokens=loaded.card.context_tokens,
@@ -108,7 +111,9 @@ def assemble(
             groups=groups,
         )
         if device.type == "cpu":
-            budget = kv_budget(config, demand, free_bytes=free_bytes(device) // config.local_size)
+            free = free_bytes(device) // config.local_size
+            kept = kept_bytes(config, loaded.spec, dtype)
+            budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
         else:
             memory = measured_memory(config, parts, make_caches, limits, device)
             budget = gpu_kv_budget(config, demand, memory)
@@ -116,7 +121,7 @@ def assemble(
         caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
         columns = -(-budget.max_len // config.block_tokens)
         fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
-        others = [*(each.model for each in models), caches, parts.attentions]
+        others = [*(each.model for each in models), caches, parts.attentions, adapters]
         slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
     with timing("warm up"):
         warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
@@ -151,6 +156,8 @@ def assemble(
         step_costs=loaded.step_costs,
         kv_window=window,
         kv_groups=groups,
+        max_adapters=adapters.num_rows,
+        adapters=infos,
     )
     runner = parts.runner(slots, caches, _runner_class(config), decode)
     if loaded.card.encoding is None:
@@ -170,10 +177,12 @@ def assemble(
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """The model, and the draft model if there is one, each with its attention."""
+    """The model, and the draft model if there is one, each with its attention. Adapters change only
+    the model."""
 
     models: Sequence[LoadedModel]
     attentions: Sequence[Attention]
+    adapters: AdapterTable = field(default_factory=AdapterTable)
 
     def runner(
         self,
@@ -195,6 +204,7 @@ class RunnerParts:
             draft_model=draft_model,
             decode=decode,
             sampling=select_sampling(model.model.kernels),
+            adapters=self.adapters,
         )
 
     def captured_decode(
@@ -259,7 +269,8 @@ def measured_memory(
         free_bytes=now_free,
         weights_bytes=allocator.allocated(),
         step_bytes=step_bytes,
-        reserve_bytes=reserve_bytes(limits, card.vocab_size),
+        reserve_bytes=reserve_bytes(limits, card.vocab_size)
+        + kept_bytes(config, parts.models[0].spec, getattr(torch, card.dtype)),
     )
     log.info(
         "GPU memory: %s in total, %s free; %s for weights, %s for the largest step, %s in reserve",

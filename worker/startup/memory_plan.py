@@ -27,6 +27,7 @@ from protocol.sampling import (
 from worker.kernels import sizes
 from worker.loading import quantization
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.lora.targets import adapter_bytes
 from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting, why_not
 from worker.models.spec import ModelFacts, ModelSpec
@@ -163,7 +164,7 @@ def plan_memory(
         window=window,
         groups=groups,
     )
-    work += 4 * limits.max_slots * longest
+    work += 4 * limits.max_slots * longest + adapters_bytes(options, model, dtype)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     text = _needs(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left = free_bytes - weights - work
@@ -207,6 +208,16 @@ def plan_memory(
         free_bytes=free_bytes,
         expanded=expanded,
     )
+
+
+def adapters_bytes(options: WorkerConfig, model: AnyPlanned, dtype: str) -> int:
+    """Return the memory of LoRA adapters, in bytes: of adapters with the largest rank for all
+    modules, in all rows that adapters can get. Raises UnusableModel if the model cannot have
+    adapters."""
+    rows = options.adapter_rows if options.lora_dir else len(options.lora)
+    if not rows:
+        return 0
+    return rows * adapter_bytes(model.spec, options.max_lora_rank, DTYPE_BYTES[dtype])
 
 
 def _needs(name: str, weights: int, form: str, work: int, free_bytes: int) -> str:

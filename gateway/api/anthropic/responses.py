@@ -440,7 +440,7 @@ def model_info(facts: ListedModel, name: str) -> ModelInfo:
     since = datetime.fromtimestamp(facts.created_at, UTC)
     return ModelInfo(
         id=name,
-        display_name=facts.root,
+        display_name=name if facts.parent else facts.root,
         created_at=since.isoformat().replace("+00:00", "Z"),
         max_input_tokens=facts.max_len,
         max_tokens=facts.max_len,

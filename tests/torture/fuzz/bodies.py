@@ -184,6 +184,8 @@ RECORDED: dict[str, list[Any]] = {
     f"{RESPONSES}/resp_1/cancel": [{}],
     GENERATE: [GENERATION, {"token_ids": [1, 2], "sampling_params": {"prompt_logprobs": 1}}],
     "/inference/v1/abort_requests": [{"request_ids": ["r-1", "r-2"]}],
+    "/v1/load_lora_adapter": [{"lora_name": "fr", "lora_path": "french", "model": "scripted"}],
+    "/v1/unload_lora_adapter": [{"lora_name": "fr"}],
     "/v1/embeddings": [
         EMBEDDINGS,
         {"input": [[104, 105], [106]], "encoding_format": "base64"},

@@ -132,6 +132,7 @@ class StepBenchmark:
                 TimedPart(components.cache, clock, "attention"),  # type: ignore[arg-type]
                 TimedPart(components.attention, clock, "attention"),
                 sampling=components.sampling,
+                adapters=components.adapters,
             )
         with timed:
             for _ in range(self._config.steps):

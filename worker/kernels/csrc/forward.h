@@ -11,6 +11,7 @@
 
 #include "activation.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "prefill.h"
 #include "routing.h"
 
@@ -71,6 +72,7 @@ struct Forward {
     float *parts;                   // scratch memory: [T K, hidden], the results of experts
     double eps, embedding_scale, residual_scale;
     int64_t rounds_kv; // whether the cache stores rounded keys and values
+    StepAdapters adapters;
 };
 
 // The forward pass in number type N. All threads of the team call `run`.
@@ -82,6 +84,7 @@ template <class N> struct Pass {
     // to find the same number of items as they did.
     std::vector<Routing> routings;
     RoundedRows &rounded; // the input of the next linear, if that reads rounded rows
+    std::vector<int64_t> adapted; // the tokens that have an adapter
 
     explicit Pass(const Forward &forward) : f(forward), work(forward.rows), rounded(rounded_rows()) {
         for (int64_t i = 0; i < f.num_layers; i++) {
@@ -92,6 +95,8 @@ template <class N> struct Pass {
         partials.resize((size_t)(work.num_partials * f.heads.kv_heads * group_floats(f.heads)));
         for (int64_t i = 0; i < f.num_layers; i++)
             routings.emplace_back(f.tokens, f.layers[i].num_experts, f.layers[i].top_k);
+        for (int64_t t = 0; f.adapters.rows && t < f.tokens; t++)
+            if (f.adapters.rows[t] >= 0) adapted.push_back(t);
     }
 
     // Returns memory of the calling thread for rounded rows, which is kept for the next pass.
@@ -112,8 +117,20 @@ template <class N> struct Pass {
     float *x() const { return f.x; }
 
     // Returns the most phases (team.h) of a pass: one at the start, and seventeen per layer. Of these, eight
-    // are for attention, its linears and norms, one for the MLP's norm, and eight for experts.
-    int64_t num_phases() const { return 1 + f.num_layers * 17; }
+    // are for attention, its linears and norms, one for the MLP's norm, and eight for experts. Adapters need
+    // four more per layer.
+    int64_t num_phases() const { return 1 + f.num_layers * (17 + (adapted.empty() ? 0 : NUM_ADAPTED)); }
+
+    // Computes a linear, and adds the terms of adapters.
+    template <class Y>
+    INLINE void adapted_linear(Team &team, const Layer &layer, AdaptedLinear which, const Linear<N, Y> &l) {
+        if (adapted.empty()) return linear(team, l);
+        const LowRank<N> terms{f.adapters, adapted, f.num_layers, &layer - f.layers, which};
+        linear_and(team, l, terms.shrink_items(), [&](int64_t item) { terms.shrink(item, l.x, l.weight.inputs); });
+        team.share(LINEARS, terms.expand_items(l.weight.outputs), [&](int64_t item) {
+            terms.expand(item, l.y, l.weight.outputs, l.then == ADD ? l.scale : 1);
+        }, true);
+    }
 
     // Writes a token's embedding to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
@@ -189,10 +206,12 @@ template <class N> struct Pass {
 
     // Adds the result of a block to x: its last linear, through the norm after the block if there is one. The
     // input is rounded already if the linear reads rounded rows.
-    INLINE void add(Team &team, const N *input, const Packed &weight, const void *bias, const Norm &post) {
+    INLINE void add(Team &team, const Layer &layer, AdaptedLinear which, const N *input, const Packed &weight,
+                    const void *bias, const Norm &post) {
         const float scale = (float)f.residual_scale;
-        linear(team, Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
-                                      post.weight ? STORE : ADD, scale, &rounded});
+        adapted_linear(team, layer, which,
+                       Linear<N, float>{input, weight, (const N *)bias, post.weight ? f.delta : x(), f.tokens,
+                                        post.weight ? STORE : ADD, scale, &rounded});
         if (post.weight) team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { add_delta(t, post); });
     }
 
@@ -209,7 +228,8 @@ template <class N> struct Pass {
         N *qkv = (N *)f.qkv;
         const bool norms_again = layer.is_parallel && layer.mlp_norm.weight;
         norm(team, layer.attention_norm, &layer.qkv);
-        linear(team, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens, STORE, 1, &rounded});
+        adapted_linear(team, layer, QKV, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens,
+                                                      STORE, 1, &rounded});
         team.share(ATTENTION, f.tokens, [&](int64_t t) {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
@@ -217,7 +237,7 @@ template <class N> struct Pass {
         if (f.rounds_kv) attend_as<Rounded>(team, layer);
         else attend_as<N>(team, layer);
         round_all(team, (const N *)f.attended, layer.output);
-        add(team, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
+        add(team, layer, OUTPUT, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }
 
     // Adds the MLP to x. Its input is rounded already, except in a parallel layer.
@@ -225,10 +245,10 @@ template <class N> struct Pass {
         const Mlp &mlp = layer.mlps[0];
         N *gate_up = (N *)f.gate_up;
         if (layer.is_parallel) round_all(team, normed(), mlp.gate_up);
-        linear(team, Linear<N, N>{normed(), mlp.gate_up, (const N *)mlp.gate_up_bias, gate_up, f.tokens, STORE, 1,
-                                  &rounded});
+        adapted_linear(team, layer, GATE_UP, Linear<N, N>{normed(), mlp.gate_up, (const N *)mlp.gate_up_bias, gate_up,
+                                                          f.tokens, STORE, 1, &rounded});
         activate(team, layer, f.tokens, true);
-        add(team, (const N *)f.active, mlp.down, mlp.down_bias, layer.post_mlp_norm);
+        add(team, layer, DOWN, (const N *)f.active, mlp.down, mlp.down_bias, layer.post_mlp_norm);
     }
 
     // Computes the activations of `rows` rows, and rounds them for the next linear if `rounds`.

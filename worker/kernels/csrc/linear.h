@@ -232,6 +232,17 @@ template <class X, class Y> INLINE void linear(Team &team, const Linear<X, Y> &l
     team.share(part, items_of(l), [&](int64_t item) { compute_item(l, item, s, block); }, true);
 }
 
+// The same, with `others` further items of other work in the same phase.
+template <class X, class Y, class Other>
+INLINE void linear_and(Team &team, const Linear<X, Y> &l, int64_t others, Other &&other) {
+    RowScratch &s = row_scratch();
+    int64_t block = -1;
+    team.share(LINEARS, others + items_of(l), [&](int64_t item) {
+        if (item < others) other(item);
+        else compute_item(l, item - others, s, block);
+    }, true);
+}
+
 // Computes the linears linear_of(0), ..., linear_of(count - 1) in one phase. All threads of the team call
 // this.
 template <class LinearOf> INLINE void linears(Team &team, int64_t count, LinearOf &&linear_of) {

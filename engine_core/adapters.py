@@ -1,0 +1,237 @@
+"""The LoRA adapters of one engine: which are loaded, in which row of the worker's table.
+
+A row is assigned when the loading starts, and is free again once the worker has reported that it
+freed the memory. An adapter that is being unloaded gets no new requests, but its open ones finish
+first. Its name is free at once, so another adapter may be loaded under it, in another row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
+from protocol.errors import InvalidRequest, UnknownModel, error_from
+from protocol.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
+from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
+
+if TYPE_CHECKING:
+    from engine_core.request import Request
+
+
+class AdapterState(Enum):
+    LOADING = auto()  # owns a row, which the worker is filling; not listed
+    READY = auto()  # listed; requests can use it
+    LEAVING = auto()  # not listed; open requests still use it
+    UNLOADING = auto()  # no request uses it; the worker is freeing its row
+    GONE = auto()  # final; owns nothing
+
+
+class AdapterEvent(Enum):
+    LOADED = auto()
+    FAILED = auto()
+    UNLOAD = auto()
+    UNUSED = auto()
+    FREED = auto()
+
+
+NEXT_ADAPTER_STATE = {
+    (AdapterState.LOADING, AdapterEvent.LOADED): AdapterState.READY,
+    (AdapterState.LOADING, AdapterEvent.FAILED): AdapterState.GONE,
+    (AdapterState.READY, AdapterEvent.UNLOAD): AdapterState.LEAVING,
+    (AdapterState.LEAVING, AdapterEvent.UNUSED): AdapterState.UNLOADING,
+    (AdapterState.UNLOADING, AdapterEvent.FREED): AdapterState.GONE,
+}
+"""The state after an event. A missing row is an illegal move."""
+
+AdapterCommand = AdapterLoad | AdapterUnload
+AdapterReply = AdapterChanged | Refused
+
+
+@dataclass(slots=True, eq=False)
+class EngineAdapter:
+    """An adapter, from the start of its loading until its row is free."""
+
+    name: str
+    path: str
+    row: int
+    #: Generation of the row while the adapter owns it.
+    generation: int
+    #: Only `move` changes it.
+    state: AdapterState = AdapterState.LOADING
+    #: Hex digest of its content; "" until it is loaded.
+    digest: str = ""
+    rank: int = 0
+    #: Number of requests that were accepted with it.
+    num_requests: int = 0
+    #: The client that waits for the adapter to be loaded or unloaded, and its request's number.
+    client: bytes = b""
+    request: int = -1
+
+    @property
+    def info(self) -> AdapterInfo:
+        return AdapterInfo(name=self.name, digest=self.digest, rank=self.rank, path=self.path)
+
+    def move(self, event: AdapterEvent) -> None:
+        """Change the state according to NEXT_ADAPTER_STATE. An illegal move raises RuntimeError
+        and changes nothing."""
+        state = NEXT_ADAPTER_STATE.get((self.state, event))
+        if state is None:
+            raise RuntimeError(f"adapter {self.name}: {event.name} is illegal in {self.state.name}")
+        self.state = state
+
+
+class AdapterRegistry:
+    """The adapters that own a row.
+
+    num_rows   rows of the worker's table
+    started    the adapters that the worker loaded at its start, in its first rows
+    reserved   names that adapters cannot have
+    can_load   whether adapters can be loaded while the engine runs
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        started: Sequence[AdapterInfo] = (),
+        *,
+        reserved: Collection[str] = (),
+        can_load: bool = False,
+    ) -> None:
+        self._reserved = frozenset(reserved)
+        self._can_load = can_load
+        #: Row -> its generation, which increases each time an adapter gets the row.
+        self._generations = [0] * num_rows
+        self._adapters: list[EngineAdapter] = []
+        #: Commands for the worker that the loop has not sent yet.
+        self.commands: list[AdapterCommand] = []
+        #: Whether the list of usable adapters has changed since clients were last sent it.
+        self.has_changed = False
+        for info in started:
+            adapter = self._new(info.name, info.path)
+            adapter.digest, adapter.rank = info.digest, info.rank
+            adapter.move(AdapterEvent.LOADED)
+
+    @property
+    def infos(self) -> list[AdapterInfo]:
+        """The adapters that requests can use now."""
+        return [each.info for each in self._adapters if each.state is AdapterState.READY]
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """The number of requests that each usable adapter has had."""
+        ready = (each for each in self._adapters if each.state is AdapterState.READY)
+        return {adapter.name: adapter.num_requests for adapter in ready}
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an adapter waits for its last requests."""
+        return any(each.state is AdapterState.LEAVING for each in self._adapters)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._adapters
+
+    def get(self, name: str) -> EngineAdapter:
+        """Return a usable adapter. Raises UnknownModel if there is none with this name."""
+        for adapter in self._adapters:
+            if adapter.name == name and adapter.state is AdapterState.READY:
+                return adapter
+        raise UnknownModel(f"there is no adapter {name!r:.200}", param="model")
+
+    def load(self, client: bytes, message: LoadAdapter) -> None:
+        """Start to load an adapter. `on_report` returns the reply. Raises InvalidRequest if that is
+        not possible."""
+        if not self._can_load:
+            raise InvalidRequest(
+                "this server loads no adapters while it runs; start it with --lora-dir DIRECTORY",
+                param="lora_path",
+            )
+        check_adapter_name(message.name)
+        check_adapter_path(message.path)
+        if message.name in self._reserved:
+            raise InvalidRequest.at("lora_name", f"{message.name!r} is the name of the model")
+        for each in self._adapters:
+            if each.name == message.name and each.state in (
+                AdapterState.LOADING,
+                AdapterState.READY,
+            ):
+                state = "is loaded" if each.state is AdapterState.READY else "is being loaded"
+                raise InvalidRequest.at("lora_name", f"an adapter {message.name!r} {state} already")
+        adapter = self._new(message.name, message.path)
+        adapter.client, adapter.request = client, message.request
+        self.commands.append(
+            AdapterLoad(row=adapter.row, generation=adapter.generation, path=adapter.path)
+        )
+
+    def unload(self, client: bytes, message: UnloadAdapter) -> None:
+        """Stop using an adapter for new requests. `on_report` returns the reply. Raises
+        UnknownModel if there is no such adapter."""
+        try:
+            adapter = self.get(message.name)
+        except UnknownModel as error:
+            raise UnknownModel(error.message, param="lora_name") from None
+        adapter.move(AdapterEvent.UNLOAD)
+        adapter.client, adapter.request = client, message.request
+        self.has_changed = True
+
+    def unload_unused(self, used: Collection[EngineAdapter]) -> None:
+        """Have the worker free the rows of adapters that leave and are not in `used`: the adapters
+        of all requests that are open or still own a slot."""
+        for adapter in self._adapters:
+            if adapter.state is AdapterState.LEAVING and adapter not in used:
+                adapter.move(AdapterEvent.UNUSED)
+                self.commands.append(AdapterUnload(row=adapter.row, generation=adapter.generation))
+
+    def on_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
+        """Apply the worker's report. Return the client that waits for it, and the reply. Raises
+        RuntimeError if no adapter has this row and generation."""
+        adapter = self._at(report.row, report.generation)
+        reply: AdapterReply
+        if adapter.state is AdapterState.UNLOADING:
+            adapter.move(AdapterEvent.FREED)
+            reply = AdapterChanged(request=adapter.request, adapter=adapter.info)
+        elif report.error is not None:
+            adapter.move(AdapterEvent.FAILED)
+            reply = Refused(request=adapter.request, error=error_from(report.error).info())
+        else:
+            adapter.digest, adapter.rank = report.digest, report.rank
+            adapter.move(AdapterEvent.LOADED)
+            self.has_changed = True
+            reply = AdapterChanged(request=adapter.request, adapter=adapter.info)
+        if adapter.state is AdapterState.GONE:
+            self._adapters.remove(adapter)
+        return adapter.client, reply
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError if an open request uses an adapter that may not be used, or if two
+        adapters own one row; for tests and replays."""
+        rows = [adapter.row for adapter in self._adapters]
+        assert len(set(rows)) == len(rows), "two adapters own one row"
+        usable = (AdapterState.READY, AdapterState.LEAVING)
+        for adapter in (request.adapter for request in requests if request.adapter is not None):
+            assert adapter in self._adapters, "a request's adapter owns no row"
+            assert adapter.state in usable, "a request uses an adapter that is not loaded"
+
+    def _at(self, row: int, generation: int) -> EngineAdapter:
+        for adapter in self._adapters:
+            if (adapter.row, adapter.generation) == (row, generation):
+                return adapter
+        raise RuntimeError(f"the worker reported on adapter row {row}, generation {generation}")
+
+    def _new(self, name: str, path: str) -> EngineAdapter:
+        """Return a new adapter in a free row. Raises InvalidRequest if there is none."""
+        taken = {adapter.row for adapter in self._adapters}
+        free = [row for row in range(len(self._generations)) if row not in taken]
+        if not free:
+            raise InvalidRequest.at(
+                "lora_name",
+                f"{len(taken)} adapters are loaded, which is --max-loras; unload one first",
+            )
+        row = free[0]
+        self._generations[row] += 1
+        adapter = EngineAdapter(name, path, row, self._generations[row])
+        self._adapters.append(adapter)
+        return adapter

@@ -1,0 +1,178 @@
+"""LoRA adapters against PEFT: adapters with random weights, for tiny checkpoints of all families
+that can have them, give the same logprobs, on torch's kernels and on the compiled ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.adapters import (
+    logprobs,
+    new_table,
+    peft_model,
+    random_adapter,
+    table_of,
+    write_adapter,
+)
+from tests.support.checkpoints import random_llama, write_directory
+from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, expected, some_tokens
+from tests.support.family_models import MODEL_TYPES, OWN_SIZES, random_model
+from tests.support.gguf_files import write_gguf
+from tests.support.kernels import NAMES, native_kernels
+from tests.support.same_bits import DENSE, small_model
+from worker.attention.select import select_attention
+from worker.lora.targets import find_targets
+from worker.models.load import LoadedModel, load_model
+from worker.models.whole_step import WholePass
+
+KERNELS = {"torch": None, "compiled": native_kernels}
+MAX_ERROR = 1e-4
+
+
+def adapted_modules(loaded: LoadedModel) -> list[str]:
+    """Return the last parts of the names of the modules that adapters can change."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in find_targets(loaded.spec)))
+
+
+def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel]:
+    """Write a random model, and load it. Return transformers' model and ours."""
+    # With larger weights, float32 logits of transformers itself are 1e-4 from those in float64.
+    spread = 0.06 if model_type == "gemma2" else 0.1
+    sizes: dict[str, Any] = {"hidden_size": 192, "initializer_range": spread}
+    if "head_dim" in OWN_SIZES.get(model_type, {}):
+        sizes["head_dim"] = 32
+    if model_type == "qwen3_moe":
+        sizes["moe_intermediate_size"] = 64
+    theirs = random_model(model_type, **sizes)
+    write_directory(path, theirs)
+    make = KERNELS[kernels]
+    loaded = load_model(
+        path,
+        dtype=torch.float32,
+        device=CPU,
+        kernels=None if make is None else make(),
+        weights="dense" if make is None else "packed",
+    )
+    return theirs, loaded
+
+
+def stepper(loaded: LoadedModel, tokens: list[list[int]], table: Any, rows: list[int]) -> Any:
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    return EagerStepper(loaded, tokens, attention, table=table, adapters=rows)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_logprobs_are_those_of_peft_in_chunks_and_token_by_token(
+    tmp_path: Path, model_type: str, kernels: str
+) -> None:
+    theirs, loaded = written(tmp_path / "model", model_type, kernels)
+    assert isinstance(loaded.model.whole, WholePass) == (kernels == "compiled")
+    adapted = peft_model(theirs, modules=adapted_modules(loaded))
+    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
+    tokens = some_tokens(90)
+    right, plain = (logprobs(expected(model, tokens)) for model in (adapted, theirs))
+    assert (right - plain).abs().max() > 0.1, "the adapter changes the model"
+    for steps in [(90,)], [(7,), (1,), (60,), (12,), *[(1,)] * 10]:
+        ours = stepper(loaded, [tokens], table, [0]).run(steps)[0]
+        assert_same(logprobs(ours), right, MAX_ERROR)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rank 1": {"r": 1, "lora_alpha": 2},
+    "rank 13": {"r": 13},
+    "rank 64": {"r": 64, "lora_alpha": 16},
+    "scaled by the root": {"use_rslora": True},
+    "ranks and alphas by module": {
+        "rank_pattern": {"q_proj": 9, "layers.1.mlp.down_proj": 2},
+        "alpha_pattern": {"v_proj": 3, r"^model\.layers\.0\.self_attn\.o_proj": 20},
+    },
+    "some modules": {"modules": ["v_proj", "up_proj"]},
+    "one module": {"modules": ["k_proj"]},
+    "some layers": {"layers_to_transform": [1, 3]},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", CONFIGS)
+def test_options_of_the_config_have_the_effect_they_have_in_peft(
+    tmp_path: Path, case: str, kernels: str
+) -> None:
+    theirs, loaded = written(tmp_path / "model", "llama", kernels)
+    adapted = peft_model(theirs, **CONFIGS[case])
+    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
+    tokens = some_tokens(40)
+    right = logprobs(expected(adapted, tokens))
+    ours = stepper(loaded, [tokens], table, [0]).run([(39,), (1,)])[0]
+    assert_same(logprobs(ours), right, MAX_ERROR)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_requests_of_one_batch_get_the_adapters_that_they_name(
+    tmp_path: Path, kernels: str
+) -> None:
+    theirs, loaded = written(tmp_path / "model", "qwen2", kernels)
+    models = [peft_model(theirs, seed=seed, r=1 + 3 * seed) for seed in range(8)]
+    folders = [write_adapter(tmp_path / str(n), model) for n, model in enumerate(models)]
+    requests = [some_tokens(30 + 3 * n, seed=n) for n in range(10)]
+    rows = [3, -1, 0, 7, 1, 5, -1, 2, 6, 4]
+    batch = stepper(loaded, requests, table_of(loaded, folders), rows)
+    chunk = [20 if n % 2 else 1 for n in range(10)]
+    rest = [len(tokens) - n - 1 for tokens, n in zip(requests, chunk, strict=True)]
+    found = batch.run([tuple(chunk), tuple(rest), (1,) * 10])
+    for tokens, row, ours in zip(requests, rows, found, strict=True):
+        model = theirs if row < 0 else models[row]
+        assert_same(logprobs(ours), logprobs(expected(model, tokens)), MAX_ERROR)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_adapter_of_the_checkpoint_fits_its_gguf_file(tmp_path: Path, kernels: str) -> None:
+    """A GGUF file has other names, and the rows of queries and keys in another order."""
+    theirs = random_llama(hidden_size=192, initializer_range=0.1)
+    make = KERNELS[kernels]
+    loaded = load_model(
+        write_gguf(tmp_path / "tiny.gguf", theirs),
+        dtype=torch.float32,
+        device=CPU,
+        kernels=None if make is None else make(),
+        weights="dense" if make is None else "packed",
+    )
+    adapted = peft_model(theirs)
+    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
+    tokens = some_tokens(40)
+    ours = stepper(loaded, [tokens], table, [0]).run([(30,), *[(1,)] * 10])[0]
+    assert_same(logprobs(ours), logprobs(expected(adapted, tokens)), MAX_ERROR)
+
+
+@pytest.mark.parametrize("instructions", NAMES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(DENSE, torch.float32), (DENSE, torch.bfloat16), ("Q4_1-int8", torch.bfloat16)],
+    ids=str,
+)
+def test_the_compiled_terms_are_those_of_torch(
+    tmp_path: Path, kind: str, dtype: torch.dtype, instructions: str
+) -> None:
+    """One of the adapters has a rank and outputs that are no multiple of a vector's width."""
+    loaded = small_model(tmp_path, kind, dtype, instructions)
+    table = new_table(
+        loaded, [random_adapter(loaded, seed=seed, rank=3 + 6 * seed) for seed in range(3)]
+    )
+    requests = [some_tokens(count, seed=count) for count in (40, 7, 25, 1)]
+    attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
+    steps = [(30, 7, 1, 0), (1, 0, 24, 1), (9, 0, 0, 0)]
+    results = []
+    for whole in (loaded.model.whole, None):
+        loaded.model.whole = whole
+        eager = EagerStepper(
+            loaded, requests, attention, dtype=dtype, table=table, adapters=[2, -1, 0, 1]
+        )
+        results.append(torch.cat(eager.run(steps)))
+    compiled, eager_results = map(logprobs, results)
+    assert_same(compiled, eager_results, 1e-4 if dtype == torch.float32 else 0.3)
+    if dtype == torch.bfloat16:
+        assert (compiled - eager_results).abs().mean() < 0.06

@@ -1,0 +1,320 @@
+"""A whole server with LoRA adapters: names, lists, loading and unloading while answers stream, and
+what is refused. Its logprobs are those of PEFT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from protocol.client import Client
+from protocol.errors import UnknownModel
+from tests.support.adapters import logprobs, peft_model, write_adapter
+from tests.support.eager import expected
+from tests.support.server import Server
+from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
+from tests.support.waiting import eventually
+from tools.__main__ import main
+
+pytestmark = pytest.mark.long
+
+PROMPT = [5, 17, 33, 60, 8, 21]
+LONG_TOKENS = 3000
+MAX_LORAS = 4
+
+
+class AdapterScene:
+    """The server, its directory of adapters, and PEFT's models by the adapter's name."""
+
+    def __init__(self, server: Server, adapters: Path, models: dict[str, Any]) -> None:
+        self.server, self.adapters, self.models = server, adapters, models
+
+    def post(self, path: str, body: Any) -> requests.Response:
+        return requests.post(self.server.url + path, json=body, timeout=60)
+
+    def load(self, name: str, path: str | None = None) -> requests.Response:
+        return self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path or name})
+
+    def unload(self, name: str) -> requests.Response:
+        return self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def listed(self) -> dict[str, Any]:
+        found = requests.get(self.server.url + "/v1/models", timeout=20).json()["data"]
+        return {entry["id"]: entry for entry in found}
+
+    def complete(self, model: str | None = None, **options: Any) -> requests.Response:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **options}
+        return self.post("/v1/completions", body | ({} if model is None else {"model": model}))
+
+    def tokens(self, model: str | None = None, **options: Any) -> list[int]:
+        answer = self.complete(model, return_token_ids=True, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    def metrics(self) -> str:
+        return requests.get(self.server.url + "/metrics", timeout=20).text
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterScene]:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder, max_position_embeddings=8192, **FITTING)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    adapters = tmp_path_factory.mktemp("adapters")
+    models = {"": base}
+    for seed, name in enumerate(["fr", "de", "it", "nl", "pl"], 1):
+        models[name] = peft_model(base, seed=seed, r=4 * seed)
+        write_adapter(adapters / name, models[name])
+    names = ("--served-name", "tiny:97", "--served-name", "tiny")
+    options = (*names, "--dtype", "float32", "--lora", f"fr={adapters / 'fr'}")
+    more = ("--lora-dir", str(adapters), "--max-loras", str(MAX_LORAS), "--max-lora-rank", "16")
+    with Server(*options, *more, model=str(folder)) as server:
+        yield AdapterScene(server, adapters, models)
+
+
+@pytest.fixture(autouse=True)
+def only_the_first(scene: AdapterScene) -> Iterator[None]:
+    """Unload the adapters that a test has loaded, and load the first one again."""
+    yield
+    for name, entry in scene.listed().items():
+        if entry["parent"] is not None and name != "fr":
+            assert scene.unload(name).status_code == 200
+    if "fr" not in scene.listed():
+        assert scene.load("fr").status_code == 200
+
+
+def test_an_adapter_is_addressed_by_its_name_with_or_without_that_of_the_model(scene):
+    answers = {model: scene.tokens(model) for model in (None, "tiny:97", "fr", "tiny:97:fr")}
+    assert answers[None] == answers["tiny:97"] != answers["fr"] == answers["tiny:97:fr"]
+    for model in ("fr", "tiny:97:fr"):
+        assert scene.complete(model).json()["model"] == model
+
+
+@pytest.mark.parametrize("name", ["it", "other:fr", "tiny:97:it", ":fr", "fr:", "tiny:97:fr:fr"])
+def test_an_unknown_adapter_is_a_404_that_lists_what_there_is(scene, name):
+    answer = scene.complete(name)
+    assert answer.status_code == 404
+    assert "tiny:97, tiny, fr" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "model"
+
+
+def test_adapters_are_listed_with_the_model_that_they_change(scene):
+    assert scene.load("de", "de/../de").status_code == 200
+    listed = scene.listed()
+    assert list(listed) == ["fr", "de", "tiny:97", "tiny"]
+    assert listed["tiny:97"]["parent"] is None
+    assert (listed["de"]["parent"], listed["de"]["root"]) == ("tiny:97", "de/../de")
+    assert listed["fr"]["root"] == str(scene.adapters / "fr")
+    one = requests.get(scene.server.url + "/v1/models/tiny:97:de", timeout=20)
+    assert (one.status_code, one.json()["id"]) == (200, "de")
+
+
+def test_logprobs_of_several_adapters_in_one_batch_are_those_of_peft(scene):
+    for name in ("de", "it"):
+        assert scene.load(name).status_code == 200
+    names = ["", "fr", "de", "it"] * 4
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(
+            pool.map(lambda name: scene.complete(name or None, logprobs=5, echo=False), names)
+        )
+    for name, answer in zip(names, answers, strict=True):
+        body = answer.json()["choices"][0]
+        found = scene.complete(name or None, return_token_ids=True).json()["choices"][0]
+        ids = found["token_ids"]
+        right = logprobs(expected(scene.models[name], [*PROMPT, *ids]))
+        places = range(len(PROMPT) - 1, len(PROMPT) - 1 + len(ids))
+        wanted = [float(right[place, token]) for place, token in zip(places, ids, strict=True)]
+        assert body["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_prompt_is_not_found_in_the_cache_of_another_adapter(scene):
+    prompt = [7 + n % 80 for n in range(64)]
+    scene.load("de")
+    first = [scene.complete(name, prompt=prompt).json()["usage"] for name in (None, "fr", "de")]
+    again = [scene.complete(name, prompt=prompt).json()["usage"] for name in (None, "fr", "de")]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (*first, *again)]
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) >= 48
+
+
+def test_a_changed_adapter_of_the_same_name_never_uses_old_blocks(scene, tmp_path):
+    prompt = [9 + n % 70 for n in range(64)]
+    before = scene.tokens("fr", prompt=prompt)
+    assert scene.unload("fr").status_code == 200
+    assert scene.load("fr", "nl").status_code == 200
+    usage = scene.complete("fr", prompt=prompt).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert scene.tokens("fr", prompt=prompt) != before
+    assert scene.unload("fr").status_code == 200
+    assert scene.load("fr").status_code == 200
+    assert scene.tokens("fr", prompt=prompt) == before
+
+
+# ---- loading and unloading while answers stream
+
+
+def streamed(scene: AdapterScene, model: str, num_tokens: int) -> Iterator[int]:
+    """Yield the tokens of a streamed answer."""
+    body: Any = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"model": model, "stream": True, "return_token_ids": True}
+    url = scene.server.url + "/v1/completions"
+    with requests.post(url, json=body, stream=True, timeout=120) as answer:
+        assert answer.status_code == 200, answer.text
+        for line in answer.iter_lines():
+            data = line.removeprefix(b"data: ")
+            if line.startswith(b"data: ") and data != b"[DONE]":
+                for choice in json.loads(data)["choices"]:
+                    yield from choice.get("token_ids") or []
+
+
+def test_unloading_lets_open_streams_finish_and_refuses_new_requests(scene):
+    whole = scene.tokens("fr", max_tokens=LONG_TOKENS)
+    stream = streamed(scene, "fr", LONG_TOKENS)
+    begun = [next(stream)]
+    with ThreadPoolExecutor(2) as pool:
+        unloading = pool.submit(scene.unload, "fr")
+        assert eventually(lambda: "fr" not in scene.listed())
+        assert scene.complete("fr").status_code == 404
+        assert not unloading.done()
+        # The name is free: another adapter gets it, in another row.
+        assert scene.load("fr", "de").status_code == 200
+        other = scene.tokens("fr")
+        assert begun + list(stream) == whole
+        assert unloading.result().status_code == 200
+    assert scene.tokens("fr") == other != whole[: len(other)]
+    assert scene.unload("fr").status_code == 200
+
+
+def test_streams_are_not_disturbed_by_loading_and_unloading_others(scene):
+    expected_tokens = {name: scene.tokens(name, max_tokens=600) for name in ("tiny:97", "fr")}
+    stop = False
+
+    def churn(name: str) -> int:
+        count = 0
+        while not stop:
+            assert scene.load(name).status_code == 200
+            scene.tokens(name)
+            assert scene.unload(name).status_code == 200
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(8) as pool:
+        churning = [pool.submit(churn, name) for name in ("de", "it")]
+        names = ["tiny:97", "fr"] * 3
+        found = list(pool.map(lambda name: list(streamed(scene, name, 600)), names))
+        stop = True
+        assert all(each.result() >= 1 for each in churning)
+    for name, tokens in zip(names, found, strict=True):
+        assert tokens == expected_tokens[name]
+
+
+def test_the_client_library_loads_and_unloads(scene):
+    with Client(scene.server.address) as client:
+        client.load_adapter("de", "de")
+        assert [info.name for info in client.adapters] == ["fr", "de"]
+        assert client.unload_adapter("de").name == "de"
+        assert [info.name for info in client.adapters] == ["fr"]
+        with pytest.raises(UnknownModel, match="no adapter 'de'"):
+            client.unload_adapter("de")
+        with pytest.raises(UnknownModel, match="no adapter 'de'"):
+            client.generate(PROMPT, adapter="de").tokens()
+        assert client.generate(
+            PROMPT, adapter="fr", temperature=0.0, max_tokens=8, ignore_eos=True
+        ).tokens() == scene.tokens("fr")
+
+
+def test_the_command_loads_unloads_and_lists(scene, capsys):
+    def run(*words: str) -> tuple[int, str]:
+        code = main(["lora", *words, "--port", str(scene.server.port)])
+        return code, capsys.readouterr().out
+
+    code, out = run("load", "de", "de")
+    assert (code, out.split()[:3]) == (0, ["de", "rank", "8"])
+    assert [line.split()[0] for line in run("list")[1].splitlines()] == ["fr", "de"]
+    assert run("unload", "de") == (0, "unloaded de\n")
+    assert main(["lora", "unload", "de", "--port", str(scene.server.port)]) == 1
+    assert "there is no adapter 'de'" in capsys.readouterr().err
+
+
+# ---- refusals
+
+
+def refusal(answer: requests.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    return f"{error['param']}: {error['message']}"
+
+
+def test_a_path_outside_of_the_directory_is_missing(scene, tmp_path):
+    outside = shutil.copytree(scene.adapters / "de", tmp_path / "outside")
+    messages = {
+        refusal(scene.load("de", path), 404)
+        for path in (str(outside), f"../{outside.name}", "missing", "/etc", "/etc/passwd")
+    }
+    assert messages == {"lora_path: there is no adapter at this path in the directory --lora-dir"}
+
+
+def test_bounds_and_wrong_fields_are_named(scene):
+    load = "/v1/load_lora_adapter"
+    assert "lora_name" in refusal(scene.load("a:b", "de"), 400)
+    assert "lora_name" in refusal(scene.load("x" * 129, "de"), 400)
+    assert "lora_path" in refusal(scene.load("de", "x" * 5000), 400)
+    assert "lora_path" in refusal(scene.post(load, {"lora_name": "de"}), 400)
+    assert "is the name of a model" in refusal(scene.load("tiny", "de"), 400)
+    assert "loaded already" in refusal(scene.load("fr"), 400)
+    assert "load_inplace" in refusal(
+        scene.post(load, {"lora_name": "fr", "lora_path": "fr", "load_inplace": True}), 400
+    )
+    assert "lora_name" in refusal(scene.unload("nobody"), 404)
+    assert "is an adapter" in refusal(
+        scene.post("/v1/embeddings", {"model": "fr", "input": "w1"}), 400
+    )
+    assert "rank 20" in refusal(scene.load("pl"), 400)
+    assert "--max-lora-rank 16" in refusal(scene.load("pl"), 400)
+
+
+def test_the_table_is_bounded(scene):
+    for name in ("de", "it", "nl"):
+        assert scene.load(name).status_code == 200
+    assert f"{MAX_LORAS} adapters are loaded" in refusal(scene.load("fifth", "de"), 400)
+    assert scene.unload("it").status_code == 200
+    assert scene.load("fifth", "de").status_code == 200
+
+
+def test_a_damaged_adapter_is_refused_and_its_row_is_free_again(scene):
+    damaged = shutil.copytree(scene.adapters / "de", scene.adapters / "damaged")
+    config = damaged / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    for _ in range(MAX_LORAS + 1):
+        assert "use_dora is not supported" in refusal(scene.load("damaged"), 400)
+    assert scene.tokens("fr")
+
+
+# ---- metrics
+
+
+def test_requests_are_counted_by_adapter_and_routers_see_which_are_in_use(scene):
+    stream = streamed(scene, "fr", 2 * LONG_TOKENS)
+    next(stream)
+    samples = (
+        'running_lora_adapters="fr"',
+        f'max_lora="{MAX_LORAS}"',
+        'tidegate_engine_adapters_running{adapter="fr"} 1.0',
+        'tidegate_engine_adapter_requests_total{adapter="fr"}',
+    )
+
+    def are_exported() -> bool:
+        text = scene.metrics()
+        return all(sample in text for sample in samples)
+
+    assert eventually(are_exported)
+    assert len(list(stream)) == 2 * LONG_TOKENS - 1

@@ -1,0 +1,1 @@
+"""LoRA adapters: reads them, keeps the loaded ones, and adds their terms to a step."""

@@ -1,0 +1,75 @@
+"""The modules of a model that adapters can change, by their names in PEFT's files. Needs no torch.
+
+An adapter names modules as the model's Hugging Face checkpoint does, even if the model was loaded
+from a GGUF file. The model computes some of these modules as one linear: queries, keys and values,
+or the gate and the up projection. A module is then a range of that linear's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from worker.lora.errors import UnusableAdapter
+from worker.models.families.registry import FAMILIES
+from worker.models.spec import AdaptedLinear, ModelFacts, ModelSpec
+from worker.models.tensors import FusedMatrix, ModelTensors, RowOrder
+
+LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
+"""The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""
+MAX_PARTS = 3
+"""Most modules that form one linear: queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module that an adapter can change: outputs [first, first + outputs) of a linear.
+
+    order   order of the module's outputs in the checkpoint, if it differs from the model's
+    """
+
+    layer: int
+    linear: AdaptedLinear
+    first: int
+    outputs: int
+    inputs: int
+    order: RowOrder | None
+
+
+def find_targets(spec: ModelFacts) -> dict[str, Target]:
+    """Return the modules of a model by name. Raises UnusableAdapter if the model cannot have
+    adapters."""
+    family = next((each for each in FAMILIES if each.architecture == spec.architecture), None)
+    if family is None or not isinstance(spec, ModelSpec):
+        raise UnusableAdapter(
+            f"LoRA adapters are not supported for {spec.architecture}, which transformers computes"
+        )
+    tensors = ModelTensors(spec, family.names(spec))
+    return {
+        name: target for index in range(spec.num_layers) for name, target in _layer(tensors, index)
+    }
+
+
+def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
+    layer = tensors.layer(index)
+    linears: list[tuple[AdaptedLinear, FusedMatrix]] = [
+        ("qkv", layer.qkv),
+        ("output", layer.output),
+    ]
+    if layer.router is None:  # the experts of a mixture cannot have adapters
+        (only,) = layer.mlps
+        linears += [("gate_up", only.gate_up), ("down", only.down)]
+    for linear, matrix in linears:
+        first = 0
+        for part in matrix.parts:
+            yield part.name, Target(index, linear, first, part.rows, matrix.columns, part.order)
+            first += part.rows
+
+
+def adapter_bytes(spec: ModelFacts, rank: int, number_bytes: int) -> int:
+    """Return the memory of an adapter of this rank for all modules of the model, in bytes."""
+    return sum(
+        rank * (target.inputs + target.outputs) * number_bytes
+        for target in find_targets(spec).values()
+    )
