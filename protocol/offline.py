@@ -353,6 +353,10 @@ class _Starter:
     def __init__(self, config: OfflineConfig, log: IO[bytes]) -> None:
         self.exit_code: int | None = None
         self._config, self._log = config, log
+        try:
+            self._text = msgspec.json.encode(config).decode()
+        except TypeError as error:
+            raise InvalidRequest(f"an option is no JSON: {error}") from None
         self._process: subprocess.Popen[bytes] | None = None
         self._started, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="tidegate-llm", daemon=True).start()
@@ -369,10 +373,9 @@ class _Starter:
             self.exit_code = process.wait()
 
     def _spawn(self, lifeline: Lifeline) -> subprocess.Popen[bytes]:
-        text = msgspec.json.encode(self._config).decode()
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", STARTER, "--config", text],
+                [sys.executable, "-P", "-m", STARTER, "--config", self._text],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

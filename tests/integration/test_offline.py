@@ -152,6 +152,7 @@ def test_threads_share_an_llm(llm: LLM) -> None:
         ({"max_len": "long"}, "max_len: Expected `int`, got `str`"),
         ({"tool_format": "nonsense"}, "nonsense"),
         ({"port": 8000}, "port: there is no such option"),
+        ({"max_len": object()}, "an option is no JSON"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(

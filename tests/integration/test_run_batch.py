@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.batches import batch_line, complaints, completion_lines, json
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import descendants_of, is_alive
+from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.scripted_engine import Reply, ScriptedEngine, ids_of, text_reply
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually
@@ -134,6 +136,19 @@ def test_ctrl_c_ends_a_run_and_aborts_what_it_was_computing(
         assert "Traceback" not in program.output
     engine.await_idle()
     assert num_lines(output) == 0
+
+
+def test_a_terminal_shows_a_bar(
+    engine: ScriptedEngine, gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    engine.script = echo
+    source, output = written(tmp_path, 20)
+    words = ["-P", "-m", "tools", "run-batch", str(source), str(output), "--url", gateway.url]
+    shell = ["sh", "-c", 'exec "$0" "$@" 2>&1', sys.executable, *words]  # the bar is on stderr
+    with PseudoTerminal(shell) as terminal:
+        assert eventually(lambda: terminal.shows("20 lines have results, 0 of them failed"))
+    for part in ("20/20", "tokens/s=", "failed=0"):
+        assert part in terminal.text
 
 
 def test_no_server_is_a_failure_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
