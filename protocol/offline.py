@@ -269,6 +269,8 @@ class LLM:
         """Send requests, at most OPEN_PER_SLOT for each slot at a time, and return the results."""
         if not self._close.alive:
             raise EngineError("this LLM is closed")
+        if any(body.get("stream") for body in bodies):
+            raise InvalidRequest.at("stream", "an LLM gives whole answers")
         results: list[OfflineResult | ServingError | None] = [None] * len(bodies)
         with self._lock, _progress(len(bodies), progress) as show, contextlib.ExitStack() as held:
             places: dict[int, int] = {}  # open request -> index of its body

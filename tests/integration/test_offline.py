@@ -121,6 +121,8 @@ def test_a_wrong_request_raises_its_error_and_the_others_go_on(llm: LLM) -> None
     assert [isinstance(each, ServingError) for each in results] == [False, True, False]
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.generate("w5", temperature=99)
+    with pytest.raises(InvalidRequest, match="stream: an LLM gives whole answers"):
+        llm.generate("w5", stream=True)
     with pytest.raises(UnknownModel):
         llm.generate("w5", model="another")
     with pytest.raises(InvalidRequest, match="the request number 0 is no JSON"):
