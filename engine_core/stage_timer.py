@@ -83,6 +83,18 @@ class StageTimer:
         """The current stage as a word, such as "prefill"; "" if the request has ended."""
         return "" if self._stage is None else self._stage.stage
 
+    @property
+    def total_s(self) -> float:
+        """Seconds in all stages so far."""
+        self.enter(self._stage)
+        return sum(self._spent.values())
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds in the stage DECODE so far."""
+        self.enter(self._stage)
+        return self._spent.get(RequestStage.DECODE.value, 0.0)
+
     def times(self) -> Times:
         """Return the time spent in each stage so far."""
         self.enter(self._stage)

@@ -1,14 +1,17 @@
 """Latencies as counts: how many were how long, in buckets whose bounds grow by a fixed factor.
 
 A histogram costs the engine one addition for each entry, however many there are. Counts only grow,
-so the counts of a period are the difference of two reports, and `quantile` reads percentiles from
+so the counts of a period are the difference of two reports, and `quantiles` reads percentiles from
 them.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
 
 FIRST_BOUND_S = 0.0005
 GROWTH = 1.2
@@ -32,23 +35,27 @@ def bounds_s(index: int) -> tuple[float, float]:
 
 
 def grown(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """Return the counts that were added between two reports of one histogram. A report may be
+    """Return the counts that were added between two reports of one histogram. The first may be
     empty, which means that nothing was counted yet. If the counts have shrunk, because the engine
     was restarted, all of `now` were added."""
-    added = [after - (before[i] if i < len(before) else 0) for i, after in enumerate(now)]
-    return list(now) if any(count < 0 for count in added) else added
+    if not before:
+        return list(now)
+    added = list(map(sub, now, before))
+    return list(now) if min(added, default=0) < 0 else added
 
 
-def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Return the latency in seconds that this share of the counted ones did not exceed. Within a
-    bucket the entries count as evenly spread. Return None if nothing was counted."""
-    total = sum(counts)
-    if not total:
+def quantiles(counts: Sequence[int], shares: Sequence[float]) -> list[float] | None:
+    """Return, for each share, the latency in seconds that this share of the counted ones did not
+    exceed. Within a bucket the entries count as evenly spread. Return None if nothing was
+    counted."""
+    below = list(accumulate(counts))
+    if not below or not below[-1]:
         return None
-    rank, below = share * total, 0
-    for index, count in enumerate(counts):
-        if count and below + count >= rank:
-            low, high = bounds_s(index)
-            return low + (high - low) * max(0.0, rank - below) / count
-        below += count
-    return bounds_s(len(counts) - 1)[1]
+    found = []
+    for share in shares:
+        rank = share * below[-1]
+        index = bisect_left(below, rank) if rank > 0 else bisect_right(below, 0)
+        low, high = bounds_s(index)
+        left = rank - (below[index] - counts[index])
+        found.append(low + (high - low) * max(0.0, left) / counts[index])
+    return found

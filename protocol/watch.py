@@ -11,13 +11,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.latency import grown, quantile
+from protocol.latency import grown, quantiles
 from protocol.messages import EngineStatus, Limits
 from protocol.stats import BlockCounts, EngineStats, StepSummary
 from protocol.usage import RequestStatus
 
 WINDOW_S = 60.0
 """Percentiles are those of this many seconds."""
+SHARES = (0.5, 0.9, 0.99)
+"""The shares of `Percentiles`."""
 MAX_STEPS = 120
 """Most entries for steps in one frame. If there are more, neighbours are merged."""
 FIRST_STEPS_S = 30.0
@@ -41,7 +43,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     busy: float = 0.0
 
 
-class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Latencies in seconds. Half of them were at most `p50`, and so on."""
 
     count: int
@@ -130,6 +132,11 @@ class EngineWatcher:
         self._last_step = 0
 
     @property
+    def last(self) -> EngineFrame:
+        """The last frame."""
+        return self._last
+
+    @property
     def after_step(self) -> int:
         """The value for `GetStatus.after_step` in the next request of a status."""
         return self._last_step
@@ -175,10 +182,8 @@ def _percentiles(before: Sequence[int], now: Sequence[int]) -> Percentiles | Non
     """Return the percentiles of the latencies that were counted between two reports. If nothing was
     counted then, or if both are the same report, return None."""
     counts = grown(before, now)
-    p50, p90, p99 = (quantile(counts, share) for share in (0.5, 0.9, 0.99))
-    if p50 is None or p90 is None or p99 is None:
-        return None
-    return Percentiles(count=sum(counts), p50=p50, p90=p90, p99=p99)
+    found = quantiles(counts, SHARES)
+    return None if found is None else Percentiles(sum(counts), *found)
 
 
 def merged_steps(steps: Sequence[StepSummary], most: int) -> list[StepSummary]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msgspec.structs import astuple
-
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.errors import ServingError
@@ -172,13 +170,13 @@ def status_row(request: Request, lack: Lack = "") -> RequestStatus:
 
     `lack` is what the first request in the queue lacks.
     """
-    times = request.stage_timer.times()
+    timer = request.stage_timer
     return RequestStatus(
         name=request.name,
         account=request.account.name if request.account is not None else "",
-        stage=request.stage_timer.stage,
-        age_s=sum(astuple(times)),
-        decode_s=times.decode_s,
+        stage=timer.stage,
+        age_s=timer.total_s,
+        decode_s=timer.decode_s,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.num_cached,
         computed_tokens=request.num_computed,

@@ -39,7 +39,6 @@ from protocol.messages import (
     Account,
     AdapterChanged,
     Encode,
-    EngineStatus,
     Generate,
     GetStatus,
     GetTimeline,
@@ -66,7 +65,7 @@ from protocol.stats import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
 Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | UnloadAdapter
-Reply = TypeVar("Reply", Aborted, EngineStatus, RequestTimelines)
+Reply = TypeVar("Reply", Aborted, RequestTimelines)
 
 MAX_MESSAGES_PER_CALLBACK = 512
 MAX_TOKENS_PER_CALLBACK = 1024
@@ -190,12 +189,13 @@ class ZmqEngineClient:
         self.start()
         return self._reply(self.session.get_timeline(names), RequestTimelines)
 
-    def get_status(self, max_rows: int, after_step: int | None) -> EngineStatus:
-        """Return the engine's status (`GetStatus`). Raises as `get_timelines` does."""
+    def request_status(self, max_rows: int, after_step: int, subscriber: Subscriber) -> None:
+        """Send a GetStatus, without waiting. `subscriber` is called with the EngineStatus, or with
+        an Output that has the error if the engine is lost. Raises as `get_timelines` does."""
         self.start()
-        return self._reply(self.session.get_status(max_rows, after_step), EngineStatus)
+        self._open(self.session.get_status(max_rows, after_step), subscriber)
 
-    def _reply(self, message: Command, kind: type[Reply]) -> Reply:
+    def _reply(self, message: AbortByLabel | GetTimeline, kind: type[Reply]) -> Reply:
         """Send a command, and wait for its reply, which is of this kind."""
         result: AsyncResult[Report] = AsyncResult()
         self._open(message, result.set)

@@ -1,21 +1,24 @@
 """Polls the engines for those who watch them, and sends each the same frames.
 
-One greenlet per process polls, however many watch, and only while someone does. Each frame is
-encoded once. A watcher that does not read in time skips frames.
+One timer per process polls, however many watch, and only while someone does. Each frame is encoded
+once. A watcher that does not read in time skips frames. All of this happens in gevent's hub,
+without a greenlet, so a frame costs the process little (tests/benchmarks/watch_cost.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-import gevent
 import msgspec
-from gevent.event import Event
+from gevent import get_hub
 
+from gateway.engine.base import Report
 from gateway.engine.client import ConnectedEngine
 from protocol.errors import ServingError
+from protocol.messages import EngineStatus, Output
 from protocol.watch import EngineFrame, EngineWatcher, WatchFrame
 
 EVERY_S = 1.0
@@ -26,7 +29,7 @@ MIN_ROWS = 8
 
 
 class Watcher(Protocol):
-    """Receives frames. The methods do not block."""
+    """Receives frames. The methods are called in gevent's hub and do not block."""
 
     def show(self, frame: bytes) -> None:
         """Take the JSON of the next frame."""
@@ -50,78 +53,108 @@ class WatchPoller:
         self._list_engines = engines
         self._is_draining = is_draining
         self._watchers: list[Watcher] = []
-        self._greenlet: gevent.Greenlet[..., None] | None = None
-        #: Set when no one watches any more.
-        self._is_alone = Event()
-        #: The last frame; None while no one watches.
+        self._timer: Any = None
+        self._engines: dict[tuple[str, str], EngineWatcher] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._engines.clear()
+        #: The engines of this round, in order, and the newest frame of each.
+        self._frames: dict[EngineWatcher, EngineFrame] = {}
+        #: Those that have not answered yet.
+        self._pending: set[EngineWatcher] = set()
+        #: The last frame, encoded.
         self._last: bytes | None = None
 
     def add(self, watcher: Watcher) -> None:
         """Send the last frame and all later ones to `watcher`."""
         self._watchers.append(watcher)
-        self._is_alone.clear()
         if self._last is not None:
             watcher.show(self._last)
-        if self._greenlet is None:
-            self._greenlet = gevent.spawn(self._run)
+        if self._timer is None:
+            self._timer = get_hub().loop.timer(0, repeat=EVERY_S)
+            self._timer.start(self._poll)
 
     def remove(self, watcher: Watcher) -> None:
         """Send no more frames to `watcher`. Without watchers, polling ends. May be called twice."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
         if not self._watchers:
-            self._is_alone.set()
+            self.close()
 
     def close(self) -> None:
-        if self._greenlet is not None:
-            self._greenlet.kill()
-            self._greenlet = None
+        """Stop polling."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer.close()
+            self._timer = None
+        self._clear()
 
-    def _run(self) -> None:
-        polls: dict[tuple[str, str], EngineWatcher] = {}
-        while self._watchers:
-            due = time.monotonic() + EVERY_S
-            frame = WatchFrame(at=time.time(), every_s=EVERY_S, engines=list(self._poll(polls)))
-            self._last = msgspec.json.encode(frame)
-            for watcher in list(self._watchers):
-                watcher.show(self._last)
-            self._is_alone.wait(max(0.0, due - time.monotonic()))
-            if self._is_draining():
-                for watcher in list(self._watchers):
-                    watcher.end()
-                self._watchers.clear()
-        self._greenlet = self._last = None
+    def _poll(self) -> None:
+        """Ask all engines for their status. If some have not answered the last time, send the frame
+        without them first."""
+        if self._is_draining():
+            watchers, self._watchers = self._watchers, []
+            self.close()
+            for watcher in watchers:
+                watcher.end()
+            return
+        if self._pending:
+            for late in self._pending:
+                self._frames[late] = late.fail("the engine has not answered in time")
+            self._pending.clear()
+            self._show()
+        self._ask_all()
 
-    def _poll(self, polls: dict[tuple[str, str], EngineWatcher]) -> Iterator[EngineFrame]:
-        """Ask all engines at once, and yield the frame of each. An engine that does not answer
-        within EVERY_S has a frame with an error."""
+    def _ask_all(self) -> None:
         places = [
-            (model, number, connection)
+            (self._watcher_of(model, number, connection), connection)
             for model, connections in self._list_engines()
             for number, connection in enumerate(connections)
         ]
+        self._frames = {engine: engine.last for engine, _ in places}
+        self._pending = set(self._frames)
         max_rows = max(MIN_ROWS, MAX_ROWS // max(1, len(places)))
-        asked = []
-        for model, number, connection in places:
-            key = model, connection.client.address
-            watch = polls.get(key)
-            if watch is None:
-                watch = polls[key] = EngineWatcher(model, connection.role, number)
-            asked.append(gevent.spawn(_frame, watch, connection, max_rows))
-        gevent.joinall(asked, timeout=EVERY_S)
-        for (model, _, connection), greenlet in zip(places, asked, strict=True):
-            if greenlet.value is None:
-                greenlet.kill(block=False)
-                watch = polls[model, connection.client.address]
-                yield watch.fail("the engine has not answered in time")
-            else:
-                yield greenlet.value
+        for engine, connection in places:
+            on_report = partial(self._on_report, engine, connection)
+            try:
+                connection.client.request_status(max_rows, engine.after_step, on_report)
+            except ServingError as error:
+                self._on_frame(engine, engine.fail(error.message))
+        if not places:
+            self._show()
 
+    def _watcher_of(self, model: str, number: int, connection: ConnectedEngine) -> EngineWatcher:
+        key = model, connection.client.address
+        if key not in self._engines:
+            self._engines[key] = EngineWatcher(model, connection.role, number)
+        return self._engines[key]
 
-def _frame(watch: EngineWatcher, connection: ConnectedEngine, max_rows: int) -> EngineFrame:
-    client = connection.client
-    try:
-        status = client.get_status(max_rows, watch.after_step)
-    except ServingError as error:
-        return watch.fail(error.message)
-    return watch.push(status, client.limits)
+    def _on_report(
+        self, engine: EngineWatcher, connection: ConnectedEngine, report: Report
+    ) -> None:
+        """Handle an engine's answer, which may be late, or its loss."""
+        if isinstance(report, EngineStatus):
+            frame = engine.push(report, connection.client.limits)
+        else:
+            assert isinstance(report, Output)
+            assert report.error is not None
+            frame = engine.fail(report.error.message)
+        self._on_frame(engine, frame)
+
+    def _on_frame(self, engine: EngineWatcher, frame: EngineFrame) -> None:
+        if engine not in self._frames:
+            return  # the engine has left the list, or no one watches any more
+        self._frames[engine] = frame
+        if engine in self._pending:
+            self._pending.remove(engine)
+            if not self._pending:
+                self._show()
+
+    def _show(self) -> None:
+        """Send the frames of all engines to all watchers."""
+        engines = list(self._frames.values())
+        frame = WatchFrame(at=time.time(), every_s=EVERY_S, engines=engines)
+        self._last = msgspec.json.encode(frame)
+        for watcher in list(self._watchers):
+            watcher.show(self._last)

@@ -10,7 +10,7 @@ import pytest
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.timeline import merged
-from protocol.latency import bounds_s, bucket, grown, quantile
+from protocol.latency import bounds_s, bucket, grown, quantiles
 from protocol.messages import Account
 from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
 from tests.support.engines import CLIENT, Bench, repetitive_token
@@ -281,13 +281,16 @@ def test_a_latency_lies_within_the_bounds_of_its_bucket(seconds: float) -> None:
 
 def test_quantiles_are_read_from_counts() -> None:
     counts = [0] * 80
-    assert quantile(counts, 0.5) is None
+    assert quantiles(counts, [0.5]) is None
+    assert quantiles([], [0.5]) is None
     counts[bucket(0.1)], counts[bucket(5.0)] = 90, 10
-    for share, near in ((0.5, 0.1), (0.89, 0.1), (0.95, 5.0), (1.0, 5.0)):
-        found = quantile(counts, share)
-        assert found is not None
-        assert near / 1.2 <= found <= near * 1.2
-    assert grown([1, 2], [1, 5, 3]) == [0, 3, 3]
+    shares = {0.0: 0.1, 0.5: 0.1, 0.9: 0.1, 0.95: 5.0, 1.0: 5.0}
+    found = quantiles(counts, list(shares))
+    assert found is not None
+    assert found == sorted(found)
+    for seconds, near in zip(found, shares.values(), strict=True):
+        assert near / 1.2 <= seconds <= near * 1.2
+    assert grown([1, 2, 0], [1, 5, 3]) == [0, 3, 3]
     assert grown([], [1, 5]) == [1, 5]
     assert grown([9, 9], [1, 5]) == [1, 5]
 
