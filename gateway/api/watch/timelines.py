@@ -23,7 +23,7 @@ CLOCK_SLACK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class AskedEngine:
     """An engine, and its reply; None if it cannot be reached."""
 
     model: str
@@ -69,8 +69,8 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
 
 
 def of_last_request(
-    found: list[tuple[Source, EngineTimeline]], times: ClientTimes | None
-) -> list[tuple[Source, EngineTimeline]]:
+    found: list[tuple[AskedEngine, EngineTimeline]], times: ClientTimes | None
+) -> list[tuple[AskedEngine, EngineTimeline]]:
     """Return the timelines that belong to the request with these times in the gateway.
 
     Clients may use an id again. The gateway knows the last request with it. Timelines that began
@@ -87,7 +87,7 @@ def of_last_request(
     return last or found
 
 
-def _ask_all(service: Service, label: str) -> Iterator[Source]:
+def _ask_all(service: Service, label: str) -> Iterator[AskedEngine]:
     """Ask all engines at once, and yield each with its reply."""
     places = [
         (host.name, number, connection)
@@ -97,7 +97,7 @@ def _ask_all(service: Service, label: str) -> Iterator[Source]:
     asked = [gevent.spawn(_ask, connection, label) for _, _, connection in places]
     gevent.joinall(asked)
     for (model, number, connection), greenlet in zip(places, asked, strict=True):
-        yield Source(model, number, connection, greenlet.value)
+        yield AskedEngine(model, number, connection, greenlet.value)
 
 
 def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | None:
@@ -107,7 +107,7 @@ def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | None:
         return None
 
 
-def _kept(service: Service, sources: list[Source]) -> Kept:
+def _kept(service: Service, sources: list[AskedEngine]) -> Kept:
     """Return how long the engines keep timelines. Raises the server's trouble if no engine has
     replied."""
     replies = [source.reply for source in sources if source.reply is not None]
@@ -120,7 +120,9 @@ def _kept(service: Service, sources: list[Source]) -> Kept:
     )
 
 
-def _choice(source: Source, timeline: EngineTimeline, times: ClientTimes | None) -> ChoiceTimeline:
+def _choice(
+    source: AskedEngine, timeline: EngineTimeline, times: ClientTimes | None
+) -> ChoiceTimeline:
     return ChoiceTimeline(
         model=source.model,
         role=source.connection.role,
