@@ -94,6 +94,33 @@ def draw_compare(visit: Visit) -> None:
     page.get_by_role("button", name="Compare", exact=True).wait_for()
 
 
+def draw_watch(visit: Visit) -> None:
+    page = visit.open()
+    page.evaluate(KEEP_ASKING, QUESTION)
+    page.get_by_role("link", name="Watch").click()
+    page.wait_for_function(
+        "() => document.querySelectorAll('.watch-steps .decode').length > 80", timeout=120_000
+    )
+
+
+KEEP_ASKING = """(question) => {
+  const ask = async (place, turn) => {
+    const content = `${place}. ${question} `.repeat(1 + ((place + turn) % 5) * 6);
+    const response = await fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", "X-Request-Id": `chat-${place}-${turn}` },
+      body: JSON.stringify({
+        messages: [{ role: "user", content }], ignore_eos: true, max_tokens: 60 + 40 * place,
+      }),
+    });
+    await response.text();
+    ask(place, turn + 1);
+  };
+  for (let place = 0; place < 4; place += 1) ask(place, 0);
+}"""
+"""Four clients that ask one question after another, with prompts of several lengths."""
+
+
 def draw_docs(visit: Visit) -> None:
     page = visit.open("/docs#post_v1_completions")
     form = page.locator("#post_v1_completions form.try")
@@ -107,6 +134,7 @@ PICTURES = (
     ("chat", {"size": (1180, 850)}, draw_chat),
     ("chat-dark", {"size": SIZE, **DARK}, draw_tokens),
     ("compare", {"size": TALL}, draw_compare),
+    ("watch", {"size": TALL}, draw_watch),
     ("docs", {"size": SIZE}, draw_docs),
     ("phone", {"size": PHONE, **DARK}, draw_phone),
 )

@@ -205,7 +205,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         about("origin of web pages that may call this server, or * for any; repeat for several"),
     ] = []
     web: Annotated[
-        bool, about("serve a web page at / with a chat and a reference of the API (docs/page.md)")
+        bool,
+        about(
+            "serve a web page at / to chat, compare and watch, and a reference of the API at /docs"
+        ),
     ] = True
     served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16

@@ -50,6 +50,7 @@ def test_the_start_prints_its_phases_and_a_banner(server: Server) -> None:
     assert "engine started (pid" in result
     assert f"Tidegate serves smollm2-135m at {server.url}" in result
     assert f"curl {server.url}/v1/chat/completions" in result
+    assert f"in a browser: {server.url}/" in result
     assert server.ready_s < 60
 
 

@@ -61,11 +61,16 @@ Tidegate serves {", ".join(plan.models) or model} at {plan.url}  (ready in {seco
   curl {plan.url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
     -d '{body}'
 
-  tidegate chat --url {plan.url}
+  tidegate chat --url {plan.url}{_page(plan)}
 {_addresses(plan)}
 
 Press Ctrl-C to stop.
 """
+
+
+def _page(plan: ServePlan) -> str:
+    """Return the banner's line about the web page; "" if it is switched off."""
+    return f"\n  in a browser: {plan.url}/" if plan.gateway.web else ""
 
 
 def _addresses(plan: ServePlan) -> str:

@@ -114,7 +114,7 @@ class CompareTab {
           this.sides.map(({ element }) => element),
         ),
         this.verdict,
-        h("div", { class: "wide" }, this.table),
+        h("div", { class: "scrolls" }, this.table),
       ),
     );
     this.drawButton();

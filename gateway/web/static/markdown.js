@@ -238,7 +238,7 @@ const RENDERERS = {
     };
     const body = lines.slice(2).map((line) => row(line, "td"));
     const table = h("table", {}, h("thead", {}, row(lines[0], "th")), h("tbody", {}, body));
-    return h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Table" }, table);
+    return h("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Table" }, table);
   },
   paragraph: (lines) => h("p", {}, inline(lines.map((line) => line.trim()).join("\n"))),
 };

@@ -36,8 +36,7 @@ def gateway(
     engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
     files = str(tmp_path_factory.mktemp("files") / "files.db")
-    options = {"file_store": files, "log_requests": False}
-    with GatewayProcess(engine=engine.address, **options) as gateway:
+    with GatewayProcess(engine=engine.address, file_store=files, log_requests=False) as gateway:
         yield gateway.await_ready()
 
 
