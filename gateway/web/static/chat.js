@@ -14,6 +14,7 @@ const SUGGESTIONS = [
   "Write a haiku about the sea.",
   "Explain what a tide is to a child.",
 ];
+const RETRY_S = 1;
 const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
 const WIDE = matchMedia("(min-width: 1100px)");
@@ -153,7 +154,7 @@ class ChatTab {
     on(this.input, "input", () => this.resize());
     on(this.thread, "scroll", () => this.onScroll());
     on(window, KEY_CHANGED, () => this.loadModels());
-    on(this.model, "focus", () => this.loadModels());
+    on(document, "visibilitychange", () => document.hidden || this.loadModels());
     on(WIDE, "change", () => this.closePanels());
   }
 
@@ -164,6 +165,7 @@ class ChatTab {
   }
 
   close() {
+    clearTimeout(this.retry);
     this.abort.abort();
   }
 
@@ -234,27 +236,44 @@ class ChatTab {
     const text = message.error?.message ?? (message.content || "The answer has no text.");
     this.context.announce(text.slice(0, ANNOUNCED_CHARS));
     this.list.draw(conversation);
+    if (stateOf(this.modelEntry())) this.loadModels(); // the message has loaded the model
   }
 
   // ---- models and settings
 
   loadModels() {
-    this.loading = fetchModels().then(
-      () => this.showModels(),
-      (error) => this.showProblem(error),
-    );
+    this.loading = this.fetchModels();
     return this.loading;
+  }
+
+  /** Fetch the models and show them. While the server is not ready, try again and again. */
+  async fetchModels() {
+    clearTimeout(this.retry);
+    const before = JSON.stringify(knownModels());
+    try {
+      const models = await fetchModels();
+      this.showProblem(null);
+      if (!this.model.value || JSON.stringify(models) !== before) this.showModels();
+    } catch (error) {
+      this.showProblem(error);
+      const waitMs = 1000 * (error.retryAfterS ?? RETRY_S);
+      if (error.status === 503 && !this.abort.signal.aborted) {
+        this.retry = setTimeout(() => this.loadModels(), waitMs);
+      }
+    }
   }
 
   showModels() {
     const { conversation } = this;
     conversation.model =
       fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
-    this.form.show(
-      conversation.settings,
-      knownModels().find(({ id }) => id === conversation.model) ?? null,
-    );
+    this.form.show(conversation.settings, this.modelEntry());
     this.drawEmpty();
+  }
+
+  /** Return the entry of GET /v1/models for the conversation's model, or null. */
+  modelEntry() {
+    return knownModels().find(({ id }) => id === this.conversation.model) ?? null;
   }
 
   chooseModel() {
@@ -309,7 +328,7 @@ class ChatTab {
 
   drawEmpty() {
     if (this.conversation.messages.length) return;
-    const model = knownModels().find(({ id }) => id === this.conversation.model);
+    const model = this.modelEntry();
     const size = model ? `${model.max_model_len.toLocaleString("en")} tokens` : "";
     const facts = [model?.id, size, stateOf(model)].filter(Boolean).join(" · ");
     fill(

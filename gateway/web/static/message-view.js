@@ -99,7 +99,7 @@ class AnswerView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.isRunning = false;
+    this.state = { isRunning: false, isLast: false };
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
     this.summary = h("summary", {}, "");
@@ -131,8 +131,10 @@ class AnswerView {
   }
 
   /** Draw the message as it is now. `isRunning`: more will come. `isLast`: none follows it. */
-  update({ isRunning = false, isLast = false } = {}) {
+  update(state = this.state) {
+    this.state = state;
     const { message } = this;
+    const { isRunning, isLast } = state;
     const hasTokens = Boolean(message.logprobs?.length);
     this.reasoning.hidden = !message.reasoning;
     this.thought.textContent = message.reasoning;

@@ -14,7 +14,7 @@ from tests.integration.page.conftest import Visitor
 from tests.support.browser import await_answer, await_stored, send
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import call, tool
-from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply
+from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply, thinking_card
 
 WORDS = " ".join(f"word{number}" for number in range(100)) + " end"
 
@@ -260,6 +260,21 @@ def test_a_failure_inside_a_stream_is_shown(visit: Visitor, engine: ScriptedEngi
     send(page, "hi")
     page.locator(".answer [role=alert]").wait_for()
     assert page.locator(".answer .markdown").inner_text() == "Half"
+
+
+def test_the_page_waits_until_the_server_is_ready(
+    visit: Visitor, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    address = f"ipc://{tmp_path_factory.mktemp('late') / 'engine.sock'}"
+    with GatewayProcess(engine=address, log_requests=False) as gateway:
+        gateway.await_status("/livez", 200)
+        page = visit(gateway.url, refused=(503,)).open()
+        page.locator(".problem [role=alert]").wait_for()
+        with ScriptedEngine(address, card=thinking_card()):
+            page.locator("option[value=scripted]").wait_for(state="attached")
+            assert page.locator(".problem [role=alert]").count() == 0
+            send(page, "hi")
+            await_answer(page, "Hello, world!")
 
 
 @pytest.mark.parametrize("key", ["", "Shift+"])
