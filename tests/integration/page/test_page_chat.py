@@ -262,6 +262,42 @@ def test_a_failure_inside_a_stream_is_shown(visit: Visitor, engine: ScriptedEngi
     assert page.locator(".answer .markdown").inner_text() == "Half"
 
 
+def test_an_answer_goes_on_while_another_tab_is_open(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    replies(engine, WORDS)
+    engine.step_s = 0.03
+    page = visit().open()
+    send(page, "Count.")
+    page.locator(".answer .markdown", has_text="word0").wait_for()
+    page.get_by_role("link", name="Compare").click()
+    page.get_by_label("Prompt").wait_for()
+    engine.step_s = 0.0005
+    engine.await_idle()
+    page.go_back()
+    await_answer(page, "end")
+    assert page.locator(".answer .markdown").inner_text() == WORDS
+    assert not engine.aborts
+
+
+def test_old_conversations_make_room_for_new_ones(visit: Visitor) -> None:
+    page = visit().open()
+    removed = page.evaluate(
+        """async () => {
+          const { surplus, MAX_CONVERSATIONS, MAX_BYTES } = await import("/web/store.js");
+          const many = Array.from({ length: MAX_CONVERSATIONS + 2 }, (_, used) =>
+            ({ id: `c${used}`, used, bytes: 10 }));
+          const large = [
+            { id: "old", used: 1, bytes: 1 },
+            { id: "open", used: 2, bytes: MAX_BYTES },
+            { id: "new", used: 3, bytes: 1 },
+          ];
+          return [surplus(many, "c5"), surplus(many, "c0"), surplus(large, "open")];
+        }"""
+    )
+    assert removed == [["c1", "c0"], ["c1"], ["old"]]
+
+
 def test_the_page_waits_until_the_server_is_ready(
     visit: Visitor, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
