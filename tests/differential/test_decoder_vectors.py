@@ -15,11 +15,14 @@ from protocol.steps import EncodePlan
 from tests.support.checkpoints import write_directory
 from tests.support.encoder_models import encode_inputs, pooled, some_inputs, write_modules
 from tests.support.family_models import random_model
-from worker.encoders.memory import check_options
+from worker.encoders.memory import check_options, extra_bytes
 from worker.encoders.runner import EncodeRunner
 from worker.loading.errors import UnusableModel
+from worker.loading.header import read_any_header
 from worker.startup import device
-from worker.startup.assembly import Assembled, assemble
+from worker.startup.assembly import assemble
+from worker.startup.encoding import Assembled
+from worker.startup.preflight import preflight
 from worker.startup.timing import StartupTiming
 
 LENGTHS = [5, 1, 2, 90, 9, 33, 8, 1, 31]
@@ -132,6 +135,17 @@ def test_an_earlier_input_that_was_not_finite_leaves_nothing_behind(tmp_path: Pa
     bad = runner.launch(EncodePlan(step=1, inputs=encode_inputs([[6] * 30, [7, 8]]))).result()
     assert bad.failed.tolist() == [0]
     vectors(runner, [[7, 8, 9]])
+
+
+def test_the_memory_of_encoding_is_planned(tmp_path: Path) -> None:
+    """A model that also generates needs a step of its longest input, and a small cache."""
+    write_directory(tmp_path, random_model("llama"))
+    header = read_any_header(tmp_path, "last")
+    config = WorkerConfig(model=str(tmp_path), pooling="last")
+    extra = extra_bytes(config, header, "float32", is_gpu=False)
+    assert extra > 512 * 96 * 4
+    assert extra_bytes(config, read_any_header(tmp_path), "float32", is_gpu=False) == 0
+    assert not preflight([config]).error
 
 
 @pytest.mark.parametrize("options", [{"draft_model": "x"}, {"kv_host_gib": 1.0}])

@@ -108,6 +108,16 @@ def test_chat_templates_are_chosen() -> None:
     assert found == [*TEXT, *templates, "model.safetensors"]
 
 
+def test_the_files_that_say_how_vectors_are_made_are_chosen() -> None:
+    modules = [
+        *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+    ]
+    rest = ["2_Dense/pytorch_model.bin", "onnx/config.json", "openvino/model.safetensors"]
+    found = chosen("a/b", *TEXT, *modules, *rest, "model.safetensors")
+    assert found == [*TEXT, *modules, "model.safetensors"]
+
+
 @pytest.mark.parametrize(
     "path",
     ["../m.gguf", "/m.gguf", "a/../m.gguf", "a\\m.gguf", ".m.gguf", "a/b/c/m.gguf", "m\n.gguf"],

@@ -25,11 +25,15 @@ TEXT_FILES = frozenset(
         *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
         *("vocab.json", "merges.txt", "tokenizer.model"),
         *("chat_template.jinja", "chat_template.json"),
+        *("modules.json", "config_sentence_transformers.json"),
+        *("sentence_bert_config.json", "sentence_roberta_config.json"),
         *("LICENSE", "LICENSE.txt", "LICENSE.md"),
     }
 )
 """The files beside the weights that are downloaded with safetensors files."""
 TEMPLATES = re.compile(r"additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja")
+MODULES = re.compile(r"\d+_[A-Za-z0-9_]+/(?:config\.json|model\.safetensors)")
+"""Files of the modules of sentence-transformers, which say how vectors are made."""
 OTHER_WEIGHTS = ("consolidated", "adapter_model")
 """Names that start with one of these belong to other programs: they repeat or change weights."""
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16", "F16")
@@ -95,7 +99,13 @@ def _with_text_files(
 ) -> list[RepoFile]:
     """Return `weights` with the config, the tokenizer and other text files, the small ones first.
     Raises Failure if the config or the tokenizer is missing."""
-    text = [each for each in files if each.path in TEXT_FILES or TEMPLATES.fullmatch(each.path)]
+    text = [
+        each
+        for each in files
+        if each.path in TEXT_FILES
+        or TEMPLATES.fullmatch(each.path)
+        or MODULES.fullmatch(each.path)
+    ]
     for needed in (CONFIG, TOKENIZER):
         if all(each.path != needed for each in text):
             raise _bad_model(f"{name.repo} cannot be served: it has no {needed}")

@@ -17,7 +17,7 @@ from protocol.encoding import MAX_STEP_INPUTS
 from worker.attention.base import Attention, AttentionBatch
 from worker.encoders.pooling import VectorHead
 from worker.encoders.ragged import RaggedBatch
-from worker.kv.cache import KVCache, LayerPlace, block_bytes
+from worker.kv.cache import KVCache, LayerPlace
 from worker.models.base import StepModel
 from worker.slots.staging import upload
 
@@ -26,14 +26,6 @@ def scratch_blocks(max_tokens: int, block_tokens: int) -> int:
     """Return the number of blocks, with the null block, of the cache of a step of up to
     `max_tokens` tokens."""
     return -(-max_tokens // block_tokens) + MAX_STEP_INPUTS + 1
-
-
-def scratch_bytes(
-    max_tokens: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Return the size in bytes of the cache of a step of up to `max_tokens` tokens."""
-    size = block_bytes(1, block_tokens, num_kv_heads, head_dim, dtype)
-    return scratch_blocks(max_tokens, block_tokens) * size
 
 
 class DecoderVectors:

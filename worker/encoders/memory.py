@@ -10,6 +10,7 @@ import math
 
 from protocol.config.base import DeviceDefault
 from protocol.config.worker import WorkerConfig
+from protocol.encoding import MAX_STEP_INPUTS
 from protocol.facts import ModelPlan
 from worker.encoders.header import EncoderHeader
 from worker.loading.errors import NotEnoughMemory, UnusableModel
@@ -37,6 +38,27 @@ def only_encodes(header: object) -> bool:
     if isinstance(header, ModelHeader):
         return not header.generates
     return isinstance(header, EncoderHeader)
+
+
+def extra_bytes(config: WorkerConfig, header: object, dtype: str, *, is_gpu: bool) -> int:
+    """Return the memory that a model which also generates needs to encode: its small K/V cache, and
+    a step of the longest input. 0 if it does not encode."""
+    if not isinstance(header, ModelHeader) or header.encoding is None or not header.generates:
+        return 0
+    longest = max_input_tokens(config, header)
+    work = work_bytes(config, header, longest, is_gpu=is_gpu) - PROCESS_BYTES
+    return work + scratch_bytes(config, header, longest, dtype, is_gpu=is_gpu)
+
+
+def scratch_bytes(
+    config: WorkerConfig, header: ModelHeader, longest: int, dtype: str, *, is_gpu: bool
+) -> int:
+    """Return the size in bytes of the K/V cache with which a decoder encodes (decoder.py)."""
+    tokens = max(token_budget(config, is_gpu=is_gpu), longest)
+    blocks = -(-tokens // config.block_tokens) + MAX_STEP_INPUTS + 1
+    spec = header.spec
+    heads = 2 * spec.num_kv_heads * config.block_tokens * blocks
+    return heads * spec.head_dim * DTYPE_BYTES[dtype]
 
 
 def dtype_of(config: WorkerConfig, header: object, usual: str, *, is_gpu: bool) -> str:
@@ -81,7 +103,10 @@ def plan_encoder(
     check_options(config)
     weights = encoder_bytes(header, dtype) if planned is None else weights_bytes(planned, dtype)
     longest = max_input_tokens(config, header)
-    work = work_bytes(config, header, longest, is_gpu=device != "cpu")
+    is_gpu = device != "cpu"
+    work = work_bytes(config, header, longest, is_gpu=is_gpu)
+    if isinstance(header, ModelHeader):
+        work += scratch_bytes(config, header, longest, dtype, is_gpu=is_gpu)
     if weights + work > free_bytes:
         raise NotEnoughMemory(
             f"{header.name} needs {in_gib(weights)} for weights ({dtype}) and {in_gib(work)} for "

@@ -24,6 +24,7 @@ from worker.attention.select import select_attention
 from worker.batch.decode_fast_path import PlainDecode
 from worker.batch.decode_graph import Capture, CudaGraphs, GraphDecode
 from worker.draft.model import DraftModel
+from worker.encoders.runner import EncodeRunner
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
@@ -50,8 +51,11 @@ from worker.startup.encoding import (
     Assembled,
     assemble_encoder,
     assemble_vectors,
-    decoder_runner,
+    encode_longest,
+    longest_input,
+    pooling_runner,
     tokenizer_read,
+    with_input_limit,
 )
 from worker.startup.environment import visible_devices
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
@@ -102,6 +106,7 @@ def assemble(
         shapes = [_cache_shape(model.spec, config, groups) for model in models]
         attentions = [_attention(model, config, dtype, device) for model in models]
         parts = RunnerParts(models, attentions, adapters)
+        encoder = pooling_runner(config, loaded, attentions[0], dtype, device, limits.token_budget)
         make_caches = partial(_caches, models, shapes, groups, device)
         demand = KVDemand(
             context_tokens=loaded.card.context_tokens,
@@ -115,7 +120,7 @@ def assemble(
             kept = kept_bytes(config, loaded.spec, dtype)
             budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
         else:
-            memory = measured_memory(config, parts, make_caches, limits, device)
+            memory = measured_memory(config, parts, make_caches, limits, device, encoder)
             budget = gpu_kv_budget(config, demand, memory)
         num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
         caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
@@ -160,19 +165,7 @@ def assemble(
         adapters=infos,
     )
     runner = parts.runner(slots, caches, _runner_class(config), decode)
-    if loaded.card.encoding is None:
-        return Assembled(runner, None, ready)
-    if group is not None:
-        raise UnusableModel(
-            "a tensor parallel group has no vectors", remedy="serve without --pooling"
-        )
-    limit = min(loaded.card.encoding.max_tokens, budget.max_len)
-    encoding = msgspec.structs.replace(loaded.card.encoding, max_tokens=limit)
-    model = msgspec.structs.replace(ready.model, encoding=encoding)
-    encoder = decoder_runner(
-        config, loaded, parts.attentions[0], dtype, device, limits.token_budget
-    )
-    return Assembled(runner, encoder, msgspec.structs.replace(ready, model=model))
+    return Assembled(runner, encoder, with_input_limit(ready))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +237,12 @@ def measured_memory(
     make_caches: Callable[[int], list[KVCache]],
     limits: StepLimits,
     device: torch.device,
+    encoder: EncodeRunner | None = None,
 ) -> GpuMemory:
-    """Return the memory of a GPU that holds the weights, with the result of a profile run."""
+    """Return the memory of a GPU that holds the weights, with the result of a profile run.
+
+    encoder   encodes with the model, whose longest step counts too; None: the model only generates
+    """
     card = parts.models[0].card
 
     def run() -> None:
@@ -260,6 +257,8 @@ def measured_memory(
         )
         slots = SlotTable(profile.slot_fields(), limits.max_slots, device)
         profile.run(parts.runner(slots, caches))
+        if encoder is not None:
+            encode_longest(encoder, longest_input(config, card))
 
     allocator = CudaAllocator(device)
     step_bytes = measure(run, allocator, limits)

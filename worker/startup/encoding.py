@@ -22,6 +22,7 @@ from worker.encoders.load import load_encoder
 from worker.encoders.memory import check_options, dtype_of, token_budget
 from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.kernels import cpuinfo
+from worker.loading.errors import UnusableModel
 from worker.loading.header import AnyHeader
 from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel
@@ -94,8 +95,9 @@ def _only_encodes(
         encoding = msgspec.structs.replace(encoding, max_tokens=limit)
         card = msgspec.structs.replace(card, encoding=encoding)
     with timing("warm up"):
-        one = EncodeInputs(tokens=Int32.of([0, 0]), lengths=Int32.of([2]))
-        encoder.launch(EncodePlan(step=0, inputs=one)).wait()
+        # On a GPU, a step that does not fit into its memory must show now.
+        usual = min(2, encoding.max_tokens)
+        encode_longest(encoder, usual if device.type == "cpu" else encoding.max_tokens)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     log.info(
         "model %s dtype=%s device=%s weights=%d MiB threads=%d; it encodes inputs of up to %d "
@@ -120,6 +122,18 @@ def _only_encodes(
     return Assembled(None, encoder, ready)
 
 
+def longest_input(config: WorkerConfig, card: ModelCard) -> int:
+    """Return the most tokens of an input of a model that encodes."""
+    assert card.encoding is not None
+    return min(config.max_len or card.encoding.max_tokens, card.encoding.max_tokens)
+
+
+def encode_longest(encoder: EncodeRunner, tokens: int) -> None:
+    """Encode one input of `tokens` tokens, and drop the result."""
+    one = EncodeInputs(tokens=Int32.of([0] * tokens), lengths=Int32.of([tokens]))
+    encoder.launch(EncodePlan(step=0, inputs=one)).wait()
+
+
 def decoder_runner(
     config: WorkerConfig,
     loaded: LoadedModel,
@@ -129,11 +143,9 @@ def decoder_runner(
     budget: int,
 ) -> EncodeRunner:
     """Return what encodes with a decoder, in steps of up to `budget` tokens, or of one input."""
-    encoding, model, spec = loaded.card.encoding, loaded.model, loaded.spec
-    assert encoding is not None
+    model, spec = loaded.model, loaded.spec
     assert loaded.vectors is not None
     assert isinstance(model, DecoderModel)
-    longest = min(config.max_len or encoding.max_tokens, encoding.max_tokens)
     vectors = DecoderVectors(
         model,
         loaded.vectors,
@@ -143,11 +155,40 @@ def decoder_runner(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_tokens=config.block_tokens,
-        max_tokens=max(budget, longest),
+        max_tokens=max(budget, longest_input(config, loaded.card)),
         dtype=dtype,
         device=device,
     )
     return EncodeRunner(vectors)
+
+
+def pooling_runner(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget: int,
+) -> EncodeRunner | None:
+    """Return what encodes with a model that also generates; None: it only generates. The arguments
+    are those of `decoder_runner`. Raises UnusableModel if several ranks compute the model."""
+    if loaded.card.encoding is None:
+        return None
+    if config.world_size > 1:
+        raise UnusableModel(
+            "a tensor parallel group has no vectors", remedy="serve without --pooling"
+        )
+    return decoder_runner(config, loaded, attention, dtype, device, budget)
+
+
+def with_input_limit(ready: WorkerReady) -> WorkerReady:
+    """Return the message with inputs that are no longer than `max_len`, if the model encodes."""
+    if ready.model.encoding is None:
+        return ready
+    limit = min(ready.model.encoding.max_tokens, ready.max_len)
+    encoding = msgspec.structs.replace(ready.model.encoding, max_tokens=limit)
+    model = msgspec.structs.replace(ready.model, encoding=encoding)
+    return msgspec.structs.replace(ready, model=model)
 
 
 def tokenizer_read(header: AnyHeader) -> TokenizerRead:

@@ -28,7 +28,7 @@ from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from worker.attention.limits import check_attention_option
 from worker.encoders.header import EncoderHeader
-from worker.encoders.memory import dtype_of, only_encodes, plan_encoder
+from worker.encoders.memory import dtype_of, extra_bytes, only_encodes, plan_encoder
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import is_compiled, runnable
 from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
@@ -111,7 +111,9 @@ def _plan(
     check_attention_option(config.attention, is_cpu=device.name == CPU)
     flags = cpu_flags()
     has_kernels = has_compiled_kernels(config, device.name, flags)
-    free_bytes = device.free_bytes - taken[device.name]
+    dtype = machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags)
+    extra = extra_bytes(config, header, dtype, is_gpu=device.name != CPU)
+    free_bytes = device.free_bytes - taken[device.name] - extra
     if device.name == CPU:  # shared with the ranks that follow
         free_bytes //= config.local_size - config.local_rank
     shares = [(config.rank, config.world_size), (0, 1)]  # every rank has the whole draft model
@@ -122,7 +124,7 @@ def _plan(
             for header, share in zip(headers, shares, strict=False)
         ],
         device=device.name,
-        dtype=machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags),
+        dtype=dtype,
         free_bytes=free_bytes,
         host_bytes=machine.free_host_bytes() - taken[CPU],
         total_bytes=device.total_bytes,
