@@ -70,6 +70,11 @@ class EncodeStep:
     def num_tokens(self) -> int:
         return self.plan.inputs.tokens.shape[0]
 
+    def tokens_by_request(self) -> tuple[tuple[int, int], ...]:
+        """Return (`Request.order`, number of tokens) of each part."""
+        lengths = iter(self.plan.inputs.lengths.tolist())
+        return tuple((request.order, sum(islice(lengths, taken))) for request, taken in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:

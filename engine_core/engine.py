@@ -405,6 +405,7 @@ class Engine:
         step, parts = self.encoding.commit(result)
         self._counts["computed_tokens"] += step.num_tokens
         self.throughput.observe_encoding(step.num_tokens, elapsed_s)
+        self.history.on_encoded(step, elapsed_s, self.scheduler.lack)
         outputs: dict[bytes, list[Output]] = {}
         for part in parts:
             request, progress = part.request, part.request.encode

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
+from engine_core.encoding import EncodeStep
 from engine_core.history.requests import RequestHistories, RequestHistory
 from engine_core.history.steps import StepLog
 from engine_core.history.timeline import build_timeline
@@ -48,6 +49,10 @@ class EngineHistory:
         drafts = [] if step.plan.row_drafts is None else step.plan.row_drafts.tolist()
         num_gaps = step.plan.num_decodes + len(drafts) - drafts.count(0)
         self.gaps[bucket(elapsed_s)] += num_gaps
+
+    def on_encoded(self, step: EncodeStep, elapsed_s: float, lack: Lack) -> None:
+        """Record a committed step that encodes."""
+        self.steps.add_encoded(step, self._clock.now, elapsed_s, lack)
 
     def on_first_token(self, request: Request) -> None:
         now = self._clock.now

@@ -25,6 +25,8 @@ MAX_BINDS = 64
 class RequestHistory:
     """What is remembered of one request. It holds no token."""
 
+    #: `Request.order`.
+    order: int
     name: str
     names: Sequence[str]
     client: bytes
@@ -44,6 +46,7 @@ class RequestHistory:
     @classmethod
     def from_request(cls, request: Request) -> RequestHistory:
         return cls(
+            order=request.order,
             name=request.name,
             names=request.labels or (request.name,),
             client=request.client,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from engine_core.encoding import EncodeStep
 from engine_core.schedule.inflight import InflightStep
 from protocol.arrays import Int32
 from protocol.stats import StepSummary
@@ -41,6 +42,8 @@ class StepRun:
     busy_s: float
     longest_s: float
     lack: Lack
+    #: What a step that encodes computed: (`Request.order`, number of tokens). It has no rows.
+    encoded: tuple[tuple[int, int], ...] = ()
 
     @property
     def last(self) -> int:
@@ -127,9 +130,36 @@ class StepLog:
                 lack=lack,
             )
         )
-        self._num_rows += len(step.requests)
+        self._forget(len(step.requests))
+
+    def add_encoded(self, step: EncodeStep, now: float, elapsed_s: float, lack: Lack) -> None:
+        """Record a committed step that encodes, as `add` does. It is an entry of its own."""
+        self._is_closed = True
+        self._runs.append(
+            StepRun(
+                first=step.plan.step,
+                count=1,
+                slots=Int32.of([]),
+                tokens=Int32.of([]),
+                drafts=None,
+                num_decodes=0,
+                num_tokens=step.num_tokens,
+                started_at=now - elapsed_s,
+                ended_at=now,
+                busy_s=elapsed_s,
+                longest_s=elapsed_s,
+                lack=lack,
+                encoded=step.tokens_by_request(),
+            )
+        )
+        self._forget(len(step.parts))
+
+    def _forget(self, num_rows: int) -> None:
+        """Count the rows of a new entry, and forget the oldest entries that are too many."""
+        self._num_rows += num_rows
         while len(self._runs) > MAX_RUNS or self._num_rows > MAX_ROWS:
-            self._num_rows -= len(self._runs.popleft().slots)
+            oldest = self._runs.popleft()
+            self._num_rows -= len(oldest.slots) + len(oldest.encoded)
 
     def after(self, step: int) -> list[StepSummary]:
         """Return the last recorded steps after the one with this number, at most MAX_SUMMARIES

@@ -86,6 +86,8 @@ def _group(run: StepRun, history: RequestHistory, find_owner: FindOwner) -> Step
     own_drafts = 0 if row is None else drafts[row]
     own_decodes = int(row is not None and (row < run.num_decodes or own_drafts > 0))
     own_prefill = 0 if row is None or own_decodes else tokens[row]
+    own_encoded = sum(count for order, count in run.encoded if order == history.order)
+    all_encoded = sum(count for _, count in run.encoded)
     first_prompt = run.num_decodes + run.num_drafted
     shares = [
         (slots[other], tokens[other]) for other in range(first_prompt, len(slots)) if other != row
@@ -98,11 +100,11 @@ def _group(run: StepRun, history: RequestHistory, find_owner: FindOwner) -> Step
         steps=run.count,
         busy_s=run.busy_s,
         longest_s=run.longest_s,
-        own_prefill=own_prefill,
+        own_prefill=own_prefill + own_encoded,
         own_decodes=own_decodes * run.count,
         own_drafts=own_drafts,
         other_decodes=(first_prompt - own_decodes) * run.count,
-        other_prefill=sum(count for _, count in shares),
+        other_prefill=sum(count for _, count in shares) + all_encoded - own_encoded,
         other_drafts=sum(drafts) - own_drafts,
         lack=run.lack,
         prompts=_largest(_share(find_owner(slot, run.first), count) for slot, count in shares),

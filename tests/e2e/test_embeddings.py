@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -100,7 +101,7 @@ def test_langchain_embeds_documents_and_queries(server: Server, wanted: torch.Te
 
 
 def test_a_query_finds_its_document(server: Server) -> None:
-    body = {"query": TEXTS[0], "documents": TEXTS[1:], "top_n": 1}
+    body: dict[str, Any] = {"query": TEXTS[0], "documents": TEXTS[1:], "top_n": 1}
     found = requests.post(f"{server.url}/v1/rerank", json=body, timeout=60).json()
     (result,) = found["results"]
     assert result["document"]["text"] == TEXTS[1]

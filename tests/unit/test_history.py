@@ -299,3 +299,33 @@ def test_the_client_of_a_timeline_is_named() -> None:
     bench = a_bench()
     bench.add([1, 2], client=CLIENT, labels=["x"])
     assert bench.engine.timelines(["x"], {CLIENT: "gateway-7"}.__getitem__)[0].client == "gateway-7"
+
+
+def test_steps_that_encode_are_recorded_between_those_that_generate() -> None:
+    bench = a_bench(token_budget=8)
+    bench.add([1] * 4, max_tokens=9, ignore_eos=True)
+    bench.timed_step()
+    bench.encode([2] * 5, [2] * 6, labels=["texts"])
+    bench.encode([3] * 2, labels=["other"])
+    for _ in range(4):
+        bench.timed_step(0.5)
+    found = bench.timeline("texts")
+    assert (found.finish, found.prompt_tokens, found.generated_tokens) == ("stop", 11, 0)
+    assert sum(group.own_prefill for group in found.groups) == 11
+    assert sum(group.other_prefill for group in found.groups) == 2
+    assert any(group.other_decodes for group in found.groups)
+    summaries = bench.engine.history.steps.after(1)
+    assert sum(each.prefill for each in summaries) == 13
+    assert sum(each.decode for each in summaries) == 2
+
+
+def test_the_log_forgets_old_steps_that_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "MAX_ROWS", 3)
+    bench = a_bench(token_budget=8)
+    for _ in range(5):
+        bench.encode([2] * 4)
+        bench.timed_step()
+    bench.encode([2] * 4)
+    bench.encode([3] * 4)
+    bench.timed_step()
+    assert [len(run.encoded) for run in bench.engine.history.steps] == [1, 2]

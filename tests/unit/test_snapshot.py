@@ -246,11 +246,11 @@ OBSERVED = {
     "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
     "RequestHistories": "_ended _ended_by_name _open _owners",
     "RequestHistory": "account arrived_at binds client ended_at finish first_token_at name names "
-    "prompt_tokens spans usage",
+    "order prompt_tokens spans usage",
     "StageTimer": "spans",
     "StepLog": "_is_closed _num_rows _runs",
-    "StepRun": "busy_s count drafts ended_at first lack longest_s num_decodes num_tokens slots "
-    "started_at tokens",
+    "StepRun": "busy_s count drafts encoded ended_at first lack longest_s num_decodes num_tokens "
+    "slots started_at tokens",
 }
 """Class -> attributes that only reports on the engine's past use. A restored engine has no past."""
 

@@ -102,9 +102,7 @@ def _with_text_files(
     text = [
         each
         for each in files
-        if each.path in TEXT_FILES
-        or TEMPLATES.fullmatch(each.path)
-        or MODULES.fullmatch(each.path)
+        if each.path in TEXT_FILES or TEMPLATES.fullmatch(each.path) or MODULES.fullmatch(each.path)
     ]
     for needed in (CONFIG, TOKENIZER):
         if all(each.path != needed for each in text):
