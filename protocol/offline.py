@@ -43,6 +43,7 @@ from protocol.errors import (
     ServingError,
     error_from,
 )
+from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from protocol.offline_messages import (
     FrameReader,
@@ -206,7 +207,7 @@ class LLM:
     ) -> Any:
         """Complete each prompt, and return the results in the order of the prompts.
 
-        prompts   texts or lists of token ids; or one text
+        prompts   texts or lists of token ids; or one text or list of token ids
         params    fields of POST /v1/completions for all prompts, such as max_tokens; `options` too
         progress  whether to show the progress on stderr; None: if it is a terminal
         raises    whether an error of a prompt ends the call; otherwise it is the prompt's result
@@ -214,7 +215,8 @@ class LLM:
         Raises the first error of a prompt, such as InvalidRequest, and EngineLost if a process
         has ended.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        listed: Sequence[Any] = [prompts] if is_one else prompts
         bodies = [{**(params or {}), **options, "prompt": prompt} for prompt in listed]
         return self._answers(COMPLETIONS, bodies, progress, raises=raises)
 
@@ -311,10 +313,14 @@ class LLM:
     # ---- the socket
 
     def _write(self, message: ToText) -> None:
-        try:
-            self._socket.sendall(to_frame(message))
-        except OSError:
-            raise self._lost(EngineLost) from None
+        with contextlib.ExitStack() as on_interrupt:
+            on_interrupt.callback(self.close)  # half a message may have been sent
+            try:
+                self._socket.sendall(to_frame(message))
+            except OSError:
+                on_interrupt.pop_all()
+                raise self._lost(EngineLost) from None
+            on_interrupt.pop_all()
 
     def _receive(self) -> Any:
         """Return the next message; None if the text process has ended."""
@@ -330,7 +336,7 @@ class LLM:
         lines = self._log.read().decode(errors="replace").splitlines()
         said = [line.removeprefix("tidegate: ") for line in lines if line.startswith("tidegate: ")]
         reason = (said or [line for line in lines if line.strip()] or ["its processes ended"])[-1]
-        if self._starter.exit_code == 2:
+        if self._starter.exit_code == ExitCode.USAGE:
             return InvalidRequest(reason)
         return kind(reason)
 
@@ -354,9 +360,18 @@ class _Starter:
 
     def _run(self) -> None:
         lifeline = Lifeline()
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._ended.set)
+            at_end.callback(self._started.set)
+            at_end.callback(lifeline.close)
+            process = self._process = self._spawn(lifeline)
+            self._started.set()
+            self.exit_code = process.wait()
+
+    def _spawn(self, lifeline: Lifeline) -> subprocess.Popen[bytes]:
         text = msgspec.json.encode(self._config).decode()
         try:
-            process = self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", STARTER, "--config", text],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -365,12 +380,8 @@ class _Starter:
                 process_group=0,  # Ctrl-C interrupts the script only
                 pass_fds=[self._config.socket, *lifeline.child_ends],
             )
-            lifeline.on_started()
         finally:
-            self._started.set()
-        self.exit_code = process.wait()
-        lifeline.close()
-        self._ended.set()
+            lifeline.on_started()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the process has ended. Return False if it has not."""

@@ -2,8 +2,8 @@
 
     python -m tests.pictures
 
-It needs Chromium and the default model (tests/support/browser.py, tests/support/model.py). Answers are
-greedy, so the pictures change only if the page, the model or the kernels do.
+It needs Chromium and the default model (tests/support/browser.py, tests/support/model.py). Answers
+are greedy, so the pictures change only if the page, the model or the kernels do.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from engine_core.adapters import AdapterRegistry, EngineAdapter
-from engine_core.encoding import EncodeProgress, EncodeScheduler
+from engine_core.encoding import EncodeScheduler
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
 from engine_core.open_requests import OpenRequests
 from engine_core.policy.accounts import MAX_REPEAT_S, Accounts, AccountUsage
+from engine_core.policy.check_encode import check_encode, new_encode_request
 from engine_core.policy.deadlines import Deadlines, queue_timeout_error
 from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import QueueLoad, WaitingQueue
@@ -27,7 +28,6 @@ from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock, StageTimer
 from protocol.config.engine import EngineConfig
-from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
 from protocol.errors import (
     ContextTooLong,
     Draining,
@@ -218,23 +218,7 @@ class Admission:
         if is_new:
             self._check_encode_load(len(tokens), usage)
         self._order += 1
-        splits = message.inputs.splits
-        request = Request(
-            client=client,
-            number=message.request,
-            order=self._order,
-            namespace="",
-            tokens=array("i", tokens),
-            prompt_tokens=len(tokens),
-            params=SamplingParams(max_tokens=0),
-            seed=0,
-            max_total_tokens=len(tokens),
-            stop_ids=frozenset(),
-            labels=tuple(dict.fromkeys(message.labels)),
-            account=account,
-            encode=EncodeProgress(lengths, None if splits is None else splits.tolist()),
-            stage_timer=StageTimer(self._clock),
-        )
+        request = new_encode_request(client, message, tokens, lengths, self._order, self._clock)
         self._set_order(request, message, usage)
         if is_new:
             self._check_time(request, self._encoding.waiting, self._throughput.encoded.per_s)
@@ -356,41 +340,6 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
         )
     if message.answer is not None:
         _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
-
-
-def check_encode(
-    message: Encode, lengths: list[int], model: ModelCard, limits: Limits
-) -> list[int]:
-    """Return the tokens of a request that encodes.
-
-    Raises InvalidRequest if the model does not encode, if there are too many inputs or results, or
-    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long.
-    """
-    encoding = model.encoding
-    if encoding is None:
-        raise InvalidRequest(f"{model.name} does not encode", param="model")
-    most = min(MAX_INPUTS, MAX_RESULT_NUMBERS // encoding.size)
-    if len(lengths) > most:
-        raise InvalidRequest(
-            f"input: {len(lengths):,} inputs; a request can have at most {most:,}", param="input"
-        )
-    tokens: list[int] = message.inputs.tokens.tolist()
-    if len(tokens) > MAX_REQUEST_TOKENS:
-        raise InvalidRequest(
-            f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
-            param="input",
-        )
-    longest, whose = min(encoding.max_tokens, limits.max_len), "this model"
-    if message.account is not None and 0 < message.account.max_len < longest:
-        longest, whose = message.account.max_len, "this key"
-    for index, length in enumerate(lengths):
-        if length > longest:
-            raise ContextTooLong(
-                f"input[{index}] is {length:,} tokens; {whose} takes {longest:,} tokens per input",
-                param=f"input[{index}]",
-            )
-    check_token_ids(tokens, model.vocab_size, "input")
-    return tokens
 
 
 def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:

@@ -31,6 +31,7 @@ from gateway.model_host import ListedModel, ModelHost
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.served_model import version
 from gateway.service import Service
+from protocol.encoding import EncodeTask, EncodingCard
 from protocol.errors import EngineNotReady
 
 # ---- response bodies
@@ -65,6 +66,33 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
     repetition_penalty: float
 
 
+class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model encodes.
+
+    task        embed: vectors of texts; score: scores of pairs of texts
+    max_tokens  most tokens of an input
+    size        numbers in a vector; 1 for a model that scores
+    pooling     how a vector is made of those of the tokens; null for a model that scores
+    prompts     names for the field `prompt_name`
+    """
+
+    task: EncodeTask
+    max_tokens: int
+    size: int
+    pooling: str | None
+    prompts: list[str]
+
+    @classmethod
+    def from_card(cls, encoding: EncodingCard) -> EncodingFacts:
+        return cls(
+            task=encoding.task,
+            max_tokens=encoding.max_tokens,
+            size=encoding.size,
+            pooling=encoding.pooling or None,
+            prompts=list(encoding.prompts),
+        )
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
@@ -72,6 +100,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     root       the model's own name; the path of an adapter, as the operator gave it
     parent     the main name of the model that an adapter changes; null for a model
     state      ready, loading, failed, unloaded, waiting (for other models to make room) or stopping
+    generates  whether the model generates text
+    encoding   what the model encodes; absent if nothing
     max_slots  number of requests that an engine computes at the same time; absent if the model has
                not been loaded yet, or has no engine
     formats    absent if the model has not been loaded yet
@@ -87,6 +117,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     max_model_len: int
     state: str
+    generates: bool
+    encoding: EncodingFacts | UnsetType = UNSET
     default_sampling: SamplingInEffect
     max_slots: int | UnsetType = UNSET
     formats: Formats | UnsetType = UNSET
@@ -236,6 +268,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         formats = Formats(
             tools=output_format.tools, reasoning=output_format.reasoning, why=output_format.why
         )
+    encoding = facts.card.encoding
     return ModelEntry(
         id=name,
         object="model",
@@ -245,6 +278,8 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         parent=facts.parent or None,
         max_model_len=facts.max_len,
         state=facts.state,
+        generates=facts.card.generates,
+        encoding=UNSET if encoding is None else EncodingFacts.from_card(encoding),
         default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
         max_slots=facts.max_slots or UNSET,
         formats=formats,

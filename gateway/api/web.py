@@ -51,4 +51,5 @@ def _file(service: Service, name: str) -> Response:
     if is_gzipped:
         response.headers["Content-Encoding"] = "gzip"
     response.set_etag(f"{found.digest}-gzip" if is_gzipped else found.digest)
-    return response.make_conditional(request)
+    response.make_conditional(request)
+    return response

@@ -45,7 +45,7 @@ from gateway.engine.failover import (
     usage_after_moves,
 )
 from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
-from gateway.engine.replicated_request import ReplicatedRequest
+from gateway.engine.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
 from gateway.engine.routing import (
     PrefixHash,
     Reason,
@@ -56,14 +56,10 @@ from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import (
-    Draining,
     EngineError,
     EngineLost,
     EngineNotReady,
     InvalidRequest,
-    LimitReached,
-    Overloaded,
-    QueueTimeout,
     ServingError,
     error_from,
 )
@@ -81,11 +77,6 @@ POLL_S = 1.0
 """Interval at which the list of engines is read."""
 MAX_LOSSES = 3
 """A request that loses this many replicas is ended, because it may itself be what ends them."""
-BUSY_CODES = frozenset(
-    kind.code
-    for kind in (Overloaded, LimitReached, QueueTimeout, Draining, EngineNotReady, EngineLost)
-)
-"""Codes of refusals that hold for one replica only."""
 
 
 class ReplicatedClient:
@@ -338,8 +329,10 @@ class ReplicatedClient:
         now = time.monotonic()
         while (decision := self._choose(request)) is not None:
             replica = self._replicas.get(decision.replica)
+            options = self._options_for(request, replica, now)
+            on_report = partial(self._on_report, request)
             try:
-                request.inner = self._send(request, replica, now)
+                request.inner = request.send(replica.client, on_report, options)
             except EngineError as error:
                 request.tried.add(decision.replica)
                 request.refusal = request.refusal or Refused(request=0, error=error.info())
@@ -350,17 +343,6 @@ class ReplicatedClient:
             self._note_sent(request, decision)
             return True
         return False
-
-    def _send(self, request: ReplicatedRequest, replica: ConnectedReplica, now: float) -> int:
-        """Send the request to a replica, and return its number there."""
-        options = self._options_for(request, replica, now)
-        on_report = partial(self._on_report, request)
-        if request.inputs is None:
-            return replica.client.generate(request.prompt, request.params, on_report, **options)
-        is_moved = options.pop("answer", None) is not None
-        own = cast(RoutedEncodeOptions, options)
-        own["is_moved"] = is_moved
-        return replica.client.encode(request.inputs, on_report, **own)
 
     def _choose(self, request: ReplicatedRequest) -> RoutingDecision | None:
         if request.num_losses:
@@ -481,7 +463,7 @@ class ReplicatedClient:
             return
         if replica.number is not None:
             request.tried.add(replica.number)
-        request.refusal = _shorter_wait(request.refusal, refused)
+        request.refusal = shorter_wait(request.refusal, refused)
         self._on_event(request, FailoverEvent.BUSY)
 
     def _on_loss(self, request: ReplicatedRequest, output: Output) -> None:
@@ -549,11 +531,3 @@ def _space(options: RoutedOptions) -> str:
     """Return the part of the prefix cache that a request can use: its namespace and adapter."""
     namespace, adapter = options.get("namespace", ""), options.get("adapter", "")
     return f"{namespace}\0{adapter}" if adapter else namespace
-
-
-def _shorter_wait(known: Report | None, refused: Refused) -> Report:
-    """Return the refusal with the shorter wait."""
-    if not isinstance(known, Refused):
-        return refused
-    waits = [each.error.retry_after_s or 0.0 for each in (known, refused)]
-    return known if waits[0] <= waits[1] else refused

@@ -5,16 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
-from gateway.engine.base import Report, RoutedOptions, Subscriber
+from gateway.engine.base import (
+    Report,
+    RequestSender,
+    RoutedEncodeOptions,
+    RoutedOptions,
+    Subscriber,
+)
 from gateway.engine.failover import Failover
 from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
-from protocol.messages import Usage
+from protocol.errors import (
+    Draining,
+    EngineLost,
+    EngineNotReady,
+    LimitReached,
+    Overloaded,
+    QueueTimeout,
+)
+from protocol.messages import Refused, Usage
 from protocol.sampling import SamplingParams
+
+BUSY_CODES = frozenset(
+    kind.code
+    for kind in (Overloaded, LimitReached, QueueTimeout, Draining, EngineNotReady, EngineLost)
+)
+"""Codes of refusals that hold for one replica only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,3 +83,20 @@ class ReplicatedRequest:
     @property
     def labels(self) -> set[str]:
         return set(self.options.get("labels", []))
+
+    def send(self, engine: RequestSender, on_report: Subscriber, options: RoutedOptions) -> int:
+        """Send the request to the engine of a replica, and return its number there."""
+        if self.inputs is None:
+            return engine.generate(self.prompt, self.params, on_report, **options)
+        is_moved = options.pop("answer", None) is not None
+        own = cast(RoutedEncodeOptions, options)
+        own["is_moved"] = is_moved
+        return engine.encode(self.inputs, on_report, **own)
+
+
+def shorter_wait(known: Report | None, refused: Refused) -> Report:
+    """Return the refusal with the shorter wait."""
+    if not isinstance(known, Refused):
+        return refused
+    waits = [each.error.retry_after_s or 0.0 for each in (known, refused)]
+    return known if waits[0] <= waits[1] else refused

@@ -37,6 +37,8 @@ SWEEP_EVERY_S = 60.0
 """Interval at which files and batches that have expired are deleted."""
 UPLOAD_S = 3600.0
 """Time after which an upload that is not complete is deleted."""
+NEEDS_ALL = (BatchEvent.ALL_DONE, BatchEvent.WINDOW_OVER)
+"""Events after which each line has a result."""
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 
 
@@ -62,6 +64,10 @@ class FileInUse(Exception):
 
 class UnknownId(Exception):
     """There is no file or batch with this id."""
+
+
+class LinesMissing(Exception):
+    """A batch has lines without a result."""
 
 
 class LineResult(msgspec.Struct, frozen=True):
@@ -266,7 +272,8 @@ class BatchDatabase(SqliteFile):
     def move(self, batch: StoredBatch, event: BatchEvent, now: float) -> BatchStatus | None:
         """Handle an event of a batch, and return its new status. A final status makes its output
         files visible. Return None if this process has lost the batch, or if its status does not
-        allow the event any more because it was cancelled."""
+        allow the event any more because it was cancelled. Raises LinesMissing if the batch cannot
+        have ended."""
         with self._writing():
             if not self._is_mine(batch.id):
                 return None
@@ -274,6 +281,8 @@ class BatchDatabase(SqliteFile):
                 status = self._move(batch.id, event, now)
             except IllegalBatchMove:
                 return None
+            if event in NEEDS_ALL:
+                self._check_complete(batch.id)  # an exception undoes the move
             if status in FINAL:
                 expires_at = now + batch.output_s
                 for file in (batch.output_file, batch.error_file):
@@ -289,6 +298,13 @@ class BatchDatabase(SqliteFile):
         times = {**msgspec.json.decode(found[1]), status.value: now}
         self._execute(queries.SET_STATUS, batch, status, msgspec.json.encode(times))
         return status
+
+    def _check_complete(self, batch: str) -> None:
+        """Raise LinesMissing unless each line has a result. Results can be missing if they could
+        not be stored."""
+        row = self._one(queries.COUNTS, batch)
+        if row is None or row[0] != row[1]:
+            raise LinesMissing(batch)
 
     def _is_mine(self, batch: str) -> bool:
         return self._one(queries.OWNED_STATUS, batch, self._runner) is not None

@@ -146,6 +146,7 @@ SET_TOTAL = "UPDATE batches SET num_total = ?2 WHERE id = ?1"
 COUNT_RESULTS = """
 UPDATE batches SET num_completed = num_completed + ?2, num_failed = num_failed + ?3 WHERE id = ?1
 """
+COUNTS = "SELECT num_total, num_completed + num_failed FROM batches WHERE id = ?"
 DONE_LINES = "SELECT number FROM pieces WHERE file IN (?, ?)"
 OLD_BATCHES = f"DELETE FROM batches WHERE NOT ({_OPEN}) AND created_at < ?"
 

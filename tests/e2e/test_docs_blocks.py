@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.docs_blocks import PAGES, PYTHON, ROOT, SHELL, Block, blocks_of
+from tests.support.docs_blocks import (
+    FIRST_TEN_MINUTES,
+    PAGES,
+    PYTHON,
+    ROOT,
+    SHELL,
+    Block,
+    blocks_of,
+)
 from tests.support.server import Server
 
 pytestmark = pytest.mark.long
@@ -107,6 +115,9 @@ def check_python(blocks: Sequence[Block], server: Server, folder: Path, shims: P
     assert done.returncode == 0, f"{blocks[0].page.name}:\n{done.stdout}\n{done.stderr}"
 
 
+SERVED_PAGES = [page for page in PAGES if page != FIRST_TEN_MINUTES]
+
+
 def runnable(page: Path) -> list[Block]:
     kinds = {*SHELL, PYTHON}
     return [b for b in blocks_of(page) if b.language in kinds and not b.reason]
@@ -114,7 +125,7 @@ def runnable(page: Path) -> list[Block]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem
+    "page", [page for page in SERVED_PAGES if runnable(page)], ids=lambda page: page.stem
 )
 def test_code_shown_on_a_page_works_when_pasted(
     page: Path, server: Server, shims: Path, tmp_path: Path

@@ -42,7 +42,7 @@ def say(terminal: PseudoTerminal, line: str, result: str) -> None:
 
 
 def name_of(gateway: GatewayProcess) -> str:
-    return WebServer(gateway.url).models()[0]
+    return WebServer(gateway.url).model_names()[0]
 
 
 def prompt_of(engine: ScriptedEngine) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.shells import Shell, install
+from tests.support.waiting import eventually
 from tools.__main__ import COMMANDS, build_parser, main
 from tools.commands.completion import SCRIPTS
 from tools.completion.tree import read_tree
@@ -95,6 +97,26 @@ def test_a_word_is_completed(shell: Shell, line: str, expected: set[str], folder
 def test_a_value_after_an_equals_sign_is_completed(shell: Shell, folder: Path) -> None:
     suggested = found(shell, "tidegate serve --dtype=b", folder)
     assert {each.rpartition("=")[2] for each in suggested} == {"bfloat16"}
+
+
+def test_bash_completes_what_is_typed(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(SCRIPTS["bash"](TREE))
+    (tmp_path / "a template.jinja").touch()
+    command = ["bash", "--norc", "-i"]
+    environment = {"TERM": "xterm", "PS1": "$ ", "HISTFILE": ""}
+    with PseudoTerminal(command, environment=environment, has_stderr=True) as terminal:
+        terminal.press(f"cd {tmp_path}; source {script}; echo is-$((1))-ready\n".encode())
+        assert eventually(lambda: terminal.shows("is-1-ready")), terminal.text
+        for typed, completed in (
+            ("tidegate serve --max-sl", "tidegate serve --max-slots "),
+            ("tidegate serve --dtype=fl", "tidegate serve --dtype=float32 "),
+            ("tidegate serve --chat-template a", r"--chat-template a\ template.jinja "),
+        ):
+            terminal.text = ""
+            terminal.press(typed.encode() + b"\t")
+            assert eventually(lambda text=completed: terminal.shows(text)), terminal.text  # type: ignore[misc]
+            terminal.press(b"\x15")  # Ctrl-U
 
 
 # ---- the tree behind the scripts

@@ -353,6 +353,41 @@ def test_an_engine_that_is_lost_ends_the_request_with_a_503(
         assert found == [503]
 
 
+def test_a_request_moves_to_another_replica_if_its_own_is_lost(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("replicas")
+    addresses = [f"ipc://{folder / name}.sock" for name in ("a", "b")]
+    engines = [ScriptedEngine(each, card=ENGINE["card"], is_paused=True) for each in addresses]
+    found: list[Any] = []
+    with engines[0], engines[1], GatewayProcess(engines=addresses) as gateway:
+        gateway.await_ready()
+        asking = threading.Thread(target=lambda: found.append(embed(gateway, ["sea", "bay"])))
+        asking.start()
+        while not any(engine.encodes for engine in engines):
+            threading.Event().wait(0.01)
+        lost, other = engines if engines[0].encodes else engines[::-1]
+        lost.kill()
+        other.is_paused = False
+        asking.join()
+        assert [encode.is_moved for encode in other.encodes] == [True]
+    vectors = [item["embedding"] for item in found[0]["data"]]
+    assert vectors == [pytest.approx(vector(text), abs=1e-6) for text in ("sea", "bay")]
+
+
+def test_a_split_server_refuses_to_encode(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    addresses = [f"ipc://{folder / name}.sock" for name in ("p", "d")]
+    with (
+        ScriptedEngine(addresses[0], card=ENGINE["card"]),
+        ScriptedEngine(addresses[1], card=ENGINE["card"]),
+        GatewayProcess(prefill=addresses[:1], decode=addresses[1:]) as gateway,
+    ):
+        gateway.await_ready()
+        message = error_of(gateway, EMBEDDINGS, {"input": "a"})["message"]
+        assert "prefill and decode engines does not encode" in message
+
+
 def test_requests_are_labelled_and_counted(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
     response = gateway.post(EMBEDDINGS, {"input": "harbour"}, headers={"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from typing import Any
 
 import pytest
 import requests
@@ -50,7 +51,7 @@ def server(model: Path, runtime: Path) -> Iterator[tuple[Program, str]]:
 
 
 def ask(url: str, request_id: str) -> None:
-    body = {"prompt": [3, 4], "max_tokens": 2, "user": CANARY}
+    body: dict[str, Any] = {"prompt": [3, 4], "max_tokens": 2, "user": CANARY}
     headers = {"X-Request-Id": request_id}
     assert requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30).ok
 

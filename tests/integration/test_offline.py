@@ -67,7 +67,7 @@ def without_own(body: dict[str, Any]) -> dict[str, Any]:
 def test_prompts_get_the_answers_that_http_gives(
     llm: LLM, server: Server, params: dict[str, Any]
 ) -> None:
-    prompts = ["w5 w6 w7", [5, 6, 7], "w80"]
+    prompts: list[str | list[int]] = ["w5 w6 w7", [5, 6, 7], "w80"]
     results = llm.generate(prompts, params, max_tokens=12)
     for prompt, result in zip(prompts, results, strict=True):
         body = {**params, "prompt": prompt, "max_tokens": 12}
@@ -89,7 +89,7 @@ def test_conversations_get_the_answers_that_http_gives(llm: LLM, server: Server)
     (alone,) = llm.chat(conversations[0], params)
     assert without_own(alone.body) == without_own(results[0].body)
     for messages, result in zip(conversations, results, strict=True):
-        body = {**params, "messages": messages}
+        body: dict[str, Any] = {**params, "messages": messages}
         over_http = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).json()
         assert without_own(result.body) == without_own(over_http)
         assert result.message == over_http["choices"][0]["message"]
@@ -106,12 +106,14 @@ def test_many_prompts_are_answered_in_their_order(
     assert capfd.readouterr().err == ""
 
 
-def test_one_text_is_one_prompt(llm: LLM) -> None:
-    assert len(llm.generate("w5", max_tokens=2)) == 1
+def test_one_text_or_list_of_ids_is_one_prompt(llm: LLM) -> None:
+    (text,) = llm.generate("w5 w6", max_tokens=2, temperature=0)
+    (ids,) = llm.generate([5, 6], max_tokens=2, temperature=0)
+    assert text.text == ids.text
 
 
 def test_a_wrong_request_raises_its_error_and_the_others_go_on(llm: LLM) -> None:
-    prompts = ["w5", [10**6], "w6"]
+    prompts: list[str | list[int]] = ["w5", [10**6], "w6"]
     with pytest.raises(InvalidRequest, match="prompt") as refused:
         llm.generate(prompts, max_tokens=3)
     assert refused.value.param is not None

@@ -21,6 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST_TEN_MINUTES = ROOT / "docs" / "first-ten-minutes.md"
+"""A page whose commands start and stop servers. tests/e2e/test_first_ten_minutes.py runs it."""
 SHELL, PYTHON = ("sh", "console"), "python"
 LANGUAGES = {*SHELL, PYTHON, "json", "toml", "yaml", "text"}
 COMMANDS = ("curl", "tidegate", ".venv/bin/", "make", "python", "pip", "$", "docker", "systemctl")
@@ -29,6 +31,8 @@ _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_WORDS = re.compile(r"""(?:[^"'<>|&]|"[^"]*"|'[^']*')*""")
+"""The start of a command, up to a redirection, a pipe or a background sign that is not quoted."""
 _PROMPT = re.compile(r"\w*\$ ")
 
 
@@ -76,9 +80,10 @@ def all_blocks() -> list[Block]:
 
 
 def commands_of(script: str) -> Iterator[str]:
-    """Yield the `tidegate` commands of a script. Continued lines are joined."""
+    """Yield the `tidegate` commands of a script, without redirections and what follows a pipe.
+    Continued lines are joined."""
     for line in script.replace("\\\n", " ").splitlines():
         line = _PROMPT.sub("", line, count=1) if _PROMPT.match(line) else line
         found = re.match(r"(?:\S*/)?tidegate (.*)", line.partition(" #")[0].strip())
         if found:
-            yield found[1]
+            yield _WORDS.match(found[1])[0].strip()  # type: ignore[index]

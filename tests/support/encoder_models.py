@@ -61,7 +61,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """`model_type` -> name of the variant -> fields of its config."""
 SCORERS: dict[str, dict[str, dict[str, Any]]] = {
-    "bert": {"one label": {"num_labels": 1}, "three labels": {"num_labels": 3}},
+    "bert": {
+        "one label": {"num_labels": 1},
+        "no sigmoid": {
+            "num_labels": 1,
+            "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        },
+        "no sigmoid, by an older key": {
+            "num_labels": 1,
+            "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+        },
+    },
     "roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
     "xlm-roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
     "modernbert": {

@@ -17,7 +17,10 @@ from tests.support.processes import ROOT
 
 class PseudoTerminal:
     """A program with a terminal of its own, which is killed by `close` or at the end of its `with`
-    block. `text` is its output so far."""
+    block. `text` is its output so far.
+
+    has_stderr   its stderr is the terminal, too
+    """
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class PseudoTerminal:
         lines: int = 30,
         *,
         environment: Mapping[str, str] | None = None,
+        has_stderr: bool = False,
     ) -> None:
         self.text = ""
         self._ours, theirs = pty.openpty()
@@ -37,6 +41,7 @@ class PseudoTerminal:
             cwd=ROOT,
             stdin=theirs,
             stdout=theirs,
+            stderr=theirs if has_stderr else None,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )

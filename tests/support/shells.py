@@ -37,10 +37,12 @@ READY = "ready-for-input"
 
 
 def install(folder: Path) -> None:
-    """Write the command `tidegate` to `folder`."""
-    command = folder / "tidegate"
-    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -P -m tools "$@"\n')
-    command.chmod(0o755)
+    """Write the commands `tidegate` and `python` of this environment to `folder`."""
+    for name, options in (("tidegate", "-P -m tools"), ("python", "")):
+        command = folder / name
+        start = f"PYTHONPATH={ROOT} exec {sys.executable} {options}"
+        command.write_text(f'#!/bin/sh\n{start} "$@"\n')
+        command.chmod(0o755)
 
 
 class Shell:

@@ -20,6 +20,7 @@ from gateway.store.batch_database import (
     BatchDatabase,
     FileInUse,
     LineResult,
+    LinesMissing,
     StoreFull,
     TooMany,
     UnknownId,
@@ -226,6 +227,18 @@ def test_a_batch_runs_from_validating_to_completed(
         NOW + 3 + DAY_S,
     )
     assert database.claim(NOW + 10 * DAY_S) is None
+
+
+def test_a_batch_with_missing_results_cannot_end(
+    database: BatchDatabase, batch: StoredBatch
+) -> None:
+    database.add_results(batch, results(1, 2))
+    for event in (BatchEvent.ALL_DONE, BatchEvent.WINDOW_OVER):
+        with pytest.raises(LinesMissing):
+            database.move(batch, event, NOW + 2)
+    assert state(database).status is BatchStatus.IN_PROGRESS
+    database.add_results(batch, results(3))
+    assert database.move(batch, BatchEvent.ALL_DONE, NOW + 2) is BatchStatus.FINALIZING
 
 
 def test_an_empty_output_file_is_never_visible(database: BatchDatabase, batch: StoredBatch) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import yaml
-from dockerfile_parse import DockerfileParser
 
 from gateway.app import operations
 from gateway.auth.caller import Caller
@@ -30,6 +29,7 @@ from protocol.api_keys import KeyEntry
 from protocol.cluster_key import SAFE_MODE
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
+from tests.support.dockerfile import entrypoint, instructions
 from tests.support.fronts import nginx_config, nginx_program
 from tests.unit.test_metrics_docs import SERIES, every_name, labels_of_series
 from tools.__main__ import main
@@ -179,41 +179,14 @@ def test_nginx_accepts_the_configuration(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.fixture(scope="module")
-def dockerfile() -> DockerfileParser:
-    return DockerfileParser(str(DEPLOY / "Dockerfile"))
-
-
-def instructions(dockerfile: DockerfileParser, kind: str) -> list[str]:
-    return [each["value"] for each in dockerfile.structure if each["instruction"] == kind]
-
-
-def entrypoint(dockerfile: DockerfileParser) -> list[str]:
-    words: list[str] = json.loads(instructions(dockerfile, "ENTRYPOINT")[0])
-    assert words[:2] == ["tini", "--"]
-    return words[2:]
-
-
-def test_the_image_has_every_file_that_an_installation_needs(dockerfile: DockerfileParser) -> None:
-    copied = {
-        name
-        for words in map(str.split, instructions(dockerfile, "COPY"))
-        if not words[0].startswith("--from")
-        for name in words[:-1]
-    }
-    assert {name for name in copied if not (ROOT / name).exists()} == set()
-    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert rooms | {"setup.py", "setup.cfg", "pyproject.toml", "tidegate.py"} <= copied
-
-
+# ---- the image
 def test_the_image_starts_a_server_with_options_that_exist_and_not_as_root(
-    dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    check_serve(entrypoint(dockerfile), capsys)
-    assert instructions(dockerfile, "USER") == ["10001"]
-    assert instructions(dockerfile, "STOPSIGNAL") == ["SIGTERM"]
-    (check,) = instructions(dockerfile, "HEALTHCHECK")
-    assert f"127.0.0.1:{GatewayConfig().port}/readyz" in check
+    check_serve(entrypoint(), capsys)
+    assert instructions("USER") == ["10001"]
+    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+    assert instructions("VOLUME") == ["/var/lib/tidegate"]
 
 
 # ---- Kubernetes
@@ -264,10 +237,10 @@ def test_kubernetes_accepts_the_manifests(path: Path) -> None:
 
 @pytest.mark.parametrize("deployment", SERVERS)
 def test_a_manifest_probes_routes_that_exist_and_lets_a_drain_end(
-    deployment: Manifest, dockerfile: DockerfileParser, capsys: pytest.CaptureFixture[str]
+    deployment: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     container = container_of(deployment)
-    check_serve([*entrypoint(dockerfile), *container["args"]], capsys)
+    check_serve([*entrypoint(), *container["args"]], capsys)
     paths = {name: container[name]["httpGet"]["path"] for name in PROBES}
     assert paths == PROBES
     assert set(PROBES.values()) <= {each.rule for each in operations() if each.scope == "public"}
@@ -280,10 +253,10 @@ def test_a_manifest_probes_routes_that_exist_and_lets_a_drain_end(
 
 @pytest.mark.parametrize("deployment", PODS)
 def test_a_pod_runs_as_the_user_of_the_image_and_writes_only_to_volumes(
-    deployment: Manifest, dockerfile: DockerfileParser
+    deployment: Manifest,
 ) -> None:
     pod = deployment["spec"]["template"]["spec"]
-    assert str(pod["securityContext"]["runAsUser"]) == instructions(dockerfile, "USER")[0]
+    assert str(pod["securityContext"]["runAsUser"]) == instructions("USER")[0]
     container = container_of(deployment)
     assert container["securityContext"]["readOnlyRootFilesystem"]
     written = {mount["mountPath"] for mount in container["volumeMounts"]}

@@ -298,6 +298,17 @@ def test_a_missing_and_an_unexpected_tensor_are_refused_by_name(bert: Path) -> N
     assert "'encoder.layer.2.output.dense.bias' is missing" in refusal(bert)
 
 
+def test_a_model_that_classifies_is_refused(tmp_path: Path) -> None:
+    write_encoder(tmp_path, random_encoder("bert", scores=True, num_labels=3))
+    assert "a model with 3 labels classifies" in refusal(tmp_path)
+
+
+def test_an_unknown_function_of_a_score_is_refused(tmp_path: Path) -> None:
+    write_encoder(tmp_path, random_encoder("bert", scores=True, num_labels=1))
+    changed(tmp_path / "config.json", sentence_transformers={"activation_fn": "torch.nn.Tanh"})
+    assert "activation_fn 'torch.nn.Tanh' is not supported" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["deberta-v2", "mpnet", "jina_embeddings_v3"])
 def test_an_encoder_that_is_not_supported_is_refused_with_the_reason(
     kind: str, tmp_path: Path

@@ -142,6 +142,8 @@ LIGHT_ENTRANCES = {
     | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
     "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
     "tools.cluster.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
+    "tools.commands.completion": HEAVY | {"flask", "gevent", "zmq", "http", "huggingface_hub"},
+    "tools.commands.run": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "huggingface_hub"},
     "tools.commands.serve": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
 }

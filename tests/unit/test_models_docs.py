@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support import family_formats
+from worker.encoders.families.__main__ import table as encoders
 from worker.models.architectures import documented
 from worker.models.families.__main__ import table
 
@@ -16,6 +17,12 @@ def test_the_documented_families_are_the_supported_ones() -> None:
     """`python -m worker.models.families` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- families -->\n")
     assert rest.partition("\n<!-- /families -->")[0] == table()
+
+
+def test_the_documented_encoders_are_the_supported_ones() -> None:
+    """`python -m worker.encoders.families` prints this part of the page."""
+    _, _, rest = DOCS.read_text().partition("<!-- encoders -->\n")
+    assert rest.partition("\n<!-- /encoders -->")[0] == encoders()
 
 
 def test_the_documented_architectures_are_those_of_the_lists() -> None:

@@ -30,6 +30,7 @@ _tidegate() {
     # bash also splits words at = and :, so the words are read from the line.
     local line=${COMP_LINE:0:COMP_POINT} words name='' option='' next kind place=0
     local _tidegate_word=${line##*[[:space:]]}
+    COMPREPLY=()
     read -ra words <<<"${line%"$_tidegate_word"}"
     words=("${words[@]:1}")
     local arguments=()

@@ -64,6 +64,7 @@ class PrivateServer:
         port = _free_port()
         self.web = WebServer(local_url(HOST, port), self._key)
         words = [*self._words, "--host", HOST, "--port", str(port), "--response-store", "none"]
+        words += ["--file-store", "none"]
         with tempfile.TemporaryFile() as output:
             self._lifeline = Lifeline()
             self._process = subprocess.Popen(

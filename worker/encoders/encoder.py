@@ -58,9 +58,10 @@ class ScoreHead:
     out: Dense
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """Return the logits [N, labels] of pooled [N, hidden]."""
+        """Return the scores [N, 1] float32 of pooled [N, hidden]."""
         x = HEAD_ACTIVATIONS[self.spec.activation](self.dense(pooled))
-        return self.out(x if self.norm is None else self.norm(x))
+        score = self.out(x if self.norm is None else self.norm(x)).float()
+        return score.sigmoid() if self.spec.has_sigmoid else score
 
     def tensors(self) -> Iterator[Tensor]:
         for part in (self.dense, self.norm, self.out):
@@ -141,7 +142,7 @@ class Encoder:
         return _normed(self.weights.norm, x)
 
     def scores(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
-        """Return the logits [N, labels] of the hidden states. The model must have a head."""
+        """Return the scores [N, 1] float32 of the hidden states. The model must have a head."""
         head = self.weights.head
         assert head is not None
         return head(pool(hidden, batch, head.spec.pooling).to(hidden.dtype))

@@ -71,7 +71,7 @@ class EncoderHeader:
         if spec.head is None:
             return self.vectors.card("embed", spec.hidden, spec.context_tokens)
         limit = min(self.vectors.max_tokens or spec.context_tokens, spec.context_tokens)
-        return EncodingCard(task="score", max_tokens=limit, size=spec.head.labels)
+        return EncodingCard(task="score", max_tokens=limit, size=1)
 
 
 def directory_encoder(

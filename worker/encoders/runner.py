@@ -39,8 +39,7 @@ class EncodeModel(Protocol):
 class EncoderModel:
     """An encoder with what makes its results of its hidden states. It implements EncodeModel.
 
-    vectors   None: the model scores. The score of a model with one label is the sigmoid of its
-              logit
+    vectors   None: the model scores
     """
 
     encoder: Encoder
@@ -54,8 +53,7 @@ class EncoderModel:
         hidden = self.encoder(batch)
         if self.vectors is not None:
             return self.vectors(hidden, batch)
-        logits = self.encoder.scores(hidden, batch).float()
-        return logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
+        return self.encoder.scores(hidden, batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from worker.models.rope_config import RopeConfig
 from worker.models.spec import MAX_DIMENSION, Activation, NormSpec
 
 HeadActivation = Literal["tanh", "gelu", "gelu_tanh", "silu", "relu", "none"]
-MAX_LABELS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +50,15 @@ class EncoderLayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """The head of a model that scores: `out(norm(act(dense(pooled))))`."""
+    """The head of a model that scores: `out(norm(act(dense(pooled))))`, one number."""
 
-    labels: int
     pooling: Pooling = "cls"
     activation: HeadActivation
     dense_bias: bool = True
     has_norm: bool = False
     out_bias: bool = True
+    #: Whether the score is the sigmoid of this number, or the number itself.
+    has_sigmoid: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,7 @@ class EncoderSpec:
                 f"{self.learned_positions} position embeddings do not suffice for "
                 f"{self.context_tokens} tokens"
             )
-        if self.head is not None and not 0 < self.head.labels <= MAX_LABELS:
-            raise UnusableModel(f"{self.head.labels} labels are not within 1..{MAX_LABELS}")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def size(self) -> int:
-        """Return how many numbers the result of one input has, before any further modules."""
-        return self.hidden if self.head is None else self.head.labels

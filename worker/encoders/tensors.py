@@ -107,7 +107,7 @@ class EncoderTensors:
         return HeadTensors(
             FusedMatrix((self._part("head_dense", hidden),), hidden, head.dense_bias),
             self._norm("head_norm") if head.has_norm else None,
-            FusedMatrix((self._part("head_out", head.labels),), hidden, head.out_bias),
+            FusedMatrix((self._part("head_out", 1),), hidden, head.out_bias),
         )
 
     def layer(self, index: int) -> EncoderLayerTensors:

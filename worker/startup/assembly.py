@@ -11,27 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from protocol.arrays import Int32
 from protocol.config.worker import Poisoning, WorkerConfig
-from protocol.encoding import EncodeInputs
 from protocol.kv_window import KVGroups, num_column_blocks
 from protocol.model_card import ModelCard
-from protocol.steps import EncodePlan, TokenizerRead, WorkerReady
+from protocol.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.batch.decode_fast_path import PlainDecode
 from worker.batch.decode_graph import Capture, CudaGraphs, GraphDecode
 from worker.draft.model import DraftModel
-from worker.encoders.decoder import DecoderVectors
-from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
-from worker.encoders.memory import check_options, dtype_of, token_budget
-from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
@@ -39,11 +31,10 @@ from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.errors import UnusableModel
-from worker.loading.header import AnyHeader, encoder_header
+from worker.loading.header import encoder_header
 from worker.loading.text import check_draft
 from worker.lora.startup import kept_bytes, load_adapters
 from worker.lora.table import AdapterTable
-from worker.models.decoder import DecoderModel
 from worker.models.load import LoadedModel, load_model
 from worker.models.spec import ModelFacts
 from worker.parallel.group import Group
@@ -55,6 +46,13 @@ from worker.startup import machine, malloc
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.device import free_bytes
+from worker.startup.encoding import (
+    Assembled,
+    assemble_encoder,
+    assemble_vectors,
+    decoder_runner,
+    tokenizer_read,
+)
 from worker.startup.environment import visible_devices
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
 from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
@@ -66,18 +64,6 @@ from worker.startup.warm_up import warm_up
 from worker.step import Runner
 
 log = logging.getLogger(__name__)
-
-
-class Assembled(NamedTuple):
-    """A worker that is ready for its first plan.
-
-    runner    executes plans that generate; None: the model only encodes
-    encoder   executes plans that encode; None: the model only generates
-    """
-
-    runner: Runner | None
-    encoder: EncodeRunner | None
-    ready: WorkerReady
 
 
 def assemble(
@@ -95,7 +81,7 @@ def assemble(
     if config.device == "auto" and device.type == "cpu" and (why := unused_gpu(visible_devices())):
         log.warning("the CPU computes, although there is a GPU: %s", why)
     if (header := encoder_header(Path(config.model))) is not None:
-        return _assemble_encoder(config, timing, header, device, on_tokenizer)
+        return assemble_encoder(config, timing, header, device, on_tokenizer)
     cpu_flags = cpuinfo.cpu_flags()
     dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
     limits = step_limits(config, is_gpu=device.type != "cpu")
@@ -107,7 +93,8 @@ def assemble(
             group = _group(config, dtype, device, kernels)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
     if not loaded.card.generates:
-        return _assemble_vectors(config, timing, loaded, dtype, device)
+        attention = _attention(loaded, config, dtype, device)
+        return assemble_vectors(config, timing, loaded, attention, dtype, device)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
@@ -182,114 +169,10 @@ def assemble(
     limit = min(loaded.card.encoding.max_tokens, budget.max_len)
     encoding = msgspec.structs.replace(loaded.card.encoding, max_tokens=limit)
     model = msgspec.structs.replace(ready.model, encoding=encoding)
-    encoder = _encoder(config, loaded, parts.attentions[0], dtype, device, limits.token_budget)
+    encoder = decoder_runner(
+        config, loaded, parts.attentions[0], dtype, device, limits.token_budget
+    )
     return Assembled(runner, encoder, msgspec.structs.replace(ready, model=model))
-
-
-def _assemble_encoder(
-    config: WorkerConfig,
-    timing: StartupTiming,
-    header: EncoderHeader,
-    device: torch.device,
-    on_tokenizer: Callable[[TokenizerRead], object],
-) -> Assembled:
-    """Build the worker of an encoder."""
-    check_options(config)
-    header = header.with_pooling(config.pooling)
-    is_gpu = device.type != "cpu"
-    usual = machine.dtype_name(config.dtype, is_gpu=is_gpu, cpu_flags=cpuinfo.cpu_flags())
-    dtype: torch.dtype = getattr(torch, dtype_of(config, header, usual, is_gpu=is_gpu))
-    on_tokenizer(_tokenizer(header))
-    with timing("load weights"):
-        loaded = load_encoder(header, dtype=dtype, device=device)
-    encoder = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
-    return _only_encodes(config, timing, loaded.card, encoder, device)
-
-
-def _assemble_vectors(
-    config: WorkerConfig,
-    timing: StartupTiming,
-    loaded: LoadedModel,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Assembled:
-    """Build the worker of a decoder that only encodes."""
-    check_options(config)
-    attention = _attention(loaded, config, dtype, device)
-    budget = token_budget(config, is_gpu=device.type != "cpu")
-    encoder = _encoder(config, loaded, attention, dtype, device, budget)
-    return _only_encodes(config, timing, loaded.card, encoder, device)
-
-
-def _only_encodes(
-    config: WorkerConfig,
-    timing: StartupTiming,
-    card: ModelCard,
-    encoder: EncodeRunner,
-    device: torch.device,
-) -> Assembled:
-    """Return the worker of a model that only encodes, after a first step."""
-    encoding = card.encoding
-    assert encoding is not None
-    if config.max_len:
-        limit = min(encoding.max_tokens, config.max_len)
-        encoding = msgspec.structs.replace(encoding, max_tokens=limit)
-        card = msgspec.structs.replace(card, encoding=encoding)
-    with timing("warm up"):
-        one = EncodeInputs(tokens=Int32.of([0, 0]), lengths=Int32.of([2]))
-        encoder.launch(EncodePlan(step=0, inputs=one)).wait()
-    malloc.keep_pages()  # after loading, so that its temporary memory has been returned
-    log.info(
-        "model %s dtype=%s device=%s weights=%d MiB threads=%d; it encodes inputs of up to %d "
-        "tokens",
-        card.name,
-        card.dtype,
-        device,
-        card.weights_bytes >> 20,
-        torch.get_num_threads(),
-        encoding.max_tokens,
-    )
-    ready = WorkerReady(
-        model=card,
-        max_len=encoding.max_tokens,
-        max_slots=0,
-        token_budget=token_budget(config, is_gpu=device.type != "cpu"),
-        block_tokens=config.block_tokens,
-        num_blocks=2,  # the fewest that an engine takes; no request holds one
-        rank=config.rank,
-        phases=timing.phases,
-    )
-    return Assembled(None, encoder, ready)
-
-
-def _encoder(
-    config: WorkerConfig,
-    loaded: LoadedModel,
-    attention: Attention,
-    dtype: torch.dtype,
-    device: torch.device,
-    budget: int,
-) -> EncodeRunner:
-    """Return what encodes with a decoder, in steps of up to `budget` tokens, or of one input."""
-    encoding, model, spec = loaded.card.encoding, loaded.model, loaded.spec
-    assert encoding is not None
-    assert loaded.vectors is not None
-    assert isinstance(model, DecoderModel)
-    longest = min(config.max_len or encoding.max_tokens, encoding.max_tokens)
-    vectors = DecoderVectors(
-        model,
-        loaded.vectors,
-        attention,
-        norm=model.normed,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_tokens=config.block_tokens,
-        max_tokens=max(budget, longest),
-        dtype=dtype,
-        device=device,
-    )
-    return EncodeRunner(vectors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +326,7 @@ def _load(
     with timing("load weights"):
         loaded = load(
             config.model,
-            on_header=lambda header: on_tokenizer(_tokenizer(header)),
+            on_header=lambda header: on_tokenizer(tokenizer_read(header)),
             group=group,
         )
     if not config.draft_model:
@@ -481,14 +364,6 @@ def _group(
             "with one worker, weights can stay packed and steps can be one compiled call or graph"
         )
     return group
-
-
-def _tokenizer(header: AnyHeader) -> TokenizerRead:
-    return TokenizerRead(
-        tokenizer=header.text.tokenizer,
-        vocab_size=header.spec.vocab_size,
-        eos_token_ids=header.text.eos_token_ids,
-    )
 
 
 def _attention(

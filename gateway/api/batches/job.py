@@ -6,6 +6,7 @@ in this process or another: it computes the lines that have no result.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import uuid
@@ -45,6 +46,10 @@ FLUSH_S = 0.1
 MAX_PROBLEMS = 100
 """Maximum number of malformed lines that a failed batch lists."""
 PIECES_AT_ONCE = 4
+OPEN_PER_SLOT = 2
+"""Maximum number of lines of a job that are open, for each slot. Some of them may wait to be tried
+again, without a slot."""
+SLOT_WAIT_S = 60.0
 EXPIRED = BatchFailure(
     "batch_expired", "this line was not computed within the completion window of its batch"
 )
@@ -65,24 +70,56 @@ class LineSlots:
         self._num_used = 0
         self._waiting: deque[Event] = deque()
 
+    @property
+    def size(self) -> int:
+        return max(1, self._limit())
+
     def acquire(self, timeout_s: float) -> bool:
         """Wait for a slot. Return False if there was none for `timeout_s` seconds."""
         turn = Event()
         self._waiting.append(turn)
         self._admit()
-        if turn.wait(timeout_s):
-            return True
-        self._waiting.remove(turn)
-        return False
+        with contextlib.ExitStack() as on_failure:  # the greenlet may be killed while it waits
+            on_failure.callback(self._cancel, turn)
+            if not turn.wait(timeout_s):
+                return False
+            on_failure.pop_all()
+        return True
+
+    def _cancel(self, turn: Event) -> None:
+        if turn.is_set():
+            self.release()
+        else:
+            self._waiting.remove(turn)
 
     def release(self) -> None:
         self._num_used -= 1
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._num_used < max(1, self._limit()):
+        while self._waiting and self._num_used < self.size:
             self._num_used += 1
             self._waiting.popleft().set()
+
+
+class LineSlot:
+    """The slot of one line, which is given back while the line waits to be tried again."""
+
+    def __init__(self, slots: LineSlots) -> None:
+        self._slots = slots
+        self._is_held = True
+
+    def release(self) -> None:
+        """Give the slot back. May be called twice."""
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
+
+    def acquire(self) -> None:
+        """Wait until the slot is held again."""
+        while not self._slots.acquire(SLOT_WAIT_S):
+            pass
+        self._is_held = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +250,22 @@ class BatchJob:
     def _start(self, number: int, data: bytes) -> bool:
         """Wait for a slot and start a line. After the window, its result is an error instead.
         Return False if the job stops."""
-        while not (has_slot := self._context.slots.acquire(FLUSH_S)):
-            if self._is_stopping or self._is_over():
-                break
-        if not has_slot or self._is_stopping or self._is_over():
-            if has_slot:
-                self._context.slots.release()
-            if not self._is_stopping:
-                self._add(number, _result(data, error=EXPIRED))
-            return not self._is_stopping
-        line = gevent.spawn(self._run_line, number, data)
-        line.link(lambda _: self._context.slots.release())
+        slots = self._context.slots
+        while not self._is_stopping and not self._is_over():
+            if len(self._lines) >= OPEN_PER_SLOT * slots.size:
+                gevent.sleep(FLUSH_S)  # many lines wait to be tried again
+            elif slots.acquire(FLUSH_S):
+                self._spawn(number, data, LineSlot(slots))
+                return True
+        if not self._is_stopping:
+            self._add(number, _result(data, error=EXPIRED))
+        return not self._is_stopping
+
+    def _spawn(self, number: int, data: bytes, slot: LineSlot) -> None:
+        line = gevent.spawn(self._run_line, number, data, slot)
+        line.link(lambda _: slot.release())
         line.link_exception(self._on_exception)
         self._lines.add(line)
-        return True
 
     def _is_over(self) -> bool:
         """Return whether the window of the batch has ended."""
@@ -236,7 +275,7 @@ class BatchJob:
         self._failure = failed.exception
         self.stop(aborts=True)
 
-    def _run_line(self, number: int, data: bytes) -> None:
+    def _run_line(self, number: int, data: bytes, slot: LineSlot) -> None:
         """Compute a line until it has a result, or until the job stops."""
         line = read_line(data)
         policy = RetryPolicy(random.Random())
@@ -256,7 +295,9 @@ class BatchJob:
             if self._is_over():
                 self._add(number, _result(data, error=EXPIRED))
                 return
+            slot.release()  # others are computed meanwhile
             gevent.sleep(pause_s)
+            slot.acquire()
 
     def _add(self, number: int, result: BatchResult) -> None:
         self._results.append(LineResult(number, result.to_line(), result.has_failed))

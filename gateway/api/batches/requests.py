@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.batches import BatchUrl
 from protocol.errors import InvalidRequest
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
 """Bounds of `expires_after`, as in OpenAI's API."""
 MAX_METADATA = 16
 Seconds = Annotated[int, Meta(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
-Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
@@ -51,7 +51,7 @@ class BatchCreateBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     input_file_id: Annotated[str, Meta(max_length=128)]
-    endpoint: Url
+    endpoint: BatchUrl
     completion_window: Annotated[str, Meta(max_length=16)]
     metadata: (
         Annotated[

@@ -108,11 +108,30 @@ class RerankBody(EncodeFields, frozen=True, kw_only=True):
 
 class ScoreBody(EncodeFields, frozen=True, kw_only=True):
     """The body of POST /v1/score and /score: one text against each of several, or as many texts as
-    there are others, pair by pair. The two sides have one of three pairs of names."""
+    there are others, pair by pair."""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
+    text_1: Texts
+    text_2: Texts
+
+
+class ScoreQueriesBody(EncodeFields, frozen=True, kw_only=True):
+    """The same with other names."""
+
+    queries: Texts
+    documents: Texts
+
+
+class ScoreDataBody(EncodeFields, frozen=True, kw_only=True):
+    """The same with other names."""
+
+    data_1: Texts
+    data_2: Texts
+
+
+AnyScoreBody = ScoreBody | ScoreQueriesBody | ScoreDataBody
+SIDES: dict[type[AnyScoreBody], tuple[str, str]] = {
+    ScoreBody: ("text_1", "text_2"),
+    ScoreQueriesBody: ("queries", "documents"),
+    ScoreDataBody: ("data_1", "data_2"),
+}
+"""Body of a score -> the names of its two sides."""

@@ -12,13 +12,14 @@ from msgspec import UNSET
 from gateway.api import run
 from gateway.api.encode import prepare, requests, responses
 from gateway.api.encode.prepare import EncodePreparation
-from gateway.api.encode.requests import EncodeFields, RerankBody, ScoreBody
+from gateway.api.encode.requests import AnyScoreBody, EncodeFields, RerankBody, ScoreBody
 from gateway.api.encode.responses import EncodeUsage
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.generation.request import PromptRequest
 from gateway.generation.vectors import VectorParser
+from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import JsonBounds
 from gateway.http.route import Routes, json_response
 from gateway.model_host import ModelUse
@@ -152,11 +153,11 @@ def _rerank(service: Service, context: RequestContext, *, returns_documents: boo
     "/v1/score",
     about="Score pairs of texts.\n"
     "A model that gives vectors returns the similarity of the two texts.",
-    takes=(ScoreBody,),
+    takes=tuple(requests.SIDES),
     gives=responses.ScoreList,
 )
 def score(service: Service, context: RequestContext) -> Response:
-    body = _read(service, context, ScoreBody)
+    body = _read_score(service, context)
     first, second = _sides(body)
     use = _use(service, context, body, "score")
     preparation = EncodePreparation(body, use.model, offload)
@@ -176,7 +177,12 @@ def score(service: Service, context: RequestContext) -> Response:
     )
 
 
-@routes.post("/score", about="As POST /v1/score.", takes=(ScoreBody,), gives=responses.ScoreList)
+@routes.post(
+    "/score",
+    about="As POST /v1/score.",
+    takes=tuple(requests.SIDES),
+    gives=responses.ScoreList,
+)
 def short_score(service: Service, context: RequestContext) -> Response:
     return score(service, context)
 
@@ -189,18 +195,29 @@ class _Side:
         self.texts = prepare.read_texts(value, name)
 
 
-def _sides(body: ScoreBody) -> tuple[_Side, _Side]:
-    """Return the two sides of the pairs. Raises InvalidRequest if one is missing, or if their
-    numbers of texts do not match."""
-    forms = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-    given = [form for form in forms if any(getattr(body, name) is not None for name in form)]
-    if len(given) != 1:
-        names = ", or ".join(f"{one} and {other}" for one, other in forms)
-        raise InvalidRequest(f"a score needs {names}", param=forms[0][0])
-    for name in given[0]:
-        if getattr(body, name) is None:
-            raise InvalidRequest.at(name, "required")
-    first, second = (_Side(name, getattr(body, name)) for name in given[0])
+def _read_score(service: Service, context: RequestContext) -> AnyScoreBody:
+    """Return the body of a score, whose fields decide which one it is. Raises InvalidRequest if it
+    has fields of two."""
+    with service.bodies.read(request, BOUNDS) as fields:
+        given = fields if isinstance(fields, dict) else {}
+        kinds = [
+            kind for kind, names in requests.SIDES.items() if not given.keys().isdisjoint(names)
+        ]
+        if len(kinds) > 1:
+            names = ", or ".join(" and ".join(each) for each in requests.SIDES.values())
+            first = requests.SIDES[kinds[0]][0]
+            raise InvalidRequest.at(first, f"a score has {names}, and not some of each")
+        kind = kinds[0] if kinds else ScoreBody
+        body, unknown = convert(fields, kind), unknown_fields(fields, kind)
+    context.ignored = ignored_fields(unknown, body.strict_params)
+    return body
+
+
+def _sides(body: AnyScoreBody) -> tuple[_Side, _Side]:
+    """Return the two sides of the pairs. Raises InvalidRequest if their numbers of texts do not
+    match."""
+    given = requests.SIDES[type(body)]
+    first, second = (_Side(name, getattr(body, name)) for name in given)
     if len(first.texts) not in (1, len(second.texts)):
         raise InvalidRequest.at(
             first.name,

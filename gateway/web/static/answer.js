@@ -1,7 +1,7 @@
 // Streams one answer of the model into a message object, which the views show.
 //
-// A message: { id, role, content, reasoning, calls, logprobs, tokenIds, finish, usage, timings, error, ... }
-// calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
+// A message: { id, role, content, reasoning, calls, logprobs, tokenIds, finish, usage, timings, ...
+// } calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
 
 import { streamEvents } from "./api.js";
 
@@ -17,14 +17,23 @@ export function newMessage(role, content = "") {
   return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, role, content };
 }
 
-/** Return an empty answer. The model and the settings are kept, so that its request can be shown. */
+/** Return an empty answer. It keeps the model and the settings, so its request can be shown. */
 export function newAnswer(model, settings) {
-  return { ...newMessage("assistant"), model, settings: { ...settings }, reasoning: "", calls: [], finish: null, tokens: 0 };
+  return {
+    ...newMessage("assistant"),
+    model,
+    settings: { ...settings },
+    reasoning: "",
+    calls: [],
+    finish: null,
+    tokens: 0,
+  };
 }
 
 /**
- * Stream the answer to `body` into `message`, and call `onChange` after each change. Never raises: a
- * failure becomes `message.error`, and an abort through `signal` sets `message.finish` to "stopped".
+ * Stream the answer to `body` into `message`, and call `onChange` after each change.
+ *
+ * A failure becomes `message.error`. An abort through `signal` sets `message.finish` to "stopped".
  */
 export async function streamAnswer(message, body, signal, onChange) {
   const started = performance.now();
@@ -34,7 +43,8 @@ export async function streamAnswer(message, body, signal, onChange) {
       applyChunk(message, data, performance.now() - started);
       onChange();
     }
-    if (message.finish === null) throw new Error("The connection was lost before the answer was complete.");
+    if (message.finish === null)
+      throw new Error("The connection was lost before the answer was complete.");
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) message.finish = "stopped";
     else message.error = plainError(error);
@@ -67,7 +77,8 @@ function applyChunk(message, chunk, nowMs) {
     call.name = part.function.name ?? call.name;
     call.args += part.function.arguments ?? "";
   }
-  if (choice.logprobs?.content) message.logprobs = (message.logprobs ?? []).concat(choice.logprobs.content);
+  if (choice.logprobs?.content)
+    message.logprobs = (message.logprobs ?? []).concat(choice.logprobs.content);
   if (choice.token_ids) message.tokenIds = (message.tokenIds ?? []).concat(choice.token_ids);
   if (choice.finish_reason) message.finish = choice.finish_reason;
 }
@@ -77,20 +88,28 @@ function plainError({ message, status, code, param, requestId, retryAfterS, help
   return { message, status, code, param, requestId, retryAfterS, help };
 }
 
-/** Return the token counts and speeds of an answer, in words: ["42 tokens", "31.5 tokens/s", ...]. */
+/** Return the token counts and speeds of an answer, in words: ["42 tokens", "31.5 tokens/s"]. */
 export function describeSpeed(message) {
   const { timings, usage, tokens, firstMs, lastMs } = message;
   const facts = [];
-  if (tokens) facts.push(`${tokens.toLocaleString("en")} token${tokens === 1 ? "" : "s"}`);
-  const perSecond = timings?.predicted_per_second ?? (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
+  if (tokens) facts.push(`${counted(tokens)} token${tokens === 1 ? "" : "s"}`);
+  const perSecond =
+    timings?.predicted_per_second ??
+    (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
   if (perSecond) facts.push(`${perSecond.toFixed(perSecond < 100 ? 1 : 0)} tokens/s`);
   const first = timings?.first_token_ms ?? firstMs;
   if (first !== undefined && first !== null) facts.push(`first after ${inWords(first)}`);
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    facts.push(`prompt ${usage.prompt_tokens.toLocaleString("en")}${cached ? `, ${cached.toLocaleString("en")} cached` : ""}`);
+    facts.push(
+      `prompt ${counted(usage.prompt_tokens)}${cached ? `, ${counted(cached)} cached` : ""}`,
+    );
   }
   return facts;
+}
+
+function counted(number) {
+  return number.toLocaleString("en");
 }
 
 /** Return why an answer ended, if the user may want to know it; otherwise "". */

@@ -3,9 +3,9 @@
 //   const { data } = await getJson("v1/models");
 //   for await (const event of streamEvents("v1/chat/completions", body, { signal })) { ... }
 //
-// A refusal raises ApiError, which `errorBox` shows. If the server requires a key, the functions ask
-// the user for it and try again. The key is kept in sessionStorage, so it is forgotten when the tab is
-// closed, and it is only ever sent in the Authorization header.
+// A refusal raises ApiError, which `errorBox` shows. If the server requires a key, the functions
+// ask the user for it and try again. The key is kept in sessionStorage, so it is forgotten when the
+// tab is closed, and it is only ever sent in the Authorization header.
 
 import { h } from "./dom.js";
 
@@ -38,7 +38,8 @@ export function storeKey(key) {
 let askForKey = async () => null;
 let asking = null;
 
-/** Set the function that asks the user for a key. It gets the server's message, and returns the key or null. */
+/** Set the function that asks the user for a key. It gets why the last one was refused ("": there
+ * was none), and returns the key, or null if the user has cancelled. */
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
@@ -80,18 +81,20 @@ export class ApiError extends Error {
  * Send a request and return the response, whatever its status.
  *
  * path     relative to the server, without a slash at its start: "v1/models"
- * options  method (default: POST if there is a body, else GET), body (an object, or JSON text), headers, signal
+ * options  method (default: POST if there is a body, else GET), body (an object, JSON text, or a form),
+ *          headers, signal
  */
 export async function send(path, { method, body, headers = {}, signal } = {}) {
   const all = { Accept: "application/json, text/event-stream, */*", ...headers };
   const key = storedKey();
   if (key) all.Authorization = `Bearer ${key}`;
-  if (body !== undefined) all["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData; // the browser adds its content type
+  if (body !== undefined && !isForm) all["Content-Type"] = "application/json";
   try {
     return await fetch(new URL(path, BASE), {
       method: method ?? (body === undefined ? "GET" : "POST"),
       headers: all,
-      body: body === undefined || typeof body === "string" ? body : JSON.stringify(body),
+      body: isForm || body === undefined || typeof body === "string" ? body : JSON.stringify(body),
       signal,
       cache: "no-store",
       credentials: "omit",
@@ -99,11 +102,13 @@ export async function send(path, { method, body, headers = {}, signal } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer. It may have stopped, or the connection is lost.");
+    throw new ApiError(
+      "The server does not answer. It may have stopped, or the connection is lost.",
+    );
   }
 }
 
-/** Send a request, and return its successful response. Raises ApiError. Asks for a key if one is required. */
+/** Send a request and return its successful response. Raises ApiError. Asks for a missing key. */
 export async function request(path, options = {}) {
   for (;;) {
     const key = storedKey();
@@ -126,8 +131,8 @@ export async function getJson(path, options) {
 }
 
 /**
- * Yield the events of a stream: { event, id, data }. `data` is decoded JSON. The stream ends with the
- * connection or with [DONE]. Raises ApiError if the server reports an error inside the stream.
+ * Yield the events of a stream: { event, id, data }. `data` is decoded JSON. The stream ends with
+ * the connection or with [DONE]. Raises ApiError if the server reports an error inside the stream.
  */
 export async function* streamEvents(path, body, options = {}) {
   const response = await request(path, { body, ...options });
@@ -135,7 +140,8 @@ export async function* streamEvents(path, body, options = {}) {
   for await (const { event, id, data } of readEvents(response.body)) {
     if (data === "[DONE]") return;
     const decoded = JSON.parse(data);
-    if (decoded.error?.message) throw new ApiError(decoded.error.message, { ...decoded.error, status: 200, requestId });
+    if (decoded.error?.message)
+      throw new ApiError(decoded.error.message, { ...decoded.error, status: 200, requestId });
     yield { event, id, data: decoded, requestId };
   }
 }
@@ -178,7 +184,7 @@ function readEvent(text) {
   return event;
 }
 
-/** Return an element that shows an error: its message, the field at fault, the request's id and where to read on. */
+/** Return an element that shows an error: its message, the field at fault, and the request's id. */
 export function errorBox(error) {
   const facts = [];
   if (error.param) facts.push(["Field", error.param]);
@@ -187,7 +193,9 @@ export function errorBox(error) {
   if (error.requestId) facts.push(["Request", error.requestId]);
   const rows = facts.map(([name, value]) => h("span", {}, `${name} `, h("code", {}, value)));
   // The server's own links are absolute paths. A proxy may have put it under another path.
-  const help = error.help?.startsWith("/") ? h("a", { href: new URL(error.help.slice(1), BASE).href }, "Reference") : null;
+  const help = error.help?.startsWith("/")
+    ? h("a", { href: new URL(error.help.slice(1), BASE).href }, "Reference")
+    : null;
   const details = rows.length || help ? h("p", { class: "facts" }, rows, help) : null;
   return h("div", { class: "notice bad", role: "alert" }, h("p", {}, error.message), details);
 }

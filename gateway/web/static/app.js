@@ -17,7 +17,6 @@
 //   path            what follows the tab in the address: "r-17" for /#watch/r-17
 //   setPath(path)   changes that part of the address
 //   announce(text)  makes screen readers say a text
-//   header(node)    shows controls of the tab in the bar, such as a choice of the model
 //
 // A tab may also return an object { unmount, onPath(path) } instead of a function. Then `onPath` is
 // called when the user changes the address, in place of a new mount.
@@ -51,7 +50,9 @@ function place() {
   const fragment = decodeURIComponent(location.hash.slice(1));
   if (location.pathname.endsWith("/docs")) return { id: "docs", path: fragment };
   const [id, ...rest] = fragment.split("/");
-  return TABS.some((tab) => tab.id === id && id !== "docs") ? { id, path: rest.join("/") } : { id: "chat", path: "" };
+  return TABS.some((tab) => tab.id === id && id !== "docs")
+    ? { id, path: rest.join("/") }
+    : { id: "chat", path: "" };
 }
 
 async function show() {
@@ -70,7 +71,6 @@ async function show() {
   current = { id, path };
   document.title = `${tab.label} · Tidegate`;
   const root = h("div", { class: `tab ${id}` });
-  fill(document.getElementById("tab-header"));
   fill(main, root);
   const context = {
     path,
@@ -79,9 +79,6 @@ async function show() {
       if (current?.id !== id) return;
       current.path = next;
       history.replaceState(null, "", addressOf(id, next));
-    },
-    header: (...nodes) => {
-      if (own === visit) fill(document.getElementById("tab-header"), nodes);
     },
   };
   try {
@@ -93,7 +90,14 @@ async function show() {
     else hooks?.unmount?.();
   } catch (error) {
     console.error(error);
-    fill(root, h("div", { class: "notice bad", role: "alert" }, `${tab.label} could not be shown: ${error.message}`));
+    fill(
+      root,
+      h(
+        "div",
+        { class: "notice bad", role: "alert" },
+        `${tab.label} could not be shown: ${error.message}`,
+      ),
+    );
   }
   return undefined;
 }
@@ -105,13 +109,17 @@ function announce(text) {
 
 function onLink(event) {
   const link = event.target.closest("a[href]");
-  const isPlain = event.button === 0 && !(event.ctrlKey || event.metaKey || event.shiftKey || event.altKey);
+  const isPlain =
+    event.button === 0 && !(event.ctrlKey || event.metaKey || event.shiftKey || event.altKey);
   if (!link || link.target || link.hasAttribute("download") || !isPlain) return;
   const to = new URL(link.href);
   if (link.classList.contains("skip")) {
     event.preventDefault();
     main.focus();
-  } else if (to.origin === location.origin && (to.pathname === HOME.pathname || to.pathname === addressOf("docs").pathname)) {
+  } else if (
+    to.origin === location.origin &&
+    (to.pathname === HOME.pathname || to.pathname === addressOf("docs").pathname)
+  ) {
     event.preventDefault();
     if (to.href !== location.href) history.pushState(null, "", to);
     show();
@@ -149,24 +157,44 @@ function themeButton() {
 
 // ---- the key
 
-/** Ask for a key. Return it, or null if the user has cancelled. `problem` is why the last key was refused. */
+/** Ask for a key, and say why the last one was refused. Return null if the user has cancelled. */
 function askForKey(problem) {
-  const input = h("input", { type: "password", id: "key-input", autocomplete: "off", spellcheck: "false", required: true });
+  const input = h("input", {
+    type: "password",
+    id: "key-input",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+  });
   const cancel = h("button", { type: "button", class: "button ghost" }, "Cancel");
   const form = h(
     "form",
     {},
     h("h2", { id: "key-title" }, "API key"),
-    problem ? h("p", { class: "notice bad", role: "alert" }, `The server refused the key: ${problem}`) : null,
-    h("p", {}, "This server requires a key. Its operator makes one with ", h("code", {}, "tidegate keys add"), "."),
+    problem
+      ? h("p", { class: "notice bad", role: "alert" }, `The server refused the key: ${problem}`)
+      : null,
+    h(
+      "p",
+      {},
+      "This server requires a key. Its operator makes one with ",
+      h("code", {}, "tidegate keys add"),
+      ".",
+    ),
     h("label", { for: "key-input" }, "Key"),
     input,
     h(
       "p",
       { class: "muted" },
-      "The key stays in this browser tab (sessionStorage) until you close it. It is sent only to this server, in a header, never in an address.",
+      "The key stays in this browser tab (sessionStorage) until you close it. ",
+      "It is sent only to this server, in a header, never in an address.",
     ),
-    h("div", { class: "row end" }, cancel, h("button", { type: "submit", class: "button primary" }, "Use this key")),
+    h(
+      "div",
+      { class: "row end" },
+      cancel,
+      h("button", { type: "submit", class: "button primary" }, "Use this key"),
+    ),
   );
   const dialog = h("dialog", { class: "dialog", "aria-labelledby": "key-title" }, form);
   return new Promise((resolve) => {
@@ -212,7 +240,16 @@ function keyButton() {
 
 function showShortcuts() {
   const rows = SHORTCUTS.map(({ keys, about }) =>
-    h("tr", {}, h("td", {}, keys.map((key, place) => [place ? " + " : null, h("kbd", {}, key)])), h("td", {}, about)),
+    h(
+      "tr",
+      {},
+      h(
+        "td",
+        {},
+        keys.map((key, place) => [place ? " + " : null, h("kbd", {}, key)]),
+      ),
+      h("td", {}, about),
+    ),
   );
   const close = h("button", { type: "button", class: "button" }, "Close");
   const dialog = h(
@@ -230,14 +267,25 @@ function showShortcuts() {
 
 // ---- start
 
-document.getElementById("tabs").append(
-  ...TABS.map(({ id, label }) => h("a", { href: addressOf(id).href, "data-tab": id }, label)),
-);
+document
+  .getElementById("tabs")
+  .append(
+    ...TABS.map(({ id, label }) => h("a", { href: addressOf(id).href, "data-tab": id }, label)),
+  );
 document.getElementById("actions").append(
-  h("div", { id: "tab-header", class: "tab-header" }),
   keyButton(),
   themeButton(),
-  h("button", { type: "button", class: "icon-button shortcuts", "aria-label": "Keyboard shortcuts", title: "Keyboard shortcuts (Alt + /)", onclick: showShortcuts }, "?"),
+  h(
+    "button",
+    {
+      type: "button",
+      class: "icon-button shortcuts",
+      "aria-label": "Keyboard shortcuts",
+      title: "Keyboard shortcuts (Alt + /)",
+      onclick: showShortcuts,
+    },
+    "?",
+  ),
 );
 onKeyNeeded(askForKey);
 document.addEventListener("click", onLink);

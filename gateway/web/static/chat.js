@@ -1,6 +1,6 @@
 // The chat tab: the list of conversations, the thread, and the settings.
 
-import { asCurl, asPython, streamed } from "./requests.js";
+import { asPython, chatCurl, streamed } from "./requests.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
 import { ConversationList } from "./conversation-list.js";
@@ -9,7 +9,11 @@ import { messageView } from "./message-view.js";
 import { chats } from "./session.js";
 import { SettingsForm } from "./settings.js";
 
-const SUGGESTIONS = ["Name three fruits, with a table of their colours.", "Write a haiku about the sea.", "Explain what a tide is to a child."];
+const SUGGESTIONS = [
+  "Name three fruits, with a table of their colours.",
+  "Write a haiku about the sea.",
+  "Explain what a tide is to a child.",
+];
 const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
 const WIDE = matchMedia("(min-width: 1100px)");
@@ -35,29 +39,99 @@ class ChatTab {
       open: (conversation) => this.openConversation(conversation),
       create: () => this.create(),
     });
-    this.model = h("select", { class: "model", "aria-label": "Model", onchange: () => this.chooseModel() });
-    this.thread = h("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
-    this.toEnd = iconButton("down", "To the end", () => this.scrollToEnd(), { class: "icon-button to-end", hidden: true });
-    this.input = h("textarea", { rows: 1, id: "prompt", placeholder: "Write a message", "aria-label": "Message", enterkeyhint: "send" });
-    this.sendButton = h("button", { type: "submit", class: "button primary send", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
+    this.model = h("select", {
+      class: "model",
+      "aria-label": "Model",
+      onchange: () => this.chooseModel(),
+    });
+    this.thread = h("div", {
+      class: "thread",
+      role: "log",
+      "aria-live": "off",
+      "aria-label": "Conversation",
+      tabindex: 0,
+    });
+    this.toEnd = iconButton("down", "To the end", () => this.scrollToEnd(), {
+      class: "icon-button to-end",
+      hidden: true,
+    });
+    this.input = h("textarea", {
+      rows: 1,
+      id: "prompt",
+      placeholder: "Write a message",
+      "aria-label": "Message",
+      enterkeyhint: "send",
+    });
+    this.sendButton = h(
+      "button",
+      { type: "submit", class: "button primary send", "aria-label": "Send", title: "Send (Enter)" },
+      icon("send"),
+    );
     this.problem = h("div", { class: "problem" });
     this.form = new SettingsForm({}, () => this.saveSettings());
     const composer = h("form", { class: "composer" }, this.input, this.sendButton);
-    const settingsButton = iconButton("sliders", "Settings", () => this.toggle("settings"), { title: "Settings (Alt + S)", "aria-expanded": "false", "aria-controls": "chat-settings" });
-    const listButton = iconButton("menu", "Conversations", () => this.toggle("list"), { "aria-expanded": "false", "aria-controls": "chat-list" });
+    const settingsButton = iconButton("sliders", "Settings", () => this.toggle("settings"), {
+      title: "Settings (Alt + S)",
+      "aria-expanded": "false",
+      "aria-controls": "chat-settings",
+    });
+    const listButton = iconButton("menu", "Conversations", () => this.toggle("list"), {
+      "aria-expanded": "false",
+      "aria-controls": "chat-list",
+    });
     this.panels = {
-      list: { element: h("aside", { id: "chat-list", class: "side list", "aria-label": "Conversations" }, this.list.element), button: listButton },
-      settings: { element: h("aside", { id: "chat-settings", class: "side settings-side", "aria-label": "Settings" }, h("div", { class: "side-head" }, h("h2", {}, "Settings"), iconButton("close", "Close the settings", () => this.toggle("settings", false))), this.form.element), button: settingsButton },
+      list: {
+        element: h(
+          "aside",
+          { id: "chat-list", class: "side list", "aria-label": "Conversations" },
+          this.list.element,
+        ),
+        button: listButton,
+      },
+      settings: {
+        element: h(
+          "aside",
+          { id: "chat-settings", class: "side settings-side", "aria-label": "Settings" },
+          h(
+            "div",
+            { class: "side-head" },
+            h("h2", {}, "Settings"),
+            iconButton("close", "Close the settings", () => this.toggle("settings", false)),
+          ),
+          this.form.element,
+        ),
+        button: settingsButton,
+      },
     };
     const column = h(
       "section",
       { class: "column" },
-      h("div", { class: "toolbar" }, listButton, this.model, iconButton("plus", "New conversation", () => this.create(), { class: "icon-button new" }), settingsButton),
+      h(
+        "div",
+        { class: "toolbar" },
+        listButton,
+        this.model,
+        iconButton("plus", "New conversation", () => this.create(), { class: "icon-button new" }),
+        settingsButton,
+      ),
       h("div", { class: "scroll" }, this.thread, this.toEnd),
-      h("div", { class: "bottom" }, this.problem, composer, h("p", { class: "hint muted" }, "Conversations stay in this browser.")),
+      h(
+        "div",
+        { class: "bottom" },
+        this.problem,
+        composer,
+        h("p", { class: "hint muted" }, "Conversations stay in this browser."),
+      ),
     );
     const shade = h("div", { class: "shade", onclick: () => this.closePanels() });
-    fill(this.root, h("h1", { class: "visually-hidden" }, "Chat"), this.panels.list.element, column, this.panels.settings.element, shade);
+    fill(
+      this.root,
+      h("h1", { class: "visually-hidden" }, "Chat"),
+      this.panels.list.element,
+      column,
+      this.panels.settings.element,
+      shade,
+    );
     composer.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.isRunning) this.stop();
@@ -123,7 +197,8 @@ class ChatTab {
   }
 
   async send(text) {
-    if (!this.conversation.model) await this.loading; // the visitor was faster than the list of models
+    // The visitor may be faster than the list of models.
+    if (!this.conversation.model) await this.loading;
     if (!text.trim() || !this.tryTo(() => chats.send(this.conversation, text))) return;
     this.input.value = "";
     this.resize();
@@ -173,8 +248,12 @@ class ChatTab {
 
   showModels() {
     const { conversation } = this;
-    conversation.model = fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
-    this.form.show(conversation.settings, knownModels().find(({ id }) => id === conversation.model) ?? null);
+    conversation.model =
+      fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
+    this.form.show(
+      conversation.settings,
+      knownModels().find(({ id }) => id === conversation.model) ?? null,
+    );
     this.drawEmpty();
   }
 
@@ -196,10 +275,15 @@ class ChatTab {
       edit: (message, text) => this.tryTo(() => chats.edit(this.conversation, message, text)),
       retry: (message) => this.tryTo(() => chats.retry(this.conversation, message)),
       answerCalls: (results) => this.tryTo(() => chats.answerCalls(this.conversation, results)),
-      curl: (message) => asCurl(streamed(chats.bodyOf(this.conversation, message))),
+      curl: (message) => chatCurl(streamed(chats.bodyOf(this.conversation, message))),
       python: (message) => asPython(chats.bodyOf(this.conversation, message)),
     };
-    const kept = new Map(messages.map((message) => [message.id, this.views.get(message.id) ?? messageView(message, actions)]));
+    const kept = new Map(
+      messages.map((message) => [
+        message.id,
+        this.views.get(message.id) ?? messageView(message, actions),
+      ]),
+    );
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
@@ -210,7 +294,8 @@ class ChatTab {
 
   drawMessage(message) {
     const isLast = message === this.conversation.messages.at(-1);
-    if (message.role === "assistant") this.views.get(message.id)?.update({ isLast, isRunning: isLast && this.isRunning });
+    if (message.role === "assistant")
+      this.views.get(message.id)?.update({ isLast, isRunning: isLast && this.isRunning });
   }
 
   /** Draw what an answer in progress has changed: the last message. */
@@ -225,12 +310,23 @@ class ChatTab {
   drawEmpty() {
     if (this.conversation.messages.length) return;
     const model = knownModels().find(({ id }) => id === this.conversation.model);
-    const state = stateOf(model);
-    const facts = model ? `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens${state ? ` · ${state}` : ""}` : "";
+    const size = model ? `${model.max_model_len.toLocaleString("en")} tokens` : "";
+    const facts = [model?.id, size, stateOf(model)].filter(Boolean).join(" · ");
     fill(
       this.thread,
-      h("div", { class: "empty" }, h("h2", {}, "What do you want to ask?"), h("p", { class: "muted" }, facts),
-        h("div", { class: "suggestions" }, SUGGESTIONS.map((text) => h("button", { type: "button", class: "button", onclick: () => this.send(text) }, text)))),
+      h(
+        "div",
+        { class: "empty" },
+        h("h2", {}, "What do you want to ask?"),
+        h("p", { class: "muted" }, facts),
+        h(
+          "div",
+          { class: "suggestions" },
+          SUGGESTIONS.map((text) =>
+            h("button", { type: "button", class: "button", onclick: () => this.send(text) }, text),
+          ),
+        ),
+      ),
     );
   }
 
@@ -270,7 +366,11 @@ class ChatTab {
       if (this.isRunning) this.stop();
       else this.closePanels({ onlyOver: true });
     }
-    const run = { KeyN: () => this.create(), KeyR: () => this.retryLast(), KeyS: () => this.toggle("settings") }[event.code];
+    const run = {
+      KeyN: () => this.create(),
+      KeyR: () => this.retryLast(),
+      KeyS: () => this.toggle("settings"),
+    }[event.code];
     if (event.altKey && !event.ctrlKey && run) {
       event.preventDefault();
       run();
@@ -304,6 +404,7 @@ class ChatTab {
   }
 
   closePanels({ onlyOver = false } = {}) {
-    for (const name of Object.keys(this.panels)) if (!onlyOver || !WIDE.matches) this.toggle(name, false);
+    for (const name of Object.keys(this.panels))
+      if (!onlyOver || !WIDE.matches) this.toggle(name, false);
   }
 }

@@ -36,14 +36,35 @@ class CompareTab {
 
   build(root) {
     const { values } = this;
-    this.prompt = h("textarea", { id: "compare-prompt", rows: 2, placeholder: "The message that both answer", value: values.prompt });
-    this.seed = h("input", { id: "compare-seed", type: "number", min: 0, step: 1, value: values.seed });
-    this.maxTokens = h("input", { id: "compare-max", type: "number", min: 1, step: 1, value: values.maxTokens });
+    this.prompt = h("textarea", {
+      id: "compare-prompt",
+      rows: 2,
+      placeholder: "The message that both answer",
+      value: values.prompt,
+    });
+    this.seed = h("input", {
+      id: "compare-seed",
+      type: "number",
+      min: 0,
+      step: 1,
+      value: values.seed,
+    });
+    this.maxTokens = h("input", {
+      id: "compare-max",
+      type: "number",
+      min: 1,
+      step: 1,
+      value: values.maxTokens,
+    });
     this.button = h("button", { type: "submit", class: "button primary" });
     this.problem = h("div", {});
     this.verdict = h("p", { class: "verdict" });
     this.table = h("table", { class: "plain facts-table" });
-    const dice = h("button", { type: "button", class: "button", onclick: () => (this.seed.value = newSeed()) }, "New seed");
+    const dice = h(
+      "button",
+      { type: "button", class: "button", onclick: () => (this.seed.value = newSeed()) },
+      "New seed",
+    );
     const form = h(
       "form",
       { class: "card question" },
@@ -53,7 +74,12 @@ class CompareTab {
         { class: "row" },
         h("div", { class: "field inline" }, h("label", { for: "compare-seed" }, "Seed"), this.seed),
         dice,
-        h("div", { class: "field inline" }, h("label", { for: "compare-max" }, "Most tokens"), this.maxTokens),
+        h(
+          "div",
+          { class: "field inline" },
+          h("label", { for: "compare-max" }, "Most tokens"),
+          this.maxTokens,
+        ),
         h("span", { class: "grow" }),
         this.button,
       ),
@@ -71,10 +97,25 @@ class CompareTab {
     });
     fill(
       root,
-      h("div", { class: "page" }, h("h1", {}, "Compare"),
-        h("p", { class: "muted" }, "One prompt and one seed, answered by two models, or with two settings, at the same time."),
-        form, this.problem, h("div", { class: "sides" }, this.sides.map(({ element }) => element)), this.verdict,
-        h("div", { class: "wide" }, this.table)),
+      h(
+        "div",
+        { class: "page" },
+        h("h1", {}, "Compare"),
+        h(
+          "p",
+          { class: "muted" },
+          "One prompt and one seed, answered by two models, or with two settings, at the same time.",
+        ),
+        form,
+        this.problem,
+        h(
+          "div",
+          { class: "sides" },
+          this.sides.map(({ element }) => element),
+        ),
+        this.verdict,
+        h("div", { class: "wide" }, this.table),
+      ),
     );
     this.drawButton();
   }
@@ -82,7 +123,12 @@ class CompareTab {
   side(name, values) {
     const model = h("select", { "aria-label": `Model of ${name}` });
     const form = new SettingsForm(values.settings, () => this.onSettings(), { without: SHARED });
-    const output = h("div", { class: "output", role: "region", "aria-label": `Answer of ${name}`, tabindex: 0 });
+    const output = h("div", {
+      class: "output",
+      role: "region",
+      "aria-label": `Answer of ${name}`,
+      tabindex: 0,
+    });
     const side = { name, values, model, form, output, answer: null };
     model.addEventListener("change", () => {
       values.model = model.value;
@@ -103,7 +149,11 @@ class CompareTab {
     try {
       const models = await fetchModels();
       this.sides.forEach((side, place) => {
-        side.values.model = fillModelSelect(side.model, models, side.values.model || models[place]?.id);
+        side.values.model = fillModelSelect(
+          side.model,
+          models,
+          side.values.model || models[place]?.id,
+        );
         this.showModel(side);
       });
       this.drawTable();
@@ -132,7 +182,9 @@ class CompareTab {
     try {
       const messages = [{ role: "user", content: prompt }];
       bodies = this.sides.map(({ values: own }) => ({
-        ...streamed(chatBody(own.model, messages, { ...own.settings, seed, max_tokens: maxTokens })),
+        ...streamed(
+          chatBody(own.model, messages, { ...own.settings, seed, max_tokens: maxTokens }),
+        ),
         return_token_ids: true,
       }));
     } catch (error) {
@@ -198,15 +250,29 @@ class CompareTab {
   drawTable() {
     const [a, b] = this.sides;
     const rows = differences(a.values, b.values);
-    if (a.answer && b.answer) rows.push(...FIGURES.map(([name, read]) => [name, read(a.answer), read(b.answer)]));
-    const head = h("thead", {}, h("tr", {}, h("td"), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B")));
-    const body = rows.map(([name, left, right]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, left), h("td", {}, right)));
-    const same = rows.length ? null : h("tr", {}, h("td", { class: "muted", colspan: 3 }, "Both sides have the same model and settings."));
+    if (a.answer && b.answer)
+      rows.push(...FIGURES.map(([name, read]) => [name, read(a.answer), read(b.answer)]));
+    const head = h(
+      "thead",
+      {},
+      h("tr", {}, h("td"), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B")),
+    );
+    const body = rows.map(([name, left, right]) =>
+      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, left), h("td", {}, right)),
+    );
+    const same = rows.length
+      ? null
+      : h(
+          "tr",
+          {},
+          h("td", { class: "muted", colspan: 3 }, "Both sides have the same model and settings."),
+        );
     fill(this.table, head, h("tbody", {}, body, same));
   }
 }
 
-const speedOf = ({ timings }) => (timings?.predicted_per_second ? `${timings.predicted_per_second.toFixed(1)} tokens/s` : "–");
+const speedOf = ({ timings }) =>
+  timings?.predicted_per_second ? `${timings.predicted_per_second.toFixed(1)} tokens/s` : "–";
 const FIGURES = [
   ["Tokens", ({ tokens }) => String(tokens)],
   ["Speed", speedOf],
@@ -257,7 +323,12 @@ function newSeed() {
 }
 
 function read() {
-  const usual = { prompt: "", seed: newSeed(), maxTokens: "200", sides: NAMES.map(() => ({ model: "", settings: {} })) };
+  const usual = {
+    prompt: "",
+    seed: newSeed(),
+    maxTokens: "200",
+    sides: NAMES.map(() => ({ model: "", settings: {} })),
+  };
   try {
     return { ...usual, ...JSON.parse(localStorage.getItem(STORED) ?? "{}") };
   } catch {

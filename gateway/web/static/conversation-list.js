@@ -11,11 +11,30 @@ export class ConversationList {
     this.actions = actions;
     this.items = h("ul", { class: "conversations" });
     this.undo = h("div", { class: "undo", role: "status" });
-    const exportAll = h("button", { type: "button", class: "button small ghost", onclick: () => exportConversations(chats.conversations, "conversations") }, icon("download"), "Export all");
+    const exportAll = h(
+      "button",
+      {
+        type: "button",
+        class: "button small ghost",
+        onclick: () => exportConversations(chats.conversations, "conversations"),
+      },
+      icon("download"),
+      "Export all",
+    );
     this.element = h(
       "div",
       { class: "list-body" },
-      h("button", { type: "button", class: "button create", onclick: actions.create, title: "New conversation (Alt + N)" }, icon("plus"), "New conversation"),
+      h(
+        "button",
+        {
+          type: "button",
+          class: "button create",
+          onclick: actions.create,
+          title: "New conversation (Alt + N)",
+        },
+        icon("plus"),
+        "New conversation",
+      ),
       this.items,
       this.undo,
       h("div", { class: "list-foot" }, exportAll),
@@ -25,13 +44,25 @@ export class ConversationList {
   /** Draw the list, with one conversation marked as open. */
   draw(current) {
     this.current = current;
-    fill(this.items, chats.conversations.map((conversation) => this.item(conversation)));
+    fill(
+      this.items,
+      chats.conversations.map((conversation) => this.item(conversation)),
+    );
   }
 
   item(conversation) {
     const { title } = conversation;
     const isCurrent = conversation === this.current;
-    const open = h("button", { type: "button", class: "title", "aria-current": isCurrent ? "true" : null, onclick: () => this.actions.open(conversation) }, title);
+    const open = h(
+      "button",
+      {
+        type: "button",
+        class: "title",
+        "aria-current": isCurrent ? "true" : null,
+        onclick: () => this.actions.open(conversation),
+      },
+      title,
+    );
     const item = h(
       "li",
       { class: isCurrent ? "current" : null },
@@ -41,7 +72,9 @@ export class ConversationList {
         "span",
         { class: "item-tools" },
         iconButton("edit", `Rename “${title}”`, () => this.rename(conversation, item)),
-        iconButton("download", `Export “${title}”`, () => exportConversations([conversation], title)),
+        iconButton("download", `Export “${title}”`, () =>
+          exportConversations([conversation], title),
+        ),
         iconButton("trash", `Delete “${title}”`, () => this.remove(conversation)),
       ),
     );
@@ -73,10 +106,18 @@ export class ConversationList {
   remove(conversation) {
     chats.remove(conversation);
     if (conversation === this.current) this.actions.create();
-    const restore = h("button", { type: "button", class: "button small", onclick: () => {
-      fill(this.undo);
-      chats.use(conversation);
-    } }, "Undo");
+    const restore = h(
+      "button",
+      {
+        type: "button",
+        class: "button small",
+        onclick: () => {
+          fill(this.undo);
+          chats.use(conversation);
+        },
+      },
+      "Undo",
+    );
     fill(this.undo, h("span", {}, `“${conversation.title}” is deleted.`), restore);
     clearTimeout(this.timer);
     this.timer = setTimeout(() => fill(this.undo), UNDO_MS);
@@ -85,5 +126,9 @@ export class ConversationList {
 
 function exportConversations(conversations, title) {
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation";
-  saveFile(`${name}.json`, "application/json", JSON.stringify({ tidegate: 1, conversations }, null, 2));
+  saveFile(
+    `${name}.json`,
+    "application/json",
+    JSON.stringify({ tidegate: 1, conversations }, null, 2),
+  );
 }

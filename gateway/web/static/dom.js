@@ -7,9 +7,9 @@ const SVG = "http://www.w3.org/2000/svg";
  *
  * h("button", { class: "button", onclick: save, "aria-label": "Save" }, icon("save"), "Save")
  *
- * Attributes that are null, undefined or false are left out; true gives an empty attribute. Functions
- * whose name starts with "on" become event listeners. `value`, `checked` and `disabled` are set as
- * properties. Children are nodes, text, arrays of both, or null.
+ * Attributes that are null, undefined or false are left out; true gives an empty attribute.
+ * Functions whose name starts with "on" become event listeners. `value`, `checked` and `disabled`
+ * are set as properties. Children are nodes, text, arrays of both, or null.
  */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -19,13 +19,17 @@ export function h(tag, attributes = {}, ...children) {
     else if (name === "value" || name === "checked" || name === "disabled") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined),
+  );
   return element;
 }
 
 /** Replace all children of an element. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined),
+  );
   return element;
 }
 
@@ -71,7 +75,12 @@ export function iconButton(name, label, onclick, attributes = {}) {
 
 /** Return a button that copies the text that `read` returns, and shows that it has. */
 export function copyButton(label, read, attributes = {}) {
-  const button = h("button", { type: "button", class: "button small ghost", ...attributes }, icon("copy"), label);
+  const button = h(
+    "button",
+    { type: "button", class: "button small ghost", ...attributes },
+    icon("copy"),
+    label,
+  );
   button.addEventListener("click", async () => {
     const done = await copyText(read());
     fill(button, icon(done ? "check" : "copy"), done ? "Copied" : "Not copied");
@@ -109,7 +118,9 @@ export function loadStyle(name) {
   for (const link of document.styleSheets) if (link.href === address) return Promise.resolve();
   return new Promise((resolve, reject) => {
     const failed = () => reject(new Error(`${name} could not be loaded`));
-    document.head.append(h("link", { rel: "stylesheet", href: address, onload: resolve, onerror: failed }));
+    document.head.append(
+      h("link", { rel: "stylesheet", href: address, onload: resolve, onerror: failed }),
+    );
   });
 }
 

@@ -1,8 +1,10 @@
-// Renders the markdown that models write: headings, lists, tables, quotes, code, emphasis and links.
+// Renders the markdown that models write: headings, lists, tables, quotes, code, emphasis and
+// links.
 //
-// The text comes from a model, so it is hostile. It only ever becomes text nodes and the elements that
-// this file creates. HTML in it is shown as text. Links lead to http, https and mailto addresses only,
-// and pictures are shown as links, because loading one would send data to another host.
+// The text comes from a model, so it is hostile. It only ever becomes text nodes and the elements
+// that this file creates. HTML in it is shown as text. Links lead to http, https and mailto
+// addresses only, and pictures are shown as links, because loading one would send data to another
+// host.
 //
 // The time is proportional to the length of the text: searches that fail are not repeated, and
 // nesting deeper than MAX_DEPTH is shown as it is.
@@ -61,7 +63,7 @@ const indentOf = (line) => line.length - line.trimStart().length;
 /** Return the blocks of one level: { type, lines, ... }. */
 function splitBlocks(lines) {
   const blocks = [];
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (isBlank(lines[at])) {
       at += 1;
       continue;
@@ -87,7 +89,13 @@ function typeAt(lines, at) {
 
 function isTable(lines, at) {
   const next = lines[at + 1];
-  if (!lines[at].includes("|") || !next?.includes("|") || !next.includes("-") || !DELIMITERS.test(next)) return false;
+  if (
+    !lines[at].includes("|") ||
+    !next?.includes("|") ||
+    !next.includes("-") ||
+    !DELIMITERS.test(next)
+  )
+    return false;
   return cells(next).length <= MAX_COLUMNS;
 }
 
@@ -95,14 +103,20 @@ function isTable(lines, at) {
 const ENDS = {
   code(lines, at) {
     const fence = lines[at].match(FENCE)[1];
-    for (let end = at + 1; end < lines.length; end += 1) if (closes(lines[end], fence)) return end + 1;
+    for (let end = at + 1; end < lines.length; end += 1)
+      if (closes(lines[end], fence)) return end + 1;
     return lines.length;
   },
   heading: (lines, at) => at + 1,
   rule: (lines, at) => at + 1,
   quote(lines, at) {
     let end = at + 1;
-    while (end < lines.length && !isBlank(lines[end]) && ["quote", "paragraph"].includes(typeAt(lines, end))) end += 1;
+    while (
+      end < lines.length &&
+      !isBlank(lines[end]) &&
+      ["quote", "paragraph"].includes(typeAt(lines, end))
+    )
+      end += 1;
     return end;
   },
   list(lines, at) {
@@ -169,7 +183,9 @@ const RENDERERS = {
     const [, fence, info] = lines[0].match(FENCE);
     const indent = indentOf(lines[0]);
     const isClosed = lines.length > 1 && closes(lines.at(-1), fence);
-    const inner = lines.slice(1, isClosed ? -1 : undefined).map((line) => line.slice(Math.min(indent, indentOf(line))));
+    const inner = lines
+      .slice(1, isClosed ? -1 : undefined)
+      .map((line) => line.slice(Math.min(indent, indentOf(line))));
     return codeBlock(inner.join("\n"), info.trim().split(/\s/)[0]);
   },
   heading(lines) {
@@ -181,7 +197,15 @@ const RENDERERS = {
     return h(`h${Math.min(level + 2, 6)}`, {}, inline(text)); // the page has h1 and h2 itself
   },
   rule: () => h("hr"),
-  quote: (lines, depth) => h("blockquote", {}, renderBlocks(lines.map((line) => line.replace(/^ {0,3}> ?/, "")), depth + 1)),
+  quote: (lines, depth) =>
+    h(
+      "blockquote",
+      {},
+      renderBlocks(
+        lines.map((line) => line.replace(/^ {0,3}> ?/, "")),
+        depth + 1,
+      ),
+    ),
   list(lines, depth) {
     const [, indent, marker] = lines[0].match(ITEM);
     const items = [];
@@ -206,7 +230,11 @@ const RENDERERS = {
     });
     const row = (line, tag) => {
       const texts = cells(line);
-      return h("tr", {}, aligns.map((align, place) => h(tag, { class: align }, inline(texts[place] ?? ""))));
+      return h(
+        "tr",
+        {},
+        aligns.map((align, place) => h(tag, { class: align }, inline(texts[place] ?? ""))),
+      );
     };
     const body = lines.slice(2).map((line) => row(line, "td"));
     const table = h("table", {}, h("thead", {}, row(lines[0], "th")), h("tbody", {}, body));
@@ -220,9 +248,21 @@ function listItem(lines, depth) {
   const task = lines[0].match(/^\[([ xX])\] /);
   if (task) lines[0] = lines[0].slice(4);
   const blocks = renderBlocks(lines, depth + 1);
-  const content = blocks[0]?.tagName === "P" && !lines.some(isBlank) ? [...blocks[0].childNodes, ...blocks.slice(1)] : blocks;
+  const content =
+    blocks[0]?.tagName === "P" && !lines.some(isBlank)
+      ? [...blocks[0].childNodes, ...blocks.slice(1)]
+      : blocks;
   if (!task) return content;
-  return [h("input", { type: "checkbox", disabled: true, checked: task[1] !== " ", "aria-label": "Done" }), " ", ...content];
+  return [
+    h("input", {
+      type: "checkbox",
+      disabled: true,
+      checked: task[1] !== " ",
+      "aria-label": "Done",
+    }),
+    " ",
+    ...content,
+  ];
 }
 
 /** Return the cells of a table's row. A bar after a backslash belongs to its cell. */
@@ -233,7 +273,12 @@ function cells(line) {
 
 /** Return a block of code with its language and a button that copies it. */
 export function codeBlock(text, language = "") {
-  const head = h("figcaption", {}, h("span", {}, language), copyButton("Copy", () => text));
+  const head = h(
+    "figcaption",
+    {},
+    h("span", {}, language),
+    copyButton("Copy", () => text),
+  );
   return h("figure", { class: "code" }, head, h("pre", { tabindex: 0 }, h("code", {}, text)));
 }
 
@@ -255,7 +300,7 @@ function inline(text, depth = 0) {
     plain = "";
     nodes.push(node);
   };
-  for (let at = 0; at < text.length; ) {
+  for (let at = 0; at < text.length;) {
     if (!SPECIAL.test(text[at])) {
       plain += text[at];
       at += 1;
@@ -293,7 +338,8 @@ const READERS = {
   },
   "*": emphasis,
   _: emphasis,
-  "~": (text, at, depth, failed) => (text[at + 1] === "~" ? emphasis(text, at, depth, failed) : null),
+  "~": (text, at, depth, failed) =>
+    text[at + 1] === "~" ? emphasis(text, at, depth, failed) : null,
   "["(text, at, depth) {
     // Only the last "[" before "](" begins a link. The others are text.
     const next = text.indexOf("[", at + 1);
@@ -301,12 +347,18 @@ const READERS = {
     if (close < at) return null;
     const end = destinationEnd(text, close + 2);
     if (end === null) return null;
-    const address = text.slice(close + 2, end).trim().split(/\s/)[0].replace(/^<|>$/g, "");
+    const address = text
+      .slice(close + 2, end)
+      .trim()
+      .split(/\s/)[0]
+      .replace(/^<|>$/g, "");
     return { node: link(address, inline(text.slice(at + 1, close), depth + 1)), end: end + 1 };
   },
   "!": (text, at, depth) => (text[at + 1] === "[" ? READERS["["](text, at + 1, depth) : null),
   "<"(text, at) {
-    const tag = text.slice(at, at + 2000).match(/^<(br ?\/?|https?:\/\/[^\s<>]*|mailto:[^\s<>]*)>/i);
+    const tag = text
+      .slice(at, at + 2000)
+      .match(/^<(br ?\/?|https?:\/\/[^\s<>]*|mailto:[^\s<>]*)>/i);
     if (!tag) return null;
     const node = /^br/i.test(tag[1]) ? h("br") : link(tag[1], [tag[1]]);
     return { node, end: at + tag[0].length };
@@ -352,7 +404,7 @@ function codeEnd(text, at, failed) {
   const run = runLength(text, at);
   const name = `code ${run}`;
   if (failed.has(name)) return null;
-  for (let next = text.indexOf("`", at + run); next >= 0; ) {
+  for (let next = text.indexOf("`", at + run); next >= 0;) {
     const length = runLength(text, next);
     if (length === run) return next + length;
     next = text.indexOf("`", next + length);
@@ -367,7 +419,8 @@ function emphasis(text, at, depth, failed) {
   const letter = text[at];
   const run = runLength(text, at);
   const literal = { node: letter.repeat(run), end: at + run };
-  const opens = !/^\s?$/.test(text[at + run] ?? "") && (letter !== "_" || !WORD.test(text[at - 1] ?? " "));
+  const opens =
+    !/^\s?$/.test(text[at + run] ?? "") && (letter !== "_" || !WORD.test(text[at - 1] ?? " "));
   if (!opens || run > 3) return literal;
   const size = Math.min(run, 2); // of three, the first two are strong
   const delimiter = letter.repeat(size);
@@ -382,13 +435,16 @@ function emphasis(text, at, depth, failed) {
 
 /** Return the place of the delimiter that ends an emphasis whose text begins at `from`, or null. */
 function closingRun(text, from, letter, size, failed) {
-  for (let at = from; at < text.length; ) {
+  for (let at = from; at < text.length;) {
     if (text[at] === "\\") at += 2;
     else if (text[at] === "`") at = codeEnd(text, at, failed) ?? at + runLength(text, at);
     else if (text[at] !== letter) at += 1;
     else {
       const run = runLength(text, at);
-      const isEnd = at > from && !/\s/.test(text[at - 1]) && (letter !== "_" || !WORD.test(text[at + run] ?? " "));
+      const isEnd =
+        at > from &&
+        !/\s/.test(text[at - 1]) &&
+        (letter !== "_" || !WORD.test(text[at + run] ?? " "));
       if (isEnd && (run === size || run === 3)) return at + run - size;
       at += run;
     }

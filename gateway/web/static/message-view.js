@@ -7,7 +7,8 @@ import { MarkdownView, codeBlock } from "./markdown.js";
 import { TokensView } from "./tokens.js";
 
 /**
- * actions: { edit(message, text), retry(message), answerCalls(results), curl(message), python(message) }
+ * actions: edit(message, text), retry(message), answerCalls(results), curl(message),
+ * python(message)
  */
 export function messageView(message, actions) {
   if (message.role === "user") return new UserView(message, actions);
@@ -28,12 +29,21 @@ class UserView {
     fill(
       this.element,
       h("div", { class: "bubble" }, content),
-      h("div", { class: "tools" }, button("edit", "Edit", () => this.startEdit()), copyButton("Copy", () => content)),
+      h(
+        "div",
+        { class: "tools" },
+        button("edit", "Edit", () => this.startEdit()),
+        copyButton("Copy", () => content),
+      ),
     );
   }
 
   startEdit() {
-    const input = h("textarea", { rows: Math.min(12, this.message.content.split("\n").length + 1), value: this.message.content, "aria-label": "Edit the message" });
+    const input = h("textarea", {
+      rows: Math.min(12, this.message.content.split("\n").length + 1),
+      value: this.message.content,
+      "aria-label": "Edit the message",
+    });
     const save = () => {
       if (input.value.trim()) this.actions.edit(this.message, input.value);
     };
@@ -52,9 +62,21 @@ class UserView {
     });
     fill(
       this.element,
-      h("div", { class: "edit" }, input, h("div", { class: "row end" },
-        h("button", { type: "button", class: "button small ghost", onclick: cancel }, "Cancel"),
-        h("button", { type: "button", class: "button small primary", onclick: save }, "Send again"))),
+      h(
+        "div",
+        { class: "edit" },
+        input,
+        h(
+          "div",
+          { class: "row end" },
+          h("button", { type: "button", class: "button small ghost", onclick: cancel }, "Cancel"),
+          h(
+            "button",
+            { type: "button", class: "button small primary", onclick: save },
+            "Send again",
+          ),
+        ),
+      ),
     );
     input.focus();
   }
@@ -63,7 +85,11 @@ class UserView {
 class ResultView {
   constructor({ name, content }) {
     const summary = h("summary", {}, "Result of ", h("code", {}, name));
-    this.element = h("article", { class: "message result", "aria-label": "Result of a call" }, h("details", {}, summary, codeBlock(pretty(content))));
+    this.element = h(
+      "article",
+      { class: "message result", "aria-label": "Result of a call" },
+      h("details", {}, summary, codeBlock(pretty(content))),
+    );
   }
 
   update() {}
@@ -81,21 +107,37 @@ class AnswerView {
     this.text = new MarkdownView();
     this.tokens = new TokensView();
     this.calls = h("div", { class: "calls" });
-    this.waiting = h("p", { class: "waiting", "aria-hidden": "true" }, h("span"), h("span"), h("span"));
+    this.waiting = h(
+      "p",
+      { class: "waiting", "aria-hidden": "true" },
+      h("span"),
+      h("span"),
+      h("span"),
+    );
     this.foot = h("div", { class: "foot" });
     this.tools = h("div", { class: "tools" });
-    this.element = h("article", { class: "message answer", "aria-label": "Answer" },
-      this.reasoning, this.text.element, this.tokens.element, this.calls, this.waiting, this.foot, this.tools);
+    this.element = h(
+      "article",
+      { class: "message answer", "aria-label": "Answer" },
+      this.reasoning,
+      this.text.element,
+      this.tokens.element,
+      this.calls,
+      this.waiting,
+      this.foot,
+      this.tools,
+    );
     this.update();
   }
 
-  /** Draw the message as it is now. `isRunning`: more will come. `isLast`: it is the last of its conversation. */
+  /** Draw the message as it is now. `isRunning`: more will come. `isLast`: none follows it. */
   update({ isRunning = false, isLast = false } = {}) {
     const { message } = this;
     const hasTokens = Boolean(message.logprobs?.length);
     this.reasoning.hidden = !message.reasoning;
     this.thought.textContent = message.reasoning;
-    this.summary.textContent = isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
+    this.summary.textContent =
+      isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
     this.text.element.hidden = hasTokens && this.showsTokens;
     this.tokens.element.hidden = !this.text.element.hidden;
     if (hasTokens && this.showsTokens) this.tokens.update(message.logprobs);
@@ -115,25 +157,43 @@ class AnswerView {
     this.callsKey = key;
     const inputs = [];
     const cards = this.message.calls.map(({ name, args }, place) => {
-      const head = h("div", { class: "call-head" }, icon("code"), h("span", {}, "Call of ", h("code", {}, name)));
+      const head = h(
+        "div",
+        { class: "call-head" },
+        icon("code"),
+        h("span", {}, "Call of ", h("code", {}, name)),
+      );
       const card = h("div", { class: "card call" }, head, codeBlock(pretty(args), "arguments"));
       if (isAsked) {
         const id = `result-${this.message.id}-${place}`;
         const input = h("textarea", { id, rows: 2, class: "mono", placeholder: '{"degrees": 7}' });
         inputs.push(input);
-        card.append(h("div", { class: "field" }, h("label", { for: id }, `What ${name} returns`), input));
+        card.append(
+          h("div", { class: "field" }, h("label", { for: id }, `What ${name} returns`), input),
+        );
       }
       return card;
     });
-    const send = h("button", { type: "button", class: "button primary", onclick: () => this.actions.answerCalls(inputs.map((input) => input.value)) },
-      inputs.length > 1 ? "Send the results" : "Send the result");
+    const send = h(
+      "button",
+      {
+        type: "button",
+        class: "button primary",
+        onclick: () => this.actions.answerCalls(inputs.map((input) => input.value)),
+      },
+      inputs.length > 1 ? "Send the results" : "Send the result",
+    );
     fill(this.calls, cards, isAsked ? send : null);
   }
 
   drawFoot(isRunning) {
     const { message } = this;
     const end = isRunning ? "" : describeEnd(message);
-    const notes = [end, ...(message.warnings ?? []), message.ignored ? `Fields without effect: ${message.ignored.join(", ")}` : ""];
+    const notes = [
+      end,
+      ...(message.warnings ?? []),
+      message.ignored ? `Fields without effect: ${message.ignored.join(", ")}` : "",
+    ];
     fill(
       this.foot,
       message.error ? errorBox(message.error) : null,
@@ -160,15 +220,26 @@ class AnswerView {
       this.tools,
       copyButton("Copy", () => message.content),
       button("retry", "Retry", () => actions.retry(message)),
-      hasTokens ? button("sliders", this.showsTokens ? "Show as text" : "Show tokens", toggle) : null,
-      copyButton("curl", () => actions.curl(message), { title: "Copy this request as a curl command" }),
-      copyButton("Python", () => actions.python(message), { title: "Copy this request as a Python program" }),
+      hasTokens
+        ? button("sliders", this.showsTokens ? "Show as text" : "Show tokens", toggle)
+        : null,
+      copyButton("curl", () => actions.curl(message), {
+        title: "Copy this request as a curl command",
+      }),
+      copyButton("Python", () => actions.python(message), {
+        title: "Copy this request as a Python program",
+      }),
     );
   }
 }
 
 function button(picture, label, onclick) {
-  return h("button", { type: "button", class: "button small ghost", onclick }, icon(picture), label);
+  return h(
+    "button",
+    { type: "button", class: "button small ghost", onclick },
+    icon(picture),
+    label,
+  );
 }
 
 /** Return JSON with line breaks; other text as it is. */

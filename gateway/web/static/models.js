@@ -29,11 +29,14 @@ export function stateOf(model) {
   return model && model.state !== "ready" ? (STATES[model.state] ?? model.state) : "";
 }
 
-/** Fill a <select> with the models. An unknown choice is replaced with the first model. Return the choice. */
+/** Fill a <select> with the models. Return the choice: `chosen`, or the first if it is unknown. */
 export function fillModelSelect(select, models, chosen) {
   const id = models.some((model) => model.id === chosen) ? chosen : (models[0]?.id ?? "");
   const label = (model) => (stateOf(model) ? `${model.id} (${stateOf(model)})` : model.id);
-  fill(select, models.map((model) => h("option", { value: model.id }, label(model))));
+  fill(
+    select,
+    models.map((model) => h("option", { value: model.id }, label(model))),
+  );
   select.value = id;
   return id;
 }

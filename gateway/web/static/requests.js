@@ -4,8 +4,15 @@ import { BASE, storedKey } from "./api.js";
 
 const PATH = "v1/chat/completions";
 const NUMBERS = [
-  "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-  "max_tokens", "seed",
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "frequency_penalty",
+  "presence_penalty",
+  "repetition_penalty",
+  "max_tokens",
+  "seed",
 ];
 const TOP_LOGPROBS = 5;
 
@@ -16,23 +23,35 @@ export function parseJson(text, name, isRight = () => true, wanted = "") {
   try {
     value = JSON.parse(text);
   } catch (error) {
-    throw new Error(`${name} is not JSON: ${error.message}`);
+    throw new Error(`${name} is not JSON: ${error.message}`, { cause: error });
   }
   if (!isRight(value)) throw new Error(`${name} must be ${wanted}`);
   return value;
 }
 
-export const parseTools = (text) => parseJson(text, "Tools", Array.isArray, "a list of definitions");
+export const parseTools = (text) =>
+  parseJson(text, "Tools", Array.isArray, "a list of definitions");
 export const parseExtra = (text) =>
-  parseJson(text, "Other fields", (value) => value !== null && typeof value === "object" && !Array.isArray(value), "an object");
+  parseJson(
+    text,
+    "Other fields",
+    (value) => value !== null && typeof value === "object" && !Array.isArray(value),
+    "an object",
+  );
 
 /**
- * Return the body of a chat request. Settings that are "" are left out, so the model's defaults apply.
+ * Return the body of a chat request. Settings that are "" are left out, so the model's defaults
+ * apply.
  *
  * Raises Error if the tools or the other fields are not JSON.
  */
 export function chatBody(model, messages, settings) {
-  const body = { model, messages: settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages };
+  const body = {
+    model,
+    messages: settings.system
+      ? [{ role: "system", content: settings.system }, ...messages]
+      : messages,
+  };
   for (const name of NUMBERS) {
     if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
   }
@@ -47,7 +66,12 @@ export function chatBody(model, messages, settings) {
 
 /** Return the fields that this page adds to show progress, speed and token counts. */
 export function streamed(body) {
-  return { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, timings: true };
+  return {
+    ...body,
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    timings: true,
+  };
 }
 
 /** Return the messages of a conversation in the shape of the API. */
@@ -55,21 +79,32 @@ export function apiMessages(messages) {
   return messages.map(({ role, content, reasoning, calls, callId }) => {
     if (role === "tool") return { role, tool_call_id: callId, content };
     if (role !== "assistant" || !calls?.length) return { role, content };
-    const tool_calls = calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
+    const tool_calls = calls.map(({ id, name, args }) => ({
+      id,
+      type: "function",
+      function: { name, arguments: args },
+    }));
     // A model that reasons between its calls needs what it thought before them.
     return { role, content: content || null, tool_calls, ...(reasoning ? { reasoning } : {}) };
   });
 }
 
-/** Return a curl command that sends a request. The key is read from the environment. */
-export function asCurl(body, path = PATH, method = "POST") {
-  const lines = [`curl ${method === "POST" && body !== undefined ? "" : `-X ${method} `}${shellQuoted(new URL(path, BASE).href)}`];
+/** Return a curl command that sends a chat request. */
+export function chatCurl(body) {
+  return asCurl(PATH, "POST", curlJson(JSON.stringify(body, null, 2)));
+}
+
+/** Return a curl command. `body` is its arguments for the body. It reads the key from the environment. */
+export function asCurl(path, method, body = []) {
+  const isUsual = method === (body.length ? "POST" : "GET");
+  const lines = [`curl ${isUsual ? "" : `-X ${method} `}${shellQuoted(new URL(path, BASE).href)}`];
   if (storedKey()) lines.push('-H "Authorization: Bearer $TIDEGATE_API_KEY"');
-  if (body !== undefined) {
-    lines.push("-H 'Content-Type: application/json'");
-    lines.push(`-d ${shellQuoted(JSON.stringify(body, null, 2))}`);
-  }
-  return lines.join(" \\\n  ");
+  return [...lines, ...body].join(" \\\n  ");
+}
+
+/** Return curl's arguments for a body of JSON text. */
+export function curlJson(text) {
+  return ["-H 'Content-Type: application/json'", `-d ${shellQuoted(text)}`];
 }
 
 export function shellQuoted(text) {
@@ -80,7 +115,9 @@ export function shellQuoted(text) {
 export function asPython(body) {
   const { known, extra } = splitFields(body);
   const key = storedKey() ? 'os.environ["TIDEGATE_API_KEY"]' : '"none"';
-  const fields = Object.entries(known).map(([name, value]) => `    ${name}=${pythonValue(value, 1)},`);
+  const fields = Object.entries(known).map(
+    ([name, value]) => `    ${name}=${pythonValue(value, 1)},`,
+  );
   if (Object.keys(extra).length) fields.push(`    extra_body=${pythonValue(extra, 1)},`);
   return [
     ...(storedKey() ? ["import os", ""] : []),
@@ -100,15 +137,35 @@ export function asPython(body) {
 
 /** The fields that OpenAI's client has as arguments. It sends all others as `extra_body`. */
 const CLIENT_FIELDS = new Set([
-  "model", "messages", "temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "seed", "stop",
-  "reasoning_effort", "logprobs", "top_logprobs", "tools", "tool_choice", "n", "response_format", "logit_bias",
-  "max_completion_tokens", "parallel_tool_calls", "user", "metadata", "store",
+  "model",
+  "messages",
+  "temperature",
+  "top_p",
+  "frequency_penalty",
+  "presence_penalty",
+  "max_tokens",
+  "seed",
+  "stop",
+  "reasoning_effort",
+  "logprobs",
+  "top_logprobs",
+  "tools",
+  "tool_choice",
+  "n",
+  "response_format",
+  "logit_bias",
+  "max_completion_tokens",
+  "parallel_tool_calls",
+  "user",
+  "metadata",
+  "store",
 ]);
 
 function splitFields(body) {
   const known = {};
   const extra = {};
-  for (const [name, value] of Object.entries(body)) (CLIENT_FIELDS.has(name) ? known : extra)[name] = value;
+  for (const [name, value] of Object.entries(body))
+    (CLIENT_FIELDS.has(name) ? known : extra)[name] = value;
   return { known, extra };
 }
 
@@ -122,7 +179,9 @@ export function pythonValue(value, depth = 0) {
   const isList = Array.isArray(value);
   const items = isList
     ? value.map((each) => `${indent}${pythonValue(each, depth + 1)},\n`)
-    : Object.entries(value).map(([name, each]) => `${indent}${JSON.stringify(name)}: ${pythonValue(each, depth + 1)},\n`);
+    : Object.entries(value).map(
+        ([name, each]) => `${indent}${JSON.stringify(name)}: ${pythonValue(each, depth + 1)},\n`,
+      );
   const [open, close] = isList ? "[]" : "{}";
   return items.length ? `${open}\n${items.join("")}${end}${close}` : open + close;
 }

@@ -1,11 +1,11 @@
 // The conversations of the chat tab: what is asked, answered, edited and kept. It draws nothing.
 //
-// An answer goes on when the user looks at another conversation or another tab. Views listen:
+// An answer goes on when the user looks at another conversation or another tab. Views listen to:
 //
-//   chats.addEventListener("list", ...)      conversations were added, removed, renamed or reordered
-//   chats.addEventListener("thread", ...)    messages were added or removed: detail is the conversation
-//   chats.addEventListener("message", ...)   a message has changed: detail is { conversation, message }
-//   chats.addEventListener("end", ...)       an answer has ended: detail is { conversation, message }
+//   list      conversations were added, removed, renamed or reordered
+//   thread    messages were added or removed; detail: the conversation
+//   message   a message has changed; detail: { conversation, message }
+//   end       an answer has ended; detail: { conversation, message }
 
 import { newAnswer, newMessage, streamAnswer } from "./answer.js";
 import { apiMessages, chatBody, streamed } from "./requests.js";
@@ -97,7 +97,11 @@ class Chats extends EventTarget {
 
   async answer(conversation) {
     this.stop(conversation);
-    const body = chatBody(conversation.model, apiMessages(conversation.messages), conversation.settings);
+    const body = chatBody(
+      conversation.model,
+      apiMessages(conversation.messages),
+      conversation.settings,
+    );
     const answer = newAnswer(conversation.model, conversation.settings);
     const controller = new AbortController();
     conversation.messages.push(answer);
@@ -122,7 +126,10 @@ class Chats extends EventTarget {
   /** List a conversation first, and keep it. */
   use(conversation) {
     conversation.used = Date.now();
-    this.conversations = [conversation, ...this.conversations.filter((each) => each !== conversation)];
+    this.conversations = [
+      conversation,
+      ...this.conversations.filter((each) => each !== conversation),
+    ];
     this.emit("list");
     this.save(conversation);
   }

@@ -4,17 +4,36 @@ import { fill, h } from "./dom.js";
 import { parseExtra, parseTools } from "./requests.js";
 
 const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.1, about: "0: always the likeliest token" },
+  {
+    name: "temperature",
+    label: "Temperature",
+    min: 0,
+    max: 2,
+    step: 0.1,
+    about: "0: always the likeliest token",
+  },
   { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05 },
   { name: "top_k", label: "Top k", min: 0, step: 1, about: "0: no limit" },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01 },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1 },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1 },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, step: 0.05, about: "1: none" },
+  {
+    name: "repetition_penalty",
+    label: "Repetition penalty",
+    min: 0.01,
+    step: 0.05,
+    about: "1: none",
+  },
   { name: "max_tokens", label: "Most tokens", min: 1, step: 1, fallback: "as many as fit" },
   { name: "seed", label: "Seed", min: 0, step: 1, fallback: "random" },
 ];
-const EFFORTS = [["", "Default"], ["none", "None"], ["low", "Low"], ["medium", "Medium"], ["high", "High"]];
+const EFFORTS = [
+  ["", "Default"],
+  ["none", "None"],
+  ["low", "Low"],
+  ["medium", "Medium"],
+  ["high", "High"],
+];
 const EXAMPLE_TOOLS = [
   {
     type: "function",
@@ -50,18 +69,38 @@ export class SettingsForm {
     fill(
       this.element,
       this.area("system", "System message", { rows: 3 }),
-      h("div", { class: "numbers" }, numbers.map((field) => this.number(field))),
+      h(
+        "div",
+        { class: "numbers" },
+        numbers.map((field) => this.number(field)),
+      ),
       reasons ? this.effort() : null,
       this.area("stop", "Stop texts, one a line", { rows: 1 }),
-      this.without.has("logprobs") ? null : this.check("logprobs", "Show the probability of each token"),
+      this.without.has("logprobs")
+        ? null
+        : this.check("logprobs", "Show the probability of each token"),
       this.without.has("tools") ? null : this.tools(),
-      h("details", { open: Boolean(settings.extra) }, h("summary", {}, "Other fields"), this.area("extra", "A JSON object that is added to the request", { rows: 3, parse: parseExtra, mono: true })),
-      h("button", { type: "button", class: "button small ghost", onclick: () => this.reset() }, "Use the defaults"),
+      h(
+        "details",
+        { open: Boolean(settings.extra) },
+        h("summary", {}, "Other fields"),
+        this.area("extra", "A JSON object that is added to the request", {
+          rows: 3,
+          parse: parseExtra,
+          mono: true,
+        }),
+      ),
+      h(
+        "button",
+        { type: "button", class: "button small ghost", onclick: () => this.reset() },
+        "Use the defaults",
+      ),
     );
   }
 
   reset() {
-    for (const name of Object.keys(this.settings)) if (!this.without.has(name)) delete this.settings[name];
+    for (const name of Object.keys(this.settings))
+      if (!this.without.has(name)) delete this.settings[name];
     this.show(this.settings, this.model);
     this.onChange();
   }
@@ -82,7 +121,14 @@ export class SettingsForm {
     const usual = this.model?.default_sampling?.[name];
     const placeholder = usual === undefined ? fallback : String(usual);
     const input = h("input", {
-      type: "number", min, max, step: step === 1 ? 1 : "any", placeholder, title: about ?? null, inputmode: "decimal", value: this.settings[name] ?? "",
+      type: "number",
+      min,
+      max,
+      step: step === 1 ? 1 : "any",
+      placeholder,
+      title: about ?? null,
+      inputmode: "decimal",
+      value: this.settings[name] ?? "",
       oninput: () => {
         const isWrong = !input.validity.valid;
         input.setAttribute("aria-invalid", String(isWrong));
@@ -95,7 +141,12 @@ export class SettingsForm {
 
   area(name, label, { rows, parse, mono }) {
     const error = h("p", { class: "error", role: "alert" });
-    const input = h("textarea", { rows, class: mono ? "mono" : null, spellcheck: mono ? "false" : null, value: this.settings[name] ?? "" });
+    const input = h("textarea", {
+      rows,
+      class: mono ? "mono" : null,
+      spellcheck: mono ? "false" : null,
+      value: this.settings[name] ?? "",
+    });
     input.addEventListener("input", () => this.set(name, input.value));
     input.addEventListener("change", () => {
       error.textContent = parse ? problemOf(() => parse(input.value)) : "";
@@ -106,29 +157,46 @@ export class SettingsForm {
 
   effort() {
     const options = EFFORTS.map(([value, label]) => h("option", { value }, label));
-    const select = h("select", { onchange: () => this.set("reasoning_effort", select.value) }, options);
+    const select = h(
+      "select",
+      { onchange: () => this.set("reasoning_effort", select.value) },
+      options,
+    );
     select.value = this.settings.reasoning_effort ?? "";
     return this.field("reasoning_effort", "Reasoning effort", select);
   }
 
   check(name, label) {
-    const input = h("input", { type: "checkbox", checked: Boolean(this.settings[name]), onchange: () => this.set(name, input.checked) });
+    const input = h("input", {
+      type: "checkbox",
+      checked: Boolean(this.settings[name]),
+      onchange: () => this.set(name, input.checked),
+    });
     return h("label", { class: "check" }, input, label);
   }
 
   tools() {
-    const example = h("button", {
-      type: "button", class: "button small ghost",
-      onclick: () => {
-        this.set("tools", JSON.stringify(EXAMPLE_TOOLS, null, 2));
-        this.show(this.settings, this.model);
+    const example = h(
+      "button",
+      {
+        type: "button",
+        class: "button small ghost",
+        onclick: () => {
+          this.set("tools", JSON.stringify(EXAMPLE_TOOLS, null, 2));
+          this.show(this.settings, this.model);
+        },
       },
-    }, "Insert an example");
+      "Insert an example",
+    );
     return h(
       "details",
       { open: Boolean(this.settings.tools) },
       h("summary", {}, "Tools"),
-      this.area("tools", "Definitions of functions, as a JSON list", { rows: 6, parse: parseTools, mono: true }),
+      this.area("tools", "Definitions of functions, as a JSON list", {
+        rows: 6,
+        parse: parseTools,
+        mono: true,
+      }),
       example,
     );
   }

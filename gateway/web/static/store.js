@@ -1,8 +1,8 @@
 // Keeps conversations in the browser (IndexedDB). Nothing is sent to the server.
 //
-// At most MAX_CONVERSATIONS and MAX_BYTES are kept: the ones that were used least recently are deleted.
-// If the browser has no IndexedDB, as in some private windows, conversations last until the page is
-// closed.
+// At most MAX_CONVERSATIONS and MAX_BYTES are kept: the ones that were used least recently are
+// deleted. If the browser has no IndexedDB, as in some private windows, conversations last until
+// the page is closed.
 
 const NAME = "tidegate";
 const STORE = "conversations";
@@ -32,7 +32,7 @@ export class ConversationStore {
     }
   }
 
-  /** Keep a conversation as it is now. Return the ids of the conversations that were deleted to make room. */
+  /** Keep a conversation as it is now. Return the ids of those that were deleted to make room. */
   async save(conversation) {
     if (!this.isLasting) return [];
     const text = JSON.stringify(conversation);
@@ -54,7 +54,7 @@ export class ConversationStore {
   }
 }
 
-/** Return the ids of the entries to delete, so that the others are within both limits. `kept` stays. */
+/** Return the ids of the entries to delete for the others to fit the limits. `kept` stays. */
 export function surplus(entries, kept) {
   const removed = [];
   let bytes = 0;

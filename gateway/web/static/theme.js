@@ -1,5 +1,5 @@
-// Applies the chosen theme before the first paint. It is a classic script, because modules run later.
-// Without a choice, the style sheet follows the system's setting.
+// Applies the chosen theme before the first paint. It is a classic script, because modules run
+// later. Without a choice, the style sheet follows the system's setting.
 "use strict";
 try {
   const theme = localStorage.getItem("tidegate.theme");

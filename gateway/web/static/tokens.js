@@ -1,14 +1,19 @@
-// Shows the tokens of an answer, shaded by how unlikely they were. The pointer, or the arrow keys, show
-// a token's probability and what else was likely.
+// Shows the tokens of an answer, shaded by how unlikely they were. The pointer, or the arrow keys,
+// show a token's probability and what else was likely.
 
 import { fill, h } from "./dom.js";
 
 const MAX_TOKENS = 4000;
-const LEVELS = [0.9, 0.6, 0.3, 0.1]; // the least probability of each shade, from none to the darkest
+const LEVELS = [0.9, 0.6, 0.3, 0.1]; // least probability of each shade, from none to the darkest
 
 export class TokensView {
   constructor() {
-    this.list = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens. Left and right show their probabilities." });
+    this.list = h("div", {
+      class: "tokens",
+      tabindex: 0,
+      role: "group",
+      "aria-label": "Tokens. Left and right show their probabilities.",
+    });
     this.card = h("div", { class: "token-card", role: "status", hidden: true });
     this.element = h("div", { class: "tokens-view" }, this.list, this.card);
     this.entries = [];
@@ -26,19 +31,22 @@ export class TokensView {
     });
   }
 
-  /** Show logprobs as the API sends them: [{ token, logprob, top_logprobs }]. Only new ones are drawn. */
+  /** Show logprobs as the API sends them: [{ token, logprob, top_logprobs }]. Draw the new ones. */
   update(entries) {
     if (entries.length < this.list.children.length) fill(this.list);
     this.entries = entries;
     for (const entry of entries.slice(this.list.children.length, MAX_TOKENS)) {
       const probability = Math.exp(entry.logprob);
       const level = LEVELS.findIndex((least) => probability >= least);
-      this.list.append(h("span", { class: `shade-${level < 0 ? LEVELS.length : level}` }, entry.token));
+      this.list.append(
+        h("span", { class: `shade-${level < 0 ? LEVELS.length : level}` }, entry.token),
+      );
     }
   }
 
   point(event) {
-    if (event.target.parentElement === this.list) this.show([...this.list.children].indexOf(event.target));
+    if (event.target.parentElement === this.list)
+      this.show([...this.list.children].indexOf(event.target));
   }
 
   show(place) {
@@ -48,11 +56,17 @@ export class TokensView {
     token.classList.add("current");
     this.current = place;
     const { token: text, logprob, top_logprobs: top } = this.entries[place];
-    const others = top.some((each) => each.token === text) ? top : [{ token: text, logprob }, ...top];
-    fill(this.card, others.map((each) => this.bar(each, each.token === text)));
+    const others = top.some((each) => each.token === text)
+      ? top
+      : [{ token: text, logprob }, ...top];
+    fill(
+      this.card,
+      others.map((each) => this.bar(each, each.token === text)),
+    );
     this.card.hidden = false;
     const { offsetLeft, offsetTop, offsetHeight } = token;
-    this.card.style.left = `${Math.max(0, Math.min(offsetLeft, this.element.clientWidth - this.card.offsetWidth))}px`;
+    const room = this.element.clientWidth - this.card.offsetWidth;
+    this.card.style.left = `${Math.max(0, Math.min(offsetLeft, room))}px`;
     this.card.style.top = `${offsetTop + offsetHeight + 4}px`;
   }
 

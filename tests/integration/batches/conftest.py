@@ -7,14 +7,17 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from protocol.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, scripted_card
 
 
 @pytest.fixture(scope="package")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    with ScriptedEngine(address, max_len=1 << 16) as engine:
+    encoding = EncodingCard(task="embed", max_tokens=64, size=6, pooling="mean", normalizes=True)
+    card = scripted_card(encoding=encoding)
+    with ScriptedEngine(address, card=card, max_len=1 << 16) as engine:
         yield engine
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -15,11 +15,12 @@ from protocol.errors import ErrorInfo
 from protocol.messages import Generate
 from tests.support.batches import batch_line, complaints, completion_lines, jsonl
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import Reply, ScriptedEngine, text_reply
+from tests.support.scripted_engine import Reply, ScriptedEngine, text_of, text_reply
 from tests.support.waiting import eventually
 
 FINAL = ("completed", "failed", "expired", "cancelled")
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS: Final = "/v1/completions"
+CHAT, RESPONSES, EMBEDDINGS = "/v1/chat/completions", "/v1/responses", "/v1/embeddings"
 
 
 def uploaded(client: OpenAI, lines: Sequence[dict[str, Any]] | bytes) -> str:
@@ -92,10 +93,17 @@ CHAT_BODY = {
     "top_logprobs": 1,
     "max_tokens": 12,
 }
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": ["a", "bc"], "echo": True, "logprobs": 1, "seed": 3},
     CHAT: CHAT_BODY,
     RESPONSES: {"input": "hi", "store": False, "temperature": 0.5},
+    EMBEDDINGS: {"input": ["hi", "sea"], "encoding_format": "base64"},
+}
+BAD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"temperature": 99},
+    CHAT: {"temperature": 99},
+    RESPONSES: {"temperature": 99},
+    EMBEDDINGS: {"dimensions": 99},
 }
 OWN = {"id", "created", "created_at", "completed_at"}
 """Fields that differ between two answers to the same request."""
@@ -112,7 +120,7 @@ def test_a_line_gets_the_answer_that_a_request_over_http_gets(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess, url: str
 ) -> None:
     engine.script = echo
-    bad = {**BODIES[url], "temperature": 99}
+    bad = {**BODIES[url], **BAD[url]}
     unknown = {**BODIES[url], "model": "nobody's"}
     bodies = {"good": BODIES[url], "bad": bad, "unknown": unknown}
     done = awaited(client, created(client, [batch_line(*e, url) for e in bodies.items()], url).id)
@@ -204,6 +212,20 @@ def test_refusals_are_retried_and_never_results(engine: ScriptedEngine, client: 
     done = awaited(client, created(client, lines).id)
     assert complaints(lines, rows_of(client, done.output_file_id)) == []
     assert len(refused) == 4
+
+
+def test_a_batch_that_is_refused_does_not_hold_up_another(
+    engine: ScriptedEngine, client: OpenAI
+) -> None:
+    """The refused lines wait a minute each. There are more of them than slots."""
+    full = ErrorInfo(code="overloaded", message="full", retry_after_s=60)
+    engine.script = lambda g: echo(g) if text_of(g.prompt.tolist()) == "free" else full
+    refused = created(client, completion_lines(100))
+    engine.await_generates(8)
+    done = awaited(client, created(client, [batch_line("a", {"prompt": "free"})]).id)
+    assert done.request_counts.completed == 1
+    client.batches.cancel(refused.id)
+    assert awaited(client, refused.id).status == "cancelled"
 
 
 def test_batches_are_listed_in_pages_and_only_for_their_owner(

@@ -165,7 +165,7 @@ def test_a_key_has_a_limited_number_of_files_and_the_store_a_size(small: Gateway
 
 
 def test_an_upload_is_never_in_memory_as_a_whole(engine: ScriptedEngine, tmp_path: Any) -> None:
-    options = {"file_store": str(tmp_path / "f.db"), "file_max_mib": 256}
+    options: dict[str, Any] = {"file_store": str(tmp_path / "f.db"), "file_max_mib": 256}
     with GatewayProcess(engine=engine.address, **options) as gateway, client_of(gateway) as client:
         gateway.await_ready()
         uploaded(client)

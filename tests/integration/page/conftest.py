@@ -32,8 +32,12 @@ def engine(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="package")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, log_requests=False) as gateway:
+def gateway(
+    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    files = str(tmp_path_factory.mktemp("files") / "files.db")
+    options = {"file_store": files, "log_requests": False}
+    with GatewayProcess(engine=engine.address, **options) as gateway:
         yield gateway.await_ready()
 
 

@@ -219,7 +219,7 @@ def scripted_gateway() -> Iterator[GatewayProcess]:
                 "max_n": 8,
                 "max_prompts": 8,
             }
-            stores = {
+            stores: dict[str, Any] = {
                 "response_store": f"{folder}/responses.db",
                 "file_store": f"{folder}/files.db",
             }

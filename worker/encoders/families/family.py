@@ -13,12 +13,18 @@ from typing import Any
 
 from worker.encoders.spec import EncoderLayerSpec, EncoderSpec, HeadSpec
 from worker.loading.errors import UnusableModel
+from worker.loading.fields import Fields
 from worker.models.families.family import ConfigFields
 from worker.models.spec import NormSpec
 from worker.models.tensors import TensorNames
 
 COMPUTED = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 """Ends of names of tensors that older checkpoints store although the config determines them."""
+SCORE_FUNCTIONS = {
+    "torch.nn.modules.activation.Sigmoid": True,
+    "torch.nn.modules.linear.Identity": False,
+}
+"""Name of the function of a score -> whether it is the sigmoid; otherwise it changes nothing."""
 SCORES = "ForSequenceClassification"
 """End of the architecture of a model that scores."""
 
@@ -71,8 +77,26 @@ class EncoderConfig(ConfigFields):
         return EncoderSpec(**(usual | values))
 
     def head(self, **values: Any) -> HeadSpec | None:
-        """Return the head of a model that scores; None for other models."""
-        return HeadSpec(labels=self.labels, **values) if self.scores else None
+        """Return the head of a model that scores; None for other models. Raises UnusableModel if it
+        has several labels, or an unknown function for its score."""
+        if not self.scores:
+            return None
+        if self.labels != 1:
+            raise UnusableModel(
+                f"a model with {self.labels} labels classifies; only models with one label, which "
+                "score, are supported"
+            )
+        return HeadSpec(has_sigmoid=self._has_sigmoid, **values)
+
+    @property
+    def _has_sigmoid(self) -> bool:
+        """Return whether scores are sigmoids. sentence-transformers stores the function under one
+        of two keys; its default for one label is the sigmoid."""
+        nested = Fields(self.get("sentence_transformers", {}), "sentence_transformers")
+        name = nested.get("activation_fn", self.get("sbert_ce_default_activation_function"))
+        if name is not None and name not in SCORE_FUNCTIONS:
+            raise UnusableModel(f"activation_fn {name!r:.80} is not supported")
+        return name is None or SCORE_FUNCTIONS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

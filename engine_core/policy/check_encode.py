@@ -1,0 +1,78 @@
+"""Checks a request that encodes, and creates it. `Admission` does the rest."""
+
+from __future__ import annotations
+
+from array import array
+
+from engine_core.encoding import EncodeProgress
+from engine_core.request import Request
+from engine_core.stage_timer import EngineClock, StageTimer
+from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.messages import Encode, Limits
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams, check_token_ids
+
+
+def check_encode(
+    message: Encode, lengths: list[int], model: ModelCard, limits: Limits
+) -> list[int]:
+    """Return the tokens of a request that encodes.
+
+    Raises InvalidRequest if the model does not encode, if there are too many inputs or results, or
+    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long.
+    """
+    encoding = model.encoding
+    if encoding is None:
+        raise InvalidRequest(f"{model.name} does not encode", param="model")
+    most = min(MAX_INPUTS, MAX_RESULT_NUMBERS // encoding.size)
+    if len(lengths) > most:
+        raise InvalidRequest(
+            f"input: {len(lengths):,} inputs; a request can have at most {most:,}", param="input"
+        )
+    tokens: list[int] = message.inputs.tokens.tolist()
+    if len(tokens) > MAX_REQUEST_TOKENS:
+        raise InvalidRequest(
+            f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
+            param="input",
+        )
+    longest, whose = min(encoding.max_tokens, limits.max_len), "this model"
+    if message.account is not None and 0 < message.account.max_len < longest:
+        longest, whose = message.account.max_len, "this key"
+    for index, length in enumerate(lengths):
+        if length > longest:
+            raise ContextTooLong(
+                f"input[{index}] is {length:,} tokens; {whose} takes {longest:,} tokens per input",
+                param=f"input[{index}]",
+            )
+    check_token_ids(tokens, model.vocab_size, "input")
+    return tokens
+
+
+def new_encode_request(
+    client: bytes,
+    message: Encode,
+    tokens: list[int],
+    lengths: list[int],
+    order: int,
+    clock: EngineClock,
+) -> Request:
+    """Create the request of a checked `message`. It samples nothing, and its prompt are the tokens
+    of all inputs."""
+    splits = message.inputs.splits
+    return Request(
+        client=client,
+        number=message.request,
+        order=order,
+        namespace="",
+        tokens=array("i", tokens),
+        prompt_tokens=len(tokens),
+        params=SamplingParams(max_tokens=0),
+        seed=0,
+        max_total_tokens=len(tokens),
+        stop_ids=frozenset(),
+        labels=tuple(dict.fromkeys(message.labels)),
+        account=message.account,
+        encode=EncodeProgress(lengths, None if splits is None else splits.tolist()),
+        stage_timer=StageTimer(clock),
+    )

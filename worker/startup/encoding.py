@@ -1,0 +1,158 @@
+"""Builds what encodes in a worker, and workers of models that only encode. Such a worker has no
+slots and no K/V cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from protocol.arrays import Int32
+from protocol.config.worker import WorkerConfig
+from protocol.encoding import EncodeInputs
+from protocol.model_card import ModelCard
+from protocol.steps import EncodePlan, TokenizerRead, WorkerReady
+from worker.attention.base import Attention
+from worker.encoders.decoder import DecoderVectors
+from worker.encoders.header import EncoderHeader
+from worker.encoders.load import load_encoder
+from worker.encoders.memory import check_options, dtype_of, token_budget
+from worker.encoders.runner import EncoderModel, EncodeRunner
+from worker.kernels import cpuinfo
+from worker.loading.header import AnyHeader
+from worker.models.decoder import DecoderModel
+from worker.models.load import LoadedModel
+from worker.startup import machine, malloc
+from worker.startup.timing import StartupTiming
+from worker.step import Runner
+
+log = logging.getLogger(__name__)
+
+
+class Assembled(NamedTuple):
+    """A worker that is ready for its first plan.
+
+    runner    executes plans that generate; None: the model only encodes
+    encoder   executes plans that encode; None: the model only generates
+    """
+
+    runner: Runner | None
+    encoder: EncodeRunner | None
+    ready: WorkerReady
+
+
+def assemble_encoder(
+    config: WorkerConfig,
+    timing: StartupTiming,
+    header: EncoderHeader,
+    device: torch.device,
+    on_tokenizer: Callable[[TokenizerRead], object],
+) -> Assembled:
+    """Build the worker of an encoder."""
+    check_options(config)
+    header = header.with_pooling(config.pooling)
+    is_gpu = device.type != "cpu"
+    usual = machine.dtype_name(config.dtype, is_gpu=is_gpu, cpu_flags=cpuinfo.cpu_flags())
+    dtype: torch.dtype = getattr(torch, dtype_of(config, header, usual, is_gpu=is_gpu))
+    on_tokenizer(tokenizer_read(header))
+    with timing("load weights"):
+        loaded = load_encoder(header, dtype=dtype, device=device)
+    encoder = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+    return _only_encodes(config, timing, loaded.card, encoder, device)
+
+
+def assemble_vectors(
+    config: WorkerConfig,
+    timing: StartupTiming,
+    loaded: LoadedModel,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Assembled:
+    """Build the worker of a decoder that only encodes."""
+    check_options(config)
+    budget = token_budget(config, is_gpu=device.type != "cpu")
+    encoder = decoder_runner(config, loaded, attention, dtype, device, budget)
+    return _only_encodes(config, timing, loaded.card, encoder, device)
+
+
+def _only_encodes(
+    config: WorkerConfig,
+    timing: StartupTiming,
+    card: ModelCard,
+    encoder: EncodeRunner,
+    device: torch.device,
+) -> Assembled:
+    """Return the worker of a model that only encodes, after a first step."""
+    encoding = card.encoding
+    assert encoding is not None
+    if config.max_len:
+        limit = min(encoding.max_tokens, config.max_len)
+        encoding = msgspec.structs.replace(encoding, max_tokens=limit)
+        card = msgspec.structs.replace(card, encoding=encoding)
+    with timing("warm up"):
+        one = EncodeInputs(tokens=Int32.of([0, 0]), lengths=Int32.of([2]))
+        encoder.launch(EncodePlan(step=0, inputs=one)).wait()
+    malloc.keep_pages()  # after loading, so that its temporary memory has been returned
+    log.info(
+        "model %s dtype=%s device=%s weights=%d MiB threads=%d; it encodes inputs of up to %d "
+        "tokens",
+        card.name,
+        card.dtype,
+        device,
+        card.weights_bytes >> 20,
+        torch.get_num_threads(),
+        encoding.max_tokens,
+    )
+    ready = WorkerReady(
+        model=card,
+        max_len=encoding.max_tokens,
+        max_slots=0,
+        token_budget=token_budget(config, is_gpu=device.type != "cpu"),
+        block_tokens=config.block_tokens,
+        num_blocks=2,  # the fewest that an engine takes; no request holds one
+        rank=config.rank,
+        phases=timing.phases,
+    )
+    return Assembled(None, encoder, ready)
+
+
+def decoder_runner(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget: int,
+) -> EncodeRunner:
+    """Return what encodes with a decoder, in steps of up to `budget` tokens, or of one input."""
+    encoding, model, spec = loaded.card.encoding, loaded.model, loaded.spec
+    assert encoding is not None
+    assert loaded.vectors is not None
+    assert isinstance(model, DecoderModel)
+    longest = min(config.max_len or encoding.max_tokens, encoding.max_tokens)
+    vectors = DecoderVectors(
+        model,
+        loaded.vectors,
+        attention,
+        norm=model.normed,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_tokens=config.block_tokens,
+        max_tokens=max(budget, longest),
+        dtype=dtype,
+        device=device,
+    )
+    return EncodeRunner(vectors)
+
+
+def tokenizer_read(header: AnyHeader) -> TokenizerRead:
+    return TokenizerRead(
+        tokenizer=header.text.tokenizer,
+        vocab_size=header.spec.vocab_size,
+        eos_token_ids=header.text.eos_token_ids,
+    )
