@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.adapter_speed [--model FILE] [--rank 16] [--rows 8] [--tokens 128]
 
-The variants take turns, step by step, so that a busy machine slows all of them down alike. Each
-computes the same positions of the same requests:
+The variants take turns, step by step, so that a busy machine slows all of them down alike. With
+--cpu-time one thread computes, and its CPU time counts, which other programs hardly change. Each
+variant computes the same positions of the same requests:
 
     base          no request has an adapter, and none is loaded
     loaded        no request has an adapter, but eight are loaded
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -66,20 +67,17 @@ def runner_of(
     return runner
 
 
-def timed(runner: Runner, plan: StepPlan) -> float:
-    started = perf_counter()
-    runner.step(plan)
-    return perf_counter() - started
-
-
-def measure(runners: dict[str, Runner], plan: StepPlan, steps: int) -> dict[str, float]:
+def measure(
+    runners: dict[str, Runner], plan: StepPlan, steps: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Return the median milliseconds of a step of each variant."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(steps + 2):
         for name, runner in runners.items():
-            seconds = timed(runner, plan)
+            started = clock()
+            runner.step(plan)
             if number >= 2:  # the first steps warm up
-                times[name].append(seconds)
+                times[name].append(clock() - started)
     return {name: 1e3 * statistics.median(each) for name, each in times.items()}
 
 
@@ -92,14 +90,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    clock, threads = (thread_time, 1) if options.cpu_time else (perf_counter, options.threads)
+    torch.set_num_threads(threads)
     path = options.model or smollm2_gguf()
     dtype = getattr(torch, options.dtype)
     loaded = load(path, dtype, kernels=native_kernels(), weights="packed")
     adapters = [random_adapter(loaded, seed=n, rank=options.rank) for n in range(NUM_ADAPTERS)]
     print(
-        f"{path.name}, {options.dtype}, rank {options.rank}, {options.threads} threads, "
+        f"{path.name}, {options.dtype}, rank {options.rank}, {threads} threads, "
         f"{adapters[0].num_bytes / (1 << 20):.1f} MiB per adapter"
     )
     for what, counts in (("decode", [1, options.rows]), ("prompts", [1])):
@@ -110,7 +110,7 @@ def main() -> None:
             }
             span = (options.tokens, 1) if what == "decode" else (0, options.tokens)
             plan = step_plan(rows=[(row, *span, what == "decode") for row in range(rows)])
-            found = measure(runners, plan, options.steps)
+            found = measure(runners, plan, options.steps, clock)
             base = found["base"]
             for name, milliseconds in found.items():
                 print(
