@@ -16,14 +16,14 @@ from protocol.errors import ContextTooLong, InvalidRequest
 
 InputText = str | tuple[str, str]
 """A text, or a pair of texts."""
-OffloadBatch = Callable[[Callable[[], "list[InputTokens]"]], "list[InputTokens]"]
+OffloadBatch = Callable[[Callable[[], "list[TokenizedInput]"]], "list[TokenizedInput]"]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
 MIN_TEXT_BYTES = 1 << 16
 """A text of up to this size is encoded even if it must be too long, so that it can be truncated."""
 
 
 @dataclass(frozen=True, slots=True)
-class InputTokens:
+class TokenizedInput:
     """The tokens of one input. `split` is the number of leading tokens of type 0; the others have
     type 1."""
 
@@ -31,7 +31,7 @@ class InputTokens:
     split: int
 
     @classmethod
-    def from_ids(cls, ids: list[int]) -> InputTokens:
+    def from_ids(cls, ids: list[int]) -> TokenizedInput:
         return cls(ids, len(ids))
 
 
@@ -56,7 +56,7 @@ class InputTokenizer:
         limit: int | None = None,
         adds_special: bool = True,
         offload: OffloadBatch,
-    ) -> list[InputTokens]:
+    ) -> list[TokenizedInput]:
         """Return the tokens of the inputs.
 
         params        name of each input, for errors
@@ -80,7 +80,7 @@ class InputTokenizer:
                 )
             total += size
 
-        def work() -> list[InputTokens]:
+        def work() -> list[TokenizedInput]:
             return self._encode(texts, params, limit, adds_special=adds_special)
 
         return work() if total < INLINE_BYTES else offload(work)
@@ -92,7 +92,7 @@ class InputTokenizer:
         limit: int | None,
         *,
         adds_special: bool,
-    ) -> list[InputTokens]:
+    ) -> list[TokenizedInput]:
         most = self.max_tokens if limit is None else min(limit, self.max_tokens)
         with library_failures(params[0]):
             found = self.inner.encode_batch_fast(list(texts), add_special_tokens=adds_special)
@@ -126,7 +126,7 @@ class InputTokenizer:
         return self.inner.post_process(parts[0], pair, adds_special)
 
 
-def tokens_of(encoding: tokenizers.Encoding, param: str) -> InputTokens:
+def tokens_of(encoding: tokenizers.Encoding, param: str) -> TokenizedInput:
     """Return the tokens of an encoding. Raises InvalidRequest if there are none, or if their types
     are not a run of 0 and then a run of 1."""
     ids, types = encoding.ids, encoding.type_ids
@@ -135,7 +135,7 @@ def tokens_of(encoding: tokenizers.Encoding, param: str) -> InputTokens:
         raise InvalidRequest.at(param, "empty")
     if any(types[:split]):
         raise InvalidRequest.at(param, "this model's tokenizer has other token types than 0 and 1")
-    return InputTokens(ids, split)
+    return TokenizedInput(ids, split)
 
 
 def shortened(sizes: Sequence[int], room: int) -> list[int]:

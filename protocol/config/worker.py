@@ -214,7 +214,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory of the LoRA adapters that may be loaded while the server runs; default: "
-            "none may be"
+            "none may be",
+            path=True,
         ),
     ] = ""
     max_loras: Annotated[

@@ -19,7 +19,7 @@ from protocol.grammar import Regex
 from protocol.kv_events import BlockStored
 from protocol.messages import AdapterChanged, Refused
 from protocol.steps import NO_ADAPTER, AdapterReport
-from tests.support.engines import CLIENT, Bench
+from tests.support.engines import CLIENT, Bench, a_card
 from tests.support.handover import KVNetwork
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11]
@@ -215,7 +215,7 @@ def test_a_bad_name_is_refused(name):
 def test_what_exists_or_is_being_loaded_is_not_loaded_again():
     scene = bench("fr")
     assert error_of(scene.load_adapter("fr")) == ("invalid_request", "lora_name")
-    assert error_of(scene.load_adapter(scene.engine._model.name)) == (
+    assert error_of(scene.load_adapter(a_card().name)) == (
         "invalid_request",
         "lora_name",
     )

@@ -407,6 +407,7 @@ def test_a_plan_in_flight_keeps_its_masks_after_an_abort() -> None:
     first, second = add_compiled(bench, [1], [2])
     plan = bench.engine.plan()
     assert isinstance(plan, StepPlan)
+    bench.adapters.check(plan)
     bench.in_flight.append(plan)
     bench.abort(first)
     bench.masks = bench.engine.masks()

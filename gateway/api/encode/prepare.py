@@ -13,7 +13,7 @@ from gateway.api.encode.requests import EncodeFields, EncodingFormat
 from gateway.generation.request import PromptRequest
 from gateway.generation.vectors import VectorParser
 from gateway.served_model import ServedModel
-from gateway.text.inputs import InputText, InputTokenizer, InputTokens, OffloadBatch, too_long
+from gateway.text.inputs import InputText, InputTokenizer, OffloadBatch, TokenizedInput, too_long
 from protocol.arrays import Float32, Int32
 from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, EncodeInputs, EncodingCard
 from protocol.errors import ContextTooLong, InvalidRequest
@@ -91,7 +91,7 @@ class EncodePreparation:
             kept = ids if self._limit is None else ids[: self._limit]
             if len(kept) > self.max_tokens:
                 raise too_long(param, len(kept), self.max_tokens)
-            found.append(InputTokens.from_ids(kept))
+            found.append(TokenizedInput.from_ids(kept))
         return self._request(found)
 
     def prompt(self, name: str | None) -> str:
@@ -113,7 +113,7 @@ class EncodePreparation:
         name = next((name for name in names if name in self.encoding.prompts), None)
         return self.prompt(name)
 
-    def _request(self, found: list[InputTokens]) -> PromptRequest:
+    def _request(self, found: list[TokenizedInput]) -> PromptRequest:
         tokens = [token for each in found for token in each.ids]
         if len(tokens) > MAX_REQUEST_TOKENS:
             raise ContextTooLong(

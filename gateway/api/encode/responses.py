@@ -13,7 +13,7 @@ class EncodeUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
     """One vector: numbers, or the base64 text of little-endian float32 numbers."""
 
     object: Literal["embedding"] = "embedding"
@@ -25,7 +25,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The vectors, in the order of the inputs."""
 
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EncodeUsage
     ignored_params: list[str] | UnsetType = UNSET

@@ -67,7 +67,7 @@ def embeddings(service: Service, context: RequestContext) -> Response:
             prompt_request = preparation.ids(ids, names)
     vectors = _encode(service, use, context, body, prompt_request, "embd")
     data = [
-        responses.Embedding(
+        responses.EmbeddingItem(
             index=index,
             embedding=prepare.encoded_vector(row, body.encoding_format, body.dimensions),
         )
