@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.file import list_journals, read
 from engine_core.journal.records import CommitRecord, StartRecord, TickRecord
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
@@ -44,7 +45,7 @@ class PlanCollector:
     def start(self, record: StartRecord) -> None:
         """Do nothing: no step is computed."""
 
-    def send(self, message: StepPlan | EncodePlan | Masks) -> None:
+    def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
         if isinstance(message, StepPlan):
             self.works.append(work_of(message))
 

@@ -19,6 +19,8 @@ from gateway.store.runs import DetachedRun, Runs
 from gateway.store.sqlite_file import Store
 from tests.support.waiting import eventually
 
+RunStore = Store[Database]
+
 
 def interrupt(run: str, number: int, body: bytes | None) -> Interruption:
     return Interruption(b"died", b"died")
@@ -55,7 +57,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def store(path: str) -> Iterator[Store]:
+def store(path: str) -> Iterator[RunStore]:
     bounds: dict[str, Any] = {"max_bytes": 1 << 30, "max_age_s": 1e6}
     store = Store(partial(LimitedDatabase, path, {"kind": interrupt}, **bounds))
     yield store
@@ -63,7 +65,7 @@ def store(path: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def runs(store: Store) -> Runs:
+def runs(store: RunStore) -> Runs:
     return Runs(store, window_s=0.2)
 
 
@@ -82,7 +84,7 @@ def begun(runs: Runs, name: str = "run", **options: Any) -> tuple[DetachedRun, l
     return run, aborts
 
 
-def stored(store: Store, name: str = "run") -> tuple[list[bytes], bytes]:
+def stored(store: RunStore, name: str = "run") -> tuple[list[bytes], bytes]:
     now = time.time()
     page = store.call(lambda database: database.page(name, "o", -1, now))
     record = store.call(lambda database: database.get(name, "o", now))
@@ -109,7 +111,9 @@ def await_beats(path: str, count: int, name: str = "run") -> None:
         reach(lambda: lease_until() > before)  # noqa: B023 (called at once)
 
 
-def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, runs: Runs) -> None:
+def test_events_of_a_run_are_stored_and_its_client_gets_each_once(
+    store: RunStore, runs: Runs
+) -> None:
     run, aborts = begun(runs)
     client = RunClient()
     run.write([b"a", b"b"])
@@ -129,7 +133,7 @@ def test_events_of_a_run_are_stored_and_its_client_gets_each_once(store: Store, 
     assert aborts == []
 
 
-def test_a_client_that_connects_after_the_end_receives_all(store: Store, runs: Runs) -> None:
+def test_a_client_that_connects_after_the_end_receives_all(store: RunStore, runs: Runs) -> None:
     run, _ = begun(runs)
     run.write([b"a"])
     run.close([b"b"], b"done")
@@ -139,7 +143,7 @@ def test_a_client_that_connects_after_the_end_receives_all(store: Store, runs: R
     assert (client.data, client.is_finished) == (b"ab", True)
 
 
-def test_a_run_continues_after_its_client_left(path: str, store: Store, runs: Runs) -> None:
+def test_a_run_continues_after_its_client_left(path: str, store: RunStore, runs: Runs) -> None:
     run, aborts = begun(runs)
     client = RunClient()
     run.attach(client)  # type: ignore[arg-type]
@@ -154,7 +158,7 @@ def test_a_run_continues_after_its_client_left(path: str, store: Store, runs: Ru
 
 
 def test_one_that_needs_a_client_is_aborted_without_one(
-    path: str, store: Store, runs: Runs
+    path: str, store: RunStore, runs: Runs
 ) -> None:
     run, aborts = begun(runs, wanted_until=time.time() + 0.2)
     client = RunClient()
@@ -167,7 +171,7 @@ def test_one_that_needs_a_client_is_aborted_without_one(
     assert stored(store) == ([b"aborted"], b"aborted")
 
 
-def test_a_cancelled_run_is_aborted(store: Store, runs: Runs) -> None:
+def test_a_cancelled_run_is_aborted(store: RunStore, runs: Runs) -> None:
     run, aborts = begun(runs)
     store.call(lambda database: database.cancel("run", "o"))
     reach(lambda: run.is_over)
@@ -175,7 +179,7 @@ def test_a_cancelled_run_is_aborted(store: Store, runs: Runs) -> None:
 
 
 def test_a_deleted_or_expired_run_is_aborted_and_writes_nothing_more(
-    store: Store, runs: Runs
+    store: RunStore, runs: Runs
 ) -> None:
     deleted, _ = begun(runs, "deleted")
     dead, _ = begun(runs, "dead")
@@ -191,7 +195,7 @@ def test_a_deleted_or_expired_run_is_aborted_and_writes_nothing_more(
 
 
 def test_runs_that_cannot_be_written_down_are_aborted_and_later_ones_are_not(
-    store: Store, runs: Runs
+    store: RunStore, runs: Runs
 ) -> None:
     run, aborts = begun(runs)
     client = RunClient()

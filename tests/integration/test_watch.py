@@ -55,8 +55,8 @@ def test_frames_show_running_requests_steps_and_rates() -> None:
         assert blocks.requests + blocks.leased + blocks.cached + blocks.free == (
             engine.stats.total_blocks
         )
-        body = {"token_ids": [*range(2000)], "sampling_params": {"max_tokens": 150}}
-        body["sampling_params"] |= {"ignore_eos": True, "seed": 1}
+        params = {"max_tokens": 150, "ignore_eos": True, "seed": 1}
+        body = {"token_ids": [*range(2000)], "sampling_params": params}
         answers = [pool.submit(gateway.post, GENERATE, body) for _ in range(3)]
         seen: list[Any] = []
         for frame in frames:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, digest_of
+from protocol.api_keys import KeyEntry, Scope, digest_of
 from protocol.usage import RequestStatus
 from tests.integration.page.conftest import Visitor
 from tests.support.browser import PHONE, is_wider_than_screen
@@ -36,8 +36,13 @@ AGE = "document.querySelector('.watch-table tbody td:nth-child(5)')"
 
 @pytest.fixture(scope="module")
 def server(browser: Any) -> Iterator[GatewayProcess]:
-    config, limits = {"log_requests": False}, {"max_slots": NUM_SLOTS, "max_len": 8192}
-    with paced_server("llama-3.1-8b", "L40S", gateway=config, **limits) as gateway:
+    with paced_server(
+        "llama-3.1-8b",
+        "L40S",
+        gateway={"log_requests": False},
+        max_slots=NUM_SLOTS,
+        max_len=8192,
+    ) as gateway:
         yield gateway
 
 
@@ -186,7 +191,8 @@ def test_a_key_without_the_scope_is_refused_and_another_is_asked_for(
     visit: Visitor, engine: ScriptedEngine, tmp_path: Any
 ) -> None:
     text = ""
-    for name, scopes in (("plain", ["inference"]), ("root", ["inference", "admin"])):
+    keys: dict[str, list[Scope]] = {"plain": ["inference"], "root": ["inference", "admin"]}
+    for name, scopes in keys.items():
         entry = KeyEntry(digest=digest_of(f"tg-{name:x<43}"), scopes=scopes)
         text = with_key(text, name, entry)
     write(tmp_path / "keys.toml", text)
