@@ -256,9 +256,11 @@ def listed_models(service: Service) -> dict[str, ListedModel]:
     described = [(host, facts) for host in hosts if (facts := host.facts()) is not None]
     if not described:
         raise service.trouble() or EngineNotReady("no engine has reported its model yet")
-    adapters = [host.adapter_facts(facts) for host, facts in described]
     listed = {name: facts for _, facts in described for name in facts.names}
-    return {name: facts for each in adapters for name, facts in each.items()} | listed
+    for host, facts in described:
+        for name, adapter in host.adapter_facts(facts).items():
+            listed.setdefault(name, adapter)  # after all models: many clients use the first entry
+    return listed
 
 
 def _model(facts: ListedModel, name: str) -> ModelEntry:

@@ -110,7 +110,7 @@ def test_an_unknown_adapter_is_a_404_that_lists_what_there_is(scene, name):
 def test_adapters_are_listed_with_the_model_that_they_change(scene):
     assert scene.load("de", "de/../de").status_code == 200
     listed = scene.listed()
-    assert list(listed) == ["fr", "de", "tiny:97", "tiny"]
+    assert list(listed) == ["tiny:97", "tiny", "fr", "de"]
     assert listed["tiny:97"]["parent"] is None
     assert (listed["de"]["parent"], listed["de"]["root"]) == ("tiny:97", "de/../de")
     assert listed["fr"]["root"] == str(scene.adapters / "fr")

@@ -403,6 +403,15 @@ def test_a_load_that_one_replica_refuses_is_undone_in_the_others(tmp_path: Path)
         assert [len(engine.adapters) for engine in replicas.engines] == [0, 0, 1]
 
 
+def test_an_adapter_is_loaded_again_in_a_replica_that_has_lost_it(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, 2)
+    replicas.engines[0].adapters = [adapter("fr")]
+    with started(replicas):
+        assert post_adapter(replicas, "load", "fr").status_code == 200
+        assert [engine.adapters for engine in replicas.engines] == [[adapter("fr")]] * 2
+        assert post_adapter(replicas, "load", "fr").status_code == 400
+
+
 def test_requests_go_to_replicas_that_have_the_adapter(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path, 3)
     replicas.engines[1].adapters = [adapter("fr")]

@@ -123,10 +123,13 @@ class AdapterTable:
         row_slots   [R] slot of each row
         counts      [R] number of tokens of each row
 
-        Raises ValueError if a slot names a row that does not hold the slot's generation.
+        Raises ValueError for a slot that does not exist, or that names a row which does not hold
+        the slot's generation.
         """
         if not self._rows:
             return None
+        if row_slots.min() < 0 or row_slots.max() >= slots.max_slots:
+            raise ValueError(f"a row's slot is outside the {slots.max_slots} slots")
         of_rows = slots.host("adapter").numpy()[row_slots].astype(np.int64)
         if (of_rows == NO_ADAPTER).all():
             return None
