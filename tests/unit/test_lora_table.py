@@ -93,6 +93,13 @@ def test_a_row_that_was_reused_does_not_serve_slots_of_its_former_adapter(loaded
         rows_of(table, slots, 1)
 
 
+def test_an_empty_table_does_not_serve_slots_with_an_adapter_as_if_they_had_none(loaded):
+    table = AdapterTable(1, loaded.spec.num_layers)
+    assert rows_of(table, bound((-1, 0)), 1) is None
+    with pytest.raises(ValueError, match="not loaded any more"):
+        rows_of(table, bound((0, 1)), 1)
+
+
 def test_a_row_is_used_by_one_adapter_at_a_time(loaded):
     table = AdapterTable(1, loaded.spec.num_layers)
     table.add(0, 1, random_adapter(loaded, seed=1))

@@ -126,7 +126,7 @@ class AdapterTable:
         Raises ValueError for a slot that does not exist, or that names a row which does not hold
         the slot's generation.
         """
-        if not self._rows:
+        if not self.num_rows:
             return None
         if row_slots.min() < 0 or row_slots.max() >= slots.max_slots:
             raise ValueError(f"a row's slot is outside the {slots.max_slots} slots")
