@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import zmq
@@ -18,6 +19,7 @@ from msgspec.structs import astuple, replace
 from engine_core.adapters import AdapterCommand
 from engine_core.journal.records import StartRecord
 from engine_core.worker_link import WorkerLink
+from protocol.adapters import AdapterInfo
 from protocol.arrays import Array
 from protocol.model_card import ModelCard
 from protocol.steps import (
@@ -149,7 +151,9 @@ class ReplayWorker:
         if record.tiers:
             raise NotComparable("with tiers (--kv-host-gib, --kv-disk) steps cannot be repeated")
         self._link = self._new_link(record)
-        check_card(record.model, self._ready().model, any_fingerprint=self._any_fingerprint)
+        ready = self._ready()
+        check_card(record.model, ready.model, any_fingerprint=self._any_fingerprint)
+        check_adapters(record.adapters, ready.adapters)
         self._start = record
 
     def send(self, message: StepPlan | EncodePlan | Masks | AdapterCommand) -> None:
@@ -229,6 +233,14 @@ def check_card(recorded: ModelCard, found: ModelCard, *, any_fingerprint: bool =
         f"the journal has fingerprint {before}, this machine {now}: tokens can differ, because "
         "kernels, C library, dtype or rounding do; --any-fingerprint compares them all the same"
     )
+
+
+def check_adapters(recorded: Sequence[AdapterInfo], found: Sequence[AdapterInfo]) -> None:
+    """Raise NotComparable if the worker has loaded other LoRA adapters than the journal's."""
+    for before, now in zip_longest(recorded, found):
+        if before != now:
+            name = (before or now).name
+            raise NotComparable(f"the LoRA adapter {name} has changed, or is not loaded")
 
 
 def _follows(before: StartRecord, record: StartRecord) -> bool:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine_core.journal.weights import NotComparable, StepComparison, check_card
+from engine_core.journal.weights import (
+    NotComparable,
+    StepComparison,
+    check_adapters,
+    check_card,
+)
 from protocol.arrays import Float32, Int32
 from protocol.steps import Logprobs, StepResult
+from tests.support.echo_adapters import adapter_info
 from tests.support.engines import a_card
 
 FIRST = Logprobs(
@@ -85,3 +91,11 @@ def test_another_model_or_fingerprint_is_refused() -> None:
     check_card(card, other, any_fingerprint=True)
     with pytest.raises(NotComparable, match="has changed: its digest was"):
         check_card(card, replace(card, digest="another"), any_fingerprint=True)
+
+
+def test_other_adapters_are_refused() -> None:
+    fr, de = adapter_info("fr"), adapter_info("de")
+    check_adapters([fr, de], [fr, de])
+    for found in ([fr], [], [fr, replace(de, digest="another")], [de, fr], [fr, de, fr]):
+        with pytest.raises(NotComparable, match="the LoRA adapter (fr|de) has changed"):
+            check_adapters([fr, de], found)
