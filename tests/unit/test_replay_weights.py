@@ -97,5 +97,5 @@ def test_other_adapters_are_refused() -> None:
     fr, de = adapter_info("fr"), adapter_info("de")
     check_adapters([fr, de], [fr, de])
     for found in ([fr], [], [fr, replace(de, digest="another")], [de, fr], [fr, de, fr]):
-        with pytest.raises(NotComparable, match="the LoRA adapter (fr|de) has changed"):
+        with pytest.raises(NotComparable, match=r"the LoRA adapter (fr|de) has changed"):
             check_adapters([fr, de], found)
