@@ -63,7 +63,9 @@ class AdapterScene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterScene]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """Write a model and its adapters. Return the model's directory, that of the adapters, and
+    PEFT's models by the adapter's name."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -74,6 +76,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterScene]:
     for seed, name in enumerate(["fr", "de", "it", "nl", "pl"], 1):
         models[name] = peft_model(base, seed=seed, r=4 * seed)
         write_adapter(adapters / name, models[name])
+    return folder, adapters, models
+
+
+@pytest.fixture(scope="module")
+def scene(files: tuple[Path, Path, dict[str, Any]]) -> Iterator[AdapterScene]:
+    folder, adapters, models = files
     names = ("--served-name", "tiny:97", "--served-name", "tiny")
     options = (*names, "--dtype", "float32", "--lora", f"fr={adapters / 'fr'}")
     more = ("--lora-dir", str(adapters), "--max-loras", str(MAX_LORAS), "--max-lora-rank", "16")
@@ -318,3 +326,34 @@ def test_requests_are_counted_by_adapter_and_routers_see_which_are_in_use(scene)
 
     assert eventually(are_exported)
     assert len(list(stream)) == 2 * LONG_TOKENS - 1
+
+
+# ---- other servers
+
+
+def test_prompts_are_handed_over_with_their_adapter(scene, files):
+    """With --split, one engine computes the prompt, and another one continues from its K/V."""
+    folder, adapters, models = files
+    prompt = [5 + n % 80 for n in range(900)]
+    wanted = [scene.tokens(name, prompt=prompt) for name in (None, "fr")]
+    options = ("--dtype", "float32", "--lora", f"fr={adapters / 'fr'}", "--lora-dir", str(adapters))
+    with Server("--split", *options, model=str(folder)) as server:
+        split = AdapterScene(server, adapters, models)
+        assert [split.tokens(name, prompt=prompt) for name in (None, "fr")] == wanted
+        assert split.load("de").status_code == 200
+        assert split.tokens("de", prompt=prompt) not in wanted
+        assert "tidegate_handovers_total 3.0" in split.metrics()
+        assert split.unload("de").status_code == 200
+        assert split.complete("de").status_code == 404
+
+
+def test_the_steps_of_a_journal_with_adapters_are_repeated(files, tmp_path, capfd):
+    folder, adapters, models = files
+    options = ("--dtype", "float32", "--lora", f"fr={adapters / 'fr'}", "--journal", str(tmp_path))
+    with Server(*options, model=str(folder)) as server:
+        served = AdapterScene(server, adapters, models)
+        assert served.tokens("fr", logprobs=1) != served.tokens(None, logprobs=1)
+    assert main(["replay", str(tmp_path), "--weights"]) == 0
+    out = capfd.readouterr().out
+    assert "all decisions are the same" in out
+    assert "computed again: 16 of 16 tokens are equal, 16 of 16 logprobs" in out
