@@ -131,10 +131,9 @@ class EngineWatcher:
         self._last = EngineFrame(model=model, role=role, engine=engine)
         self._last_step = 0
 
-    @property
-    def last(self) -> EngineFrame:
-        """The last frame."""
-        return self._last
+    def repeat(self) -> EngineFrame:
+        """Return the last frame again, without its steps, because there is no newer status yet."""
+        return msgspec.structs.replace(self._last, steps=[])
 
     @property
     def after_step(self) -> int:

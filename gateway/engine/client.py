@@ -123,6 +123,7 @@ class ZmqEngineClient:
         self._watchers: list[Any] = []
         self._stats: tuple[str, EngineStats] | tuple[None, None] = (None, None)
         self._drain_is_due = False
+        self._with_ping: list[GetStatus] = []  # sent with the next heartbeat
         self._refusals = RefusalCache()
         #: Called with each report of the engine's load, after all messages that came before it.
         self.on_load: Callable[[EngineLoad], None] = lambda load: None
@@ -190,10 +191,13 @@ class ZmqEngineClient:
         return self._reply(self.session.get_timeline(names), RequestTimelines)
 
     def request_status(self, max_rows: int, after_step: int, subscriber: Subscriber) -> None:
-        """Send a GetStatus, without waiting. `subscriber` is called with the EngineStatus, or with
-        an Output that has the error if the engine is lost. Raises as `get_timelines` does."""
+        """Send a GetStatus with the next heartbeat, which is due within half a second, so that it
+        costs no wake-up of its own. `subscriber` is called with the EngineStatus, or with an Output
+        that has the error if the engine is lost. Raises as `get_timelines` does."""
         self.start()
-        self._open(self.session.get_status(max_rows, after_step), subscriber)
+        message = self.session.get_status(max_rows, after_step)
+        self._subscribers[message.request] = subscriber
+        self._with_ping.append(message)
 
     def _reply(self, message: AbortByLabel | GetTimeline, kind: type[Reply]) -> Reply:
         """Send a command, and wait for its reply, which is of this kind."""
@@ -438,6 +442,9 @@ class ZmqEngineClient:
     def _tick(self) -> None:
         """Send a due heartbeat, or a due greeting if the engine has not sent Welcome yet."""
         messages, reports = self.session.tick(time.monotonic())
+        if self._with_ping and any(isinstance(message, Ping) for message in messages):
+            waiting, self._with_ping = self._with_ping, []
+            messages += [message for message in waiting if message.request in self.session.open]
         for message in messages:
             with contextlib.suppress(zmq.Again):
                 self._send(message)

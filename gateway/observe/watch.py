@@ -26,6 +26,8 @@ EVERY_S = 1.0
 MAX_ROWS = 256
 """Most requests in a frame, of all engines together; but at least MIN_ROWS of each."""
 MIN_ROWS = 8
+MAX_LATE = 3
+"""An engine that has not answered after this many rounds is reported."""
 
 
 class Watcher(Protocol):
@@ -61,8 +63,10 @@ class WatchPoller:
         self._engines.clear()
         #: The engines of this round, in order, and the newest frame of each.
         self._frames: dict[EngineWatcher, EngineFrame] = {}
-        #: Those that have not answered yet.
+        #: Those whose answers the next frame waits for.
         self._pending: set[EngineWatcher] = set()
+        #: Engine that has not answered -> how many rounds ago it was asked.
+        self._num_late: dict[EngineWatcher, int] = {}
         #: The last frame, encoded.
         self._last: bytes | None = None
 
@@ -92,7 +96,7 @@ class WatchPoller:
 
     def _poll(self) -> None:
         """Ask all engines for their status. If some have not answered the last time, send the frame
-        without them first."""
+        without their news first."""
         if self._is_draining():
             watchers, self._watchers = self._watchers, []
             self.close()
@@ -101,8 +105,7 @@ class WatchPoller:
             return
         if self._pending:
             for late in self._pending:
-                self._frames[late] = late.fail("the engine has not answered in time")
-            self._pending.clear()
+                self._frames[late] = late.repeat()
             self._show()
         self._ask_all()
 
@@ -112,17 +115,35 @@ class WatchPoller:
             for model, connections in self._list_engines()
             for number, connection in enumerate(connections)
         ]
-        self._frames = {engine: engine.last for engine, _ in places}
-        self._pending = set(self._frames)
+        before, self._frames = self._frames, {}
         max_rows = max(MIN_ROWS, MAX_ROWS // max(1, len(places)))
         for engine, connection in places:
-            on_report = partial(self._on_report, engine, connection)
-            try:
-                connection.client.request_status(max_rows, engine.after_step, on_report)
-            except ServingError as error:
-                self._on_frame(engine, engine.fail(error.message))
-        if not places:
+            self._frames[engine] = before.get(engine) or engine.repeat()
+            if engine in self._num_late:
+                self._on_late(engine)
+            else:
+                self._ask(engine, connection, max_rows)
+        self._pending &= self._frames.keys()
+        if not self._pending:
             self._show()
+
+    def _ask(self, engine: EngineWatcher, connection: ConnectedEngine, max_rows: int) -> None:
+        on_report = partial(self._on_report, engine, connection)
+        try:
+            connection.client.request_status(max_rows, engine.after_step, on_report)
+        except ServingError as error:
+            self._frames[engine] = engine.fail(error.message)
+        else:
+            self._num_late[engine] = 0
+            self._pending.add(engine)
+
+    def _on_late(self, engine: EngineWatcher) -> None:
+        """Note that an engine has not answered in time. It is asked again after MAX_LATE rounds."""
+        self._num_late[engine] += 1
+        if self._num_late[engine] >= MAX_LATE:
+            del self._num_late[engine]
+            self._pending.discard(engine)
+            self._frames[engine] = engine.fail("the engine does not answer")
 
     def _watcher_of(self, model: str, number: int, connection: ConnectedEngine) -> EngineWatcher:
         key = model, connection.client.address
@@ -140,9 +161,7 @@ class WatchPoller:
             assert isinstance(report, Output)
             assert report.error is not None
             frame = engine.fail(report.error.message)
-        self._on_frame(engine, frame)
-
-    def _on_frame(self, engine: EngineWatcher, frame: EngineFrame) -> None:
+        self._num_late.pop(engine, None)
         if engine not in self._frames:
             return  # the engine has left the list, or no one watches any more
         self._frames[engine] = frame
