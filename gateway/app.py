@@ -20,6 +20,7 @@ from gateway.api.batches import batch_routes, file_routes
 from gateway.api.batches.runner import BatchRunner
 from gateway.api.encode import routes as encode
 from gateway.api.infill import routes as infill
+from gateway.api.ollama import embed_routes as ollama_embed
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
 from gateway.api.openai import resume_routes
@@ -98,6 +99,7 @@ ROUTES: tuple[Route, ...] = (
     *tokens.routes,
     *infill.routes,
     *ollama.routes,
+    *ollama_embed.routes,
     *rendering.routes,
     *admin.routes,
     *adapters.routes,

@@ -18,6 +18,8 @@ InputText = str | tuple[str, str]
 """A text, or a pair of texts."""
 OffloadBatch = Callable[[Callable[[], "list[TokenizedInput]"]], "list[TokenizedInput]"]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
+TRUNCATES = "truncate_prompt_tokens: -1"
+"""The field that an error of a long input names."""
 MIN_TEXT_BYTES = 1 << 16
 """A text of up to this size is encoded even if it must be too long, so that it can be truncated."""
 
@@ -156,6 +158,6 @@ def too_long(param: str, count: int, limit: int) -> ContextTooLong:
     """Return the error of an input of `count` tokens."""
     return ContextTooLong(
         f"{param} is {count:,} tokens; this model takes {limit:,} tokens per input "
-        "(truncate_prompt_tokens: -1 shortens longer ones)",
+        f"({TRUNCATES} shortens longer ones)",
         param=param,
     )

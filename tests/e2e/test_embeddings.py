@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 import requests
 import torch
@@ -98,6 +99,12 @@ def test_langchain_embeds_documents_and_queries(server: Server, wanted: torch.Te
     )
     assert difference(library.embed_documents(TEXTS), wanted) < TOLERANCE
     assert difference([library.embed_query(TEXTS[0])], wanted[:1]) < TOLERANCE
+
+
+def test_ollamas_client_embeds_texts(server: Server, wanted: torch.Tensor) -> None:
+    with ollama.Client(server.url) as library:
+        found = library.embed("minilm", TEXTS)
+    assert difference([list(each) for each in found.embeddings], wanted) < TOLERANCE
 
 
 def test_a_query_finds_its_document(server: Server) -> None:

@@ -55,6 +55,10 @@ def vector(text: str) -> list[float]:
     return scripted_vector(ids_of(text), SIZE)
 
 
+def unit(numbers: list[float]) -> list[float]:
+    return [number / math.hypot(*numbers) for number in numbers]
+
+
 def embed(gateway: GatewayProcess, value: Any, **fields: Any) -> Any:
     response = gateway.post(EMBEDDINGS, {"input": value, **fields})
     assert response.status_code == 200, response.text
@@ -400,3 +404,48 @@ def test_requests_are_labelled_and_counted(gateway: GatewayProcess, engine: Scri
     )
     assert float(line.rpartition(" ")[2]) >= 1
     assert "prompt_tokens=7" in gateway.log
+
+
+def test_vectors_by_ollamas_api(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
+    asked = {"model": "scripted:latest", "input": ["sea", "x" * 200], "keep_alive": "5m"}
+    response = gateway.post("/api/embed", asked)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    first, second = found["embeddings"]
+    assert first == pytest.approx(unit(vector("sea")), abs=1e-6)
+    assert len(second) == SIZE
+    assert found["prompt_eval_count"] == len(ids_of("sea")) + MAX_TOKENS
+    assert found["total_duration"] > 0
+    assert response.headers["X-Ignored-Fields"] == "keep_alive"
+    one = gateway.post("/api/embeddings", {"model": "scripted", "prompt": "sea"}).json()
+    assert one["embedding"] == pytest.approx(vector("sea"), abs=1e-6)
+
+
+def test_ollamas_dimensions_and_an_absent_input(gateway: GatewayProcess) -> None:
+    asked = {"model": "scripted", "input": "sea", "dimensions": 2}
+    (found,) = gateway.post("/api/embed", asked).json()["embeddings"]
+    assert found == pytest.approx(unit(vector("sea")[:2]), abs=1e-6)
+    assert gateway.post("/api/embed", {"model": "scripted"}).json()["embeddings"] == []
+    assert gateway.post("/api/embeddings", {"model": "scripted"}).json() == {"embedding": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/api/embed", {"input": "x" * 200, "truncate": False}, "(truncate: true shortens"),
+        ("/api/embed", {"input": ["a", 1]}, "input[1]"),
+        ("/api/embed", {"input": "a", "dimensions": 99}, "dimensions"),
+        ("/api/embed", {"input": "a", "keep_alive": "soon"}, "keep_alive"),
+    ],
+)
+def test_refusals_of_ollamas_api_name_the_field(
+    gateway: GatewayProcess, path: str, body: dict[str, Any], words: str
+) -> None:
+    response = gateway.post(path, {"model": "scripted", **body})
+    assert response.status_code == 400
+    assert words in response.json()["error"]
+
+
+def test_ollama_clients_learn_that_a_model_has_vectors(gateway: GatewayProcess) -> None:
+    shown = gateway.post("/api/show", {"model": "scripted"}).json()
+    assert {"completion", "embedding"} <= set(shown["capabilities"])

@@ -8,7 +8,12 @@ from typing import get_args
 
 from gateway.api.infill.requests import InfillBody
 from gateway.api.infill.responses import InfillAnswer, StopType
-from gateway.api.ollama.requests import OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from gateway.api.ollama.requests import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaOptions,
+)
 from gateway.api.ollama.responses import AnswerLine, DoneReason
 from gateway.app import operations
 from gateway.prompt.infill import INFILL_MARKERS
@@ -42,6 +47,11 @@ def test_the_page_names_every_field_of_ollama() -> None:
     fields = {*OllamaChatBody.__struct_fields__, *OllamaGenerateBody.__struct_fields__}
     assert found["field"] == fields - {"options"}
     assert found["option"] == set(OllamaOptions.__struct_fields__)
+
+
+def test_the_page_names_every_member_of_embed() -> None:
+    members = set(OllamaEmbedBody.__struct_fields__) - {"model", "keep_alive", "options"}
+    assert rows(OLLAMA, "Requests")["member"] == members
 
 
 def test_the_page_names_the_members_of_the_last_line() -> None:

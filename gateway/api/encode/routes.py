@@ -9,8 +9,7 @@ from typing import TypeVar
 from flask import Response, request
 from msgspec import UNSET
 
-from gateway.api import run
-from gateway.api.encode import prepare, requests, responses
+from gateway.api.encode import compute, prepare, requests, responses
 from gateway.api.encode.prepare import EncodePreparation
 from gateway.api.encode.requests import AnyScoreBody, EncodeFields, RerankBody, ScoreBody
 from gateway.api.encode.responses import EncodeUsage
@@ -18,14 +17,12 @@ from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.generation.request import PromptRequest
-from gateway.generation.vectors import VectorParser
 from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import JsonBounds
 from gateway.http.route import Routes, json_response
 from gateway.model_host import ModelUse
-from gateway.served_model import Ability, ServedModel
+from gateway.served_model import ServedModel
 from gateway.service import Service, offload
-from protocol.arrays import Float32
 from protocol.encoding import MAX_REQUEST_TOKENS
 from protocol.errors import InvalidRequest
 
@@ -43,41 +40,19 @@ BOUNDS = JsonBounds.with_ids(MAX_REQUEST_TOKENS)
 )
 def embeddings(service: Service, context: RequestContext) -> Response:
     body = _read(service, context, requests.EmbeddingsBody)
-    texts, ids = prepare.read_input(body.input)
-    use = _use(service, context, body, "embed")
-    preparation = EncodePreparation(body, use.model, offload)
-    if body.dimensions is not None and body.dimensions > preparation.encoding.size:
-        raise InvalidRequest.at(
-            "dimensions",
-            f"{body.dimensions:,} exceeds the {preparation.encoding.size:,} of this model",
-        )
-    with context.timeline.tokenizing():
-        if texts is not None:
-            prompt = preparation.prompt(body.prompt_name)
-            prompt_request = preparation.texts(
-                [prompt + text for text in texts],
-                _names("input", body.input),
-                adds_special=body.add_special_tokens is not False,
-            )
-        elif ids is not None:
-            if body.prompt_name is not None:
-                raise InvalidRequest.at("prompt_name", "only texts have a prompt, not token ids")
-            is_one = type(body.input[0]) is int
-            names = ["input"] if is_one else _names("input", body.input)
-            prompt_request = preparation.ids(ids, names)
-    vectors = _encode(service, use, context, body, prompt_request, "embd")
+    done = compute.embed(service, context, body, body.model, "embd")
     data = [
         responses.EmbeddingItem(
             index=index,
             embedding=prepare.encoded_vector(row, body.encoding_format, body.dimensions),
         )
-        for index, row in enumerate(prepare.rows_of(vectors))
+        for index, row in enumerate(prepare.rows_of(done.vectors))
     ]
     return json_response(
         responses.EmbeddingList(
             data=data,
-            model=_model_name(body, use.model),
-            usage=_usage(prompt_request),
+            model=_model_name(body, done.use.model),
+            usage=_usage(done.prompt_request),
             ignored_params=context.ignored or UNSET,
         )
     )
@@ -117,11 +92,11 @@ def cohere_rerank(service: Service, context: RequestContext) -> Response:
 def _rerank(service: Service, context: RequestContext, *, returns_documents: bool) -> Response:
     body = _read(service, context, RerankBody)
     documents = prepare.read_documents(body.documents)
-    use = _use(service, context, body, "score")
+    use = compute.use_model(service, context, body, body.model, "score")
     preparation = EncodePreparation(body, use.model, offload)
     if body.truncate_prompt_tokens is None:
         preparation.limit_tokens(body.max_tokens_per_doc)
-    names = _names("documents", documents)
+    names = compute.names_of("documents", documents)
     pairs = [(body.query, document) for document in documents]
     scores, usage = _scores(service, use, context, body, preparation, pairs, names, "rerank")
     order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
@@ -159,7 +134,7 @@ def _rerank(service: Service, context: RequestContext, *, returns_documents: boo
 def score(service: Service, context: RequestContext) -> Response:
     body = _read_score(service, context)
     first, second = _sides(body)
-    use = _use(service, context, body, "score")
+    use = compute.use_model(service, context, body, body.model, "score")
     preparation = EncodePreparation(body, use.model, offload)
     names = [f"{second.name}[{place}]" for place in range(len(second.texts))]
     ones = first.texts * len(second.texts) if len(first.texts) == 1 else first.texts
@@ -242,7 +217,7 @@ def _scores(
     if preparation.encoding.task == "score":
         with context.timeline.tokenizing():
             prompt_request = preparation.texts(pairs, names)
-        vectors = _encode(service, use, context, body, prompt_request, kind)
+        vectors = compute.encode(service, use, context, body, prompt_request, kind)
         scores = [prepare.numbers_of(row)[0] for row in prepare.rows_of(vectors)]
         return scores, _usage(prompt_request)
     queries = list(dict.fromkeys(query for query, _ in pairs))
@@ -252,7 +227,7 @@ def _scores(
     texts += [document_prompt + document for _, document in pairs]
     with context.timeline.tokenizing():
         prompt_request = preparation.texts(texts, ["query"] * len(queries) + list(names))
-    vectors = _encode(service, use, context, body, prompt_request, kind)
+    vectors = compute.encode(service, use, context, body, prompt_request, kind)
     rows = [prepare.numbers_of(row) for row in prepare.rows_of(vectors)]
     if preparation.encoding.similarity == "cosine" and not preparation.encoding.normalizes:
         rows = [prepare.unit(row) for row in rows]
@@ -267,39 +242,6 @@ def _read(service: Service, context: RequestContext, kind: type[F]) -> F:
     body, unknown = service.bodies.parse_known(request, kind, BOUNDS)
     context.ignored = ignored_fields(unknown, body.strict_params)
     return body
-
-
-def _use(
-    service: Service, context: RequestContext, body: EncodeFields, ability: Ability
-) -> ModelUse:
-    use = service.use(context, body.model, body, ability=ability)
-    use.host.raise_cached_refusal(context)
-    return use
-
-
-def _encode(
-    service: Service,
-    use: ModelUse,
-    context: RequestContext,
-    body: EncodeFields,
-    prompt_request: PromptRequest,
-    kind: str,
-) -> Float32:
-    """Return the results of a request, one row for each input. Raises the error that ended it."""
-    options = run.RequestOptions.from_body(body, f"{kind}-{context.request_id}")
-    run.whole(service, use, context, [prompt_request], options)
-    parser = prompt_request.parser_factory
-    assert isinstance(parser, VectorParser)
-    if parser.vectors is None:
-        raise InvalidRequest("the request was aborted before it had ended")
-    return parser.vectors
-
-
-def _names(field: str, value: object) -> list[str]:
-    """Return the name of each item of a field, which may also be one text."""
-    return (
-        [f"{field}[{place}]" for place in range(len(value))] if isinstance(value, list) else [field]
-    )
 
 
 def _model_name(body: EncodeFields, model: ServedModel) -> str:

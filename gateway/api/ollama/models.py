@@ -132,9 +132,10 @@ def _model_info(facts: ListedModel) -> dict[str, Any]:
 
 
 def _capabilities(facts: ListedModel) -> list[str]:
-    output_format = facts.output_format
+    output_format, encoding = facts.output_format, facts.card.encoding
     has = {
-        "completion": True,
+        "completion": facts.card.generates,
+        "embedding": encoding is not None and encoding.task == "embed" and not facts.parent,
         "tools": output_format is not None and output_format.tools is not None,
         "thinking": output_format is not None and output_format.reasoning is not None,
         "insert": bool(facts.fills_in_middle),

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from gateway.api.encode.requests import Count, Texts
 from gateway.api.openai.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -136,6 +137,37 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     template: str | None = None
     raw: bool | None = None
     context: list[TokenId] | None = None
+
+
+class OllamaEncodeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both /api/embed and /api/embeddings.
+
+    keep_alive  how long the model stays loaded; without effect
+    options     without effect
+    """
+
+    model: str
+    keep_alive: float | str | None = None
+    options: dict[str, Any] | None = None
+
+
+class OllamaEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
+    """The body of POST /api/embed. Without an input, the model is only loaded.
+
+    truncate    shorten texts that are longer than the model takes (the default)
+    dimensions  keep this many leading numbers of each vector
+    """
+
+    input: Texts | None = None
+    truncate: bool | None = None
+    dimensions: Count | None = None
+
+
+class OllamaPromptEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
+    """The body of POST /api/embeddings, which is older. Without a prompt, the model is only
+    loaded."""
+
+    prompt: str | None = None
 
 
 class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -132,16 +132,35 @@ def last_members(group: ChoiceGroup, finished: Finished, waited_s: float) -> dic
     return {
         "done": True,
         "done_reason": _DONE_REASONS[finished.reason],
-        "total_duration": _ns(record.answered_s),
-        "load_duration": _ns(waited_s),
+        "total_duration": nanoseconds(record.answered_s),
+        "load_duration": nanoseconds(waited_s),
         "prompt_eval_count": record.prompt_tokens,
-        "prompt_eval_duration": _ns(record.times.prefill_s),
+        "prompt_eval_duration": nanoseconds(record.times.prefill_s),
         "eval_count": record.generated_tokens,
-        "eval_duration": _ns(record.times.decode_s),
+        "eval_duration": nanoseconds(record.times.decode_s),
     }
 
 
-def _ns(seconds: float) -> int:
+class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of texts, each of length 1.
+
+    prompt_eval_count  tokens of all texts
+    """
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(msgspec.Struct, frozen=True):
+    """The vector of one text."""
+
+    embedding: list[float]
+
+
+def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
@@ -203,7 +222,8 @@ class ShownModel(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters    lines with a name and a value: the length of the context, sampling defaults
     template      the chat template, in Jinja
-    capabilities  completion, and tools, thinking, insert (fill in the middle) if the model has them
+    capabilities  those of completion, embedding, tools, thinking, insert (fill in the middle) that
+                  the model has
     """
 
     modelfile: str

@@ -172,6 +172,8 @@ RECORDED: dict[str, list[Any]] = {
         {**OLLAMA_TEXT, "system": "Be brief.", "format": SCHEMA, "context": [104, 105]},
         {**OLLAMA_TEXT, "suffix": "b", "raw": True, "logprobs": True, "top_logprobs": 1},
     ],
+    "/api/embed": [{"model": "scripted", "input": ["hi", "a"], "truncate": True, "dimensions": 3}],
+    "/api/embeddings": [{"model": "scripted", "prompt": "hi"}],
     "/api/show": [{"model": "scripted"}, {"name": "scripted:latest"}],
     "/api/pull": [{"model": "scripted", "stream": False}],
     f"{COMPLETIONS}/render": [COMPLETION],

@@ -1,0 +1,99 @@
+"""What all routes that encode do: use the model, tokenize, have the engine compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.api import run
+from gateway.api.encode import prepare
+from gateway.api.encode.prepare import EncodePreparation
+from gateway.api.encode.requests import EmbeddingsBody, EncodeFields
+from gateway.context import RequestContext
+from gateway.generation.request import PromptRequest
+from gateway.generation.vectors import VectorParser
+from gateway.model_host import ModelUse
+from gateway.served_model import Ability
+from gateway.service import Service, offload
+from protocol.arrays import Float32
+from protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vectors of a request, one row for each input, before `dimensions`."""
+
+    use: ModelUse
+    prompt_request: PromptRequest
+    vectors: Float32
+
+
+def embed(
+    service: Service,
+    context: RequestContext,
+    body: EmbeddingsBody,
+    name: str | None,
+    kind: str,
+) -> Embedded:
+    """Return the vectors that a body asks for, of the model `name`. `kind` starts the id."""
+    texts, ids = prepare.read_input(body.input)
+    use = use_model(service, context, body, name, "embed")
+    preparation = EncodePreparation(body, use.model, offload)
+    if body.dimensions is not None and body.dimensions > preparation.encoding.size:
+        raise InvalidRequest.at(
+            "dimensions",
+            f"{body.dimensions:,} exceeds the {preparation.encoding.size:,} of this model",
+        )
+    with context.timeline.tokenizing():
+        if texts is not None:
+            prompt = preparation.prompt(body.prompt_name)
+            prompt_request = preparation.texts(
+                [prompt + text for text in texts],
+                names_of("input", body.input),
+                adds_special=body.add_special_tokens is not False,
+            )
+        elif ids is not None:
+            if body.prompt_name is not None:
+                raise InvalidRequest.at("prompt_name", "only texts have a prompt, not token ids")
+            is_one = type(body.input[0]) is int
+            names = ["input"] if is_one else names_of("input", body.input)
+            prompt_request = preparation.ids(ids, names)
+    vectors = encode(service, use, context, body, prompt_request, kind)
+    return Embedded(use, prompt_request, vectors)
+
+
+def use_model(
+    service: Service,
+    context: RequestContext,
+    body: EncodeFields,
+    name: str | None,
+    ability: Ability,
+) -> ModelUse:
+    """Return the use of the model `name`. Raises what `Service.use` raises."""
+    use = service.use(context, name, body, ability=ability)
+    use.host.raise_cached_refusal(context)
+    return use
+
+
+def encode(
+    service: Service,
+    use: ModelUse,
+    context: RequestContext,
+    body: EncodeFields,
+    prompt_request: PromptRequest,
+    kind: str,
+) -> Float32:
+    """Return the results of a request, one row for each input. Raises the error that ended it."""
+    options = run.RequestOptions.from_body(body, f"{kind}-{context.request_id}")
+    run.whole(service, use, context, [prompt_request], options)
+    parser = prompt_request.parser_factory
+    assert isinstance(parser, VectorParser)
+    if parser.vectors is None:
+        raise InvalidRequest("the request was aborted before it had ended")
+    return parser.vectors
+
+
+def names_of(field: str, value: object) -> list[str]:
+    """Return the name of each item of a field, which may also be one text."""
+    return (
+        [f"{field}[{place}]" for place in range(len(value))] if isinstance(value, list) else [field]
+    )
