@@ -124,6 +124,7 @@ def test_earlier_lines_are_kept_and_found(
     assert file.read_text() == "an elephant\na mouse\n"
     assert file.stat().st_mode & 0o777 == 0o600
     with chat(gateway, home) as terminal:
+        assert eventually(lambda: terminal.shows("> ")), terminal.text
         terminal.press(b"\x12")  # Ctrl-R
         assert eventually(lambda: terminal.shows("reverse-i-search")), terminal.text
         terminal.press(b"eleph")

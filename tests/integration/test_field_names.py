@@ -44,6 +44,8 @@ VALID: dict[str, Any] = {
     "input": "hi",
     "chat_request": {"messages": HI},
     "completion_request": {"prompt": "hi"},
+    "documents": ["hi"],
+    **dict.fromkeys(("queries", "text_1", "text_2", "data_1", "data_2"), "hi"),
 }
 """Values of required fields for which the struct alone does not determine a valid value."""
 FREE: dict[str, Any] = {
@@ -100,6 +102,7 @@ KINDS: dict[type, str] = {
     inspect.DictType: "object",
     inspect.StructType: "object",
 }
+JSON_TYPE = "application/json"
 Put = Callable[[Any], Any]
 Fault = tuple[str, Any]
 """(path of the value at fault, the body)"""
@@ -220,7 +223,17 @@ def faults_of_struct(
             yield from faults(field.type, f"{at}{name}", put_field, (*outer, struct.cls))
 
 
-BODIES = [(op.rule, kind) for op in operations() for kind in op.takes]
+BODIES = [(op.rule, kind) for op in operations() for kind in op.takes if op.takes_type == JSON_TYPE]
+"""The fields of forms are tested in batches/test_files.py."""
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    files = str(tmp_path_factory.mktemp("files") / "files.db")
+    with GatewayProcess(engine=engine.address, file_store=files) as gateway:
+        yield gateway.await_ready()
 
 
 @pytest.mark.parametrize(

@@ -239,21 +239,20 @@ class Completion:
         self.body = body
         self._model = model
         self._prompts = prompts_of(body, max_prompts)
+        self._infill = _infill_of(model) if body.suffix or files is not None else None
+        self._files = files or ()
+        #: Number of `files` that did not fit into a prompt.
+        self.num_left_out = 0
+        ends = () if self._infill is None else self._infill.ends
+        self._options = read_options(body, continues=True, end_token_ids=ends)
         choices = choices_of(body, model.defaults, model.tokenizer)
+        if ends:
+            choices = [with_stop_tokens(params, ends) for params in choices]
         form = answer_form(body)
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
         grammar = Grammar(body=form.body) if form is not None else None
-        self._infill = _infill_of(model) if body.suffix or files is not None else None
-        self._files = files or ()
-        #: Number of `files` that did not fit into a prompt.
-        self.num_left_out = 0
-        ends: Sequence[int] = ()
-        if self._infill is not None:
-            ends = self._infill.ends
-            choices = [with_stop_tokens(params, ends) for params in choices]
-        self._options = read_options(body, continues=True, end_token_ids=ends)
         if ids is None:
             is_list = self._prompts is body.prompt  # else it is a single prompt
             ids = [

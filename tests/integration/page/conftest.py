@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 Visitor = Callable[..., Visit]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Yield a browser. Its library runs an event loop in this thread, so the browser must be closed
+    before the tests of other files use asyncio."""
     with chromium() as browser:
         yield browser
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
     address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
     with ScriptedEngine(address, card=thinking_card(), max_len=1 << 20) as engine:
         yield engine
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def gateway(
     engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
