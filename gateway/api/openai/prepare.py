@@ -239,11 +239,8 @@ class Completion:
         self.body = body
         self._model = model
         self._prompts = prompts_of(body, max_prompts)
-        self._infill = _infill_of(model) if body.suffix or files is not None else None
-        self._files = files or ()
-        #: Number of `files` that did not fit into a prompt.
-        self.num_left_out = 0
-        ends = () if self._infill is None else self._infill.ends
+        fills_gap = bool(body.suffix) or files is not None
+        ends = model.infill.ends if fills_gap and model.infill is not None else ()
         self._options = read_options(body, continues=True, end_token_ids=ends)
         choices = choices_of(body, model.defaults, model.tokenizer)
         if ends:
@@ -253,6 +250,10 @@ class Completion:
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""
         grammar = Grammar(body=form.body) if form is not None else None
+        self._infill = _infill_of(model) if fills_gap else None
+        self._files = files or ()
+        #: Number of `files` that did not fit into a prompt.
+        self.num_left_out = 0
         if ids is None:
             is_list = self._prompts is body.prompt  # else it is a single prompt
             ids = [

@@ -98,6 +98,8 @@ def test_variables_and_queries_are_entered(visit: Visitor) -> None:
 
 NO_VECTORS = "generates text, and has no embeddings"
 REFUSED = {
+    "post_api_embed": NO_VECTORS,
+    "post_api_embeddings": NO_VECTORS,
     "post_infill": "this model cannot fill in the middle",
     "post_rerank": NO_VECTORS,
     "post_score": NO_VECTORS,
