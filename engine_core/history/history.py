@@ -37,7 +37,7 @@ class EngineHistory:
 
     def on_bound(self, request: Request, step: int) -> None:
         """Record that the worker binds a slot for the request in this step."""
-        self._requests.on_bound(request, step, self.steps.first)
+        self._requests.on_bound(request, step)
         spans = request.stage_timer.spans
         if request.num_generated and len(spans) > 1 and spans[-2][0] == "preempted":
             self.gaps[bucket(spans[-1][1] - spans[-2][1])] += 1

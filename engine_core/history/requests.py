@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from engine_core.request import Request
 from protocol.timeline import Stage
@@ -18,7 +19,20 @@ MAX_NAMES = 8
 MAX_NAME_CHARS = 512
 """An ended request is found by at most this many names, none of which is longer."""
 MAX_BINDS = 64
-"""Most times that a request's slots are remembered: once, and again after each preemption."""
+"""Most slots of a request that are remembered, the last ones: one, and another after each
+preemption."""
+MAX_OWNERS = 4096
+"""Most former owners of slots that are remembered, beside the last owner of each slot."""
+
+
+@dataclass(slots=True)
+class SlotBind:
+    """A request has a slot in the steps [first, until). `until` is the first step of the slot's
+    next owner; infinity: there is none yet."""
+
+    first: int
+    slot: int
+    until: float = inf
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +49,8 @@ class RequestHistory:
     arrived_at: float
     #: Shared with the request's StageTimer, which extends the list.
     spans: Sequence[tuple[Stage, float]]
-    #: (first step, slot) of each time that the request got a slot.
-    binds: list[tuple[int, int]] = field(default_factory=list)
+    #: The slots that the request had, oldest first.
+    binds: list[SlotBind] = field(default_factory=list)
     first_token_at: float | None = None
     #: "" while the request is open; the next two are then None.
     finish: str = ""
@@ -56,6 +70,13 @@ class RequestHistory:
             spans=request.stage_timer.spans,
         )
 
+    def slot_in(self, step: int) -> int | None:
+        """Return the slot that the request had in this step; None if it had none."""
+        for bind in self.binds:
+            if bind.first <= step < bind.until:
+                return bind.slot
+        return None
+
 
 class RequestHistories:
     """The histories of the requests that had a slot, and of the last that have ended."""
@@ -65,30 +86,37 @@ class RequestHistories:
         self._open: dict[int, RequestHistory] = {}
         self._ended: deque[RequestHistory] = deque()
         self._ended_by_name: dict[str, list[RequestHistory]] = {}
-        #: Slot -> (first step, request) of each request that had it, oldest first.
-        self._owners: dict[int, list[tuple[int, RequestHistory]]] = {}
+        #: Slot -> each request that had it and the time for which, oldest first.
+        self._owners: dict[int, deque[tuple[SlotBind, RequestHistory]]] = {}
+        #: The slots of the last binds, oldest first.
+        self._bound: deque[int] = deque()
 
     def get(self, request: Request) -> RequestHistory:
         """Return the history of an open request. One that never had a slot has none yet, so that
         waiting costs nothing; a new one is returned then, but not kept."""
         return self._open.get(request.order) or RequestHistory.from_request(request)
 
-    def on_bound(self, request: Request, step: int, first_step: int) -> None:
-        """Record that a request has a slot from `step` on. What is recorded of the slot's owners
-        before `first_step`, the first step of the log, is forgotten."""
+    def on_bound(self, request: Request, step: int) -> None:
+        """Record that a request has a slot from `step` on. Its former owner has it no more."""
         assert request.slot is not None
         history = self._open.setdefault(request.order, self.get(request))
-        if len(history.binds) < MAX_BINDS:
-            history.binds.append((step, request.slot))
-        owners = self._owners.setdefault(request.slot, [])
-        while len(owners) > 1 and owners[1][0] <= first_step:
-            del owners[0]
-        owners.append((step, history))
+        bind = SlotBind(step, request.slot)
+        history.binds.append(bind)
+        del history.binds[:-MAX_BINDS]
+        owners = self._owners.setdefault(request.slot, deque())
+        if owners:
+            owners[-1][0].until = step
+        owners.append((bind, history))
+        self._bound.append(request.slot)
+        if len(self._bound) > MAX_OWNERS:
+            oldest = self._owners[self._bound.popleft()]
+            if len(oldest) > 1:  # else the slot's last owner, which its next owner replaces
+                oldest.popleft()
 
     def owner(self, slot: int, step: int) -> RequestHistory | None:
         """Return the request that had `slot` in this step; None if that is forgotten."""
-        for first, history in reversed(self._owners.get(slot, ())):
-            if first <= step:
+        for bind, history in reversed(self._owners.get(slot, ())):
+            if bind.first <= step:
                 return history
         return None
 

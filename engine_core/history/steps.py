@@ -88,11 +88,6 @@ class StepLog:
     def __iter__(self) -> Iterator[StepRun]:
         return iter(self._runs)
 
-    @property
-    def first(self) -> int:
-        """The number of the first recorded step; 0 if there is none."""
-        return self._runs[0].first if self._runs else 0
-
     def add(
         self, step: InflightStep, num_tokens: int, now: float, elapsed_s: float, lack: Lack
     ) -> None:

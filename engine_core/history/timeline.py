@@ -113,10 +113,8 @@ def _group(run: StepRun, history: RequestHistory, find_owner: FindOwner) -> Step
 
 def _own_row(run: StepRun, slots: Sequence[int], history: RequestHistory) -> int | None:
     """Return the request's row in the steps of `run`; None if it has none."""
-    held = [slot for step, slot in history.binds if step <= run.first]
-    if not held or held[-1] not in slots:
-        return None
-    return slots.index(held[-1])
+    slot = history.slot_in(run.first)
+    return slots.index(slot) if slot is not None and slot in slots else None
 
 
 def _share(owner: RequestHistory | None, tokens: int) -> PromptShare:

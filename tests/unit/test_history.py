@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from math import isclose
 from typing import Any
 
@@ -128,6 +129,42 @@ def test_the_stages_of_a_preempted_request_are_listed_in_order() -> None:
         "preempted",
     ]
     assert all(a.end_s == b.start_s for a, b in zip(found.stages, found.stages[1:], strict=False))
+
+
+def test_a_preempted_request_has_no_part_in_the_steps_of_its_slots_next_owner() -> None:
+    bench = a_bench(token_budget=32, max_slots=1)
+    bench.add([1] * 4, max_tokens=1, account=ALICE)
+    bench.add([1] * 4, max_tokens=100, ignore_eos=True, labels=["first"], account=ALICE)
+    for _ in range(60):
+        bench.timed_step()
+    bench.add([2] * 4, max_tokens=30, ignore_eos=True, labels=["second"], account=BOB)
+    while bench.timeline("second").generated_tokens < 5:
+        bench.timed_step()
+    first, second = bench.timeline("first"), bench.timeline("second")
+    assert first.preemptions == 1
+    assert sum(g.own_decodes for g in first.groups) == first.generated_tokens - 1
+    assert sum(g.own_decodes for g in second.groups) == second.generated_tokens - 1
+    assert sum(g.other_decodes for g in first.groups) == second.generated_tokens - 1
+
+
+def test_the_former_owners_of_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "MAX_OWNERS", 20)
+    monkeypatch.setattr(histories, "MAX_ENDED", 2)
+    bench = a_bench(max_slots=4)
+    bench.add([1] * 3, max_tokens=100, ignore_eos=True, labels=["long"])
+    before = num_histories()
+    for number in range(60):
+        bench.add([1, number], max_tokens=1, labels=[f"short {number}"])
+        bench.timed_step()
+    assert num_histories() - before <= 20 + 4
+    long = bench.timeline("long")
+    assert sum(group.own_decodes for group in long.groups) == long.generated_tokens - 1
+
+
+def num_histories() -> int:
+    """Return the number of requests that this process remembers."""
+    gc.collect()
+    return sum(isinstance(each, histories.RequestHistory) for each in gc.get_objects())
 
 
 def test_a_timeline_is_kept_after_the_end_and_then_forgotten(
