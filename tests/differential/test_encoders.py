@@ -96,6 +96,12 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
     assert_close(vectors(runner_of(tmp_path), inputs, splits), wanted)
 
 
+def test_a_model_with_one_token_type_gives_it_to_both_texts_of_a_pair(tmp_path: Path) -> None:
+    write_modules(write_encoder(tmp_path, random_encoder("bert", type_vocab_size=1)), "mean")
+    runner, inputs = runner_of(tmp_path), some_inputs([9, 4])
+    assert_close(vectors(runner, inputs, [3, 4]), vectors(runner, inputs))
+
+
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_result_does_not_depend_on_the_other_inputs_of_its_step(
     kind: str, tmp_path: Path
