@@ -24,8 +24,8 @@ from protocol.encoding import MAX_STEP_INPUTS, EncodeInputs
 from protocol.steps import EncodePlan, EncodeResult
 
 MAX_STARTED = 8
-"""Most requests of which some inputs are in plans, and others are not. It bounds the requests that
-the limits of the waiting queue do not count."""
+"""Most requests of which some inputs are in plans, and others are not, except that every account
+may have one. It bounds the requests that the limits of the waiting queue do not count."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class EncodeScheduler:
             progress = _progress(request)
             taken = new.num_that_fit(progress)
             is_whole = taken == len(progress.lengths)
-            if not taken or (not is_whole and len(self.started) >= MAX_STARTED):
+            if not taken or (not is_whole and not self._may_start(request)):
                 break
             self.waiting.remove(request)
             request.move(RequestEvent.ADMIT)
@@ -158,6 +158,13 @@ class EncodeScheduler:
             self._take(new, request, taken)
             if not is_whole:
                 self.started.append(request)
+
+    def _may_start(self, request: Request) -> bool:
+        """Return whether a request of which not all inputs fit into a step may start. If it had to
+        wait for the large requests of other accounts, these could keep it out for hours."""
+        return len(self.started) < MAX_STARTED or not any(
+            each.account_usage is request.account_usage for each in self.started
+        )
 
     def _continue(self, new: _StepInputs) -> None:
         """Add inputs of started requests to a step, those of the least served account first."""

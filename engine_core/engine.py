@@ -551,7 +551,7 @@ class Engine:
         outputs: dict[bytes, list[Output]] = {}
         for request in self._deadlines.pop_late(now):
             self._timeouts["running" if has_started(request) else "queued"] += 1
-            error = timeout_error(request, now, self.admission.retry_after_s)
+            error = timeout_error(request, now, self.admission.retry_after_s(request))
             outputs.setdefault(request.client, []).append(
                 self._finish_request(request, "error", CommittedTokens(error=error))
             )

@@ -285,7 +285,7 @@ class Admission:
         ):
             return  # the usual case; the exact count below is O(waiting requests of the account)
         if (num_ahead := waiting.tokens_before(request)) > max_tokens_ahead:
-            raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s)
+            raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s(request))
 
     def _check_encode_load(self, num_tokens: int, usage: AccountUsage) -> None:
         waiting, config = self._encoding.waiting, self._config
@@ -298,16 +298,19 @@ class Admission:
             self._throughput.encoded.per_s,
         )
 
-    @property
-    def retry_after_s(self) -> float:
-        return retry_after(self._waiting.tokens, self._throughput.queue_per_s)
+    def retry_after_s(self, request: Request) -> float:
+        """Return after how many seconds a client should try again that has missed a deadline."""
+        waiting, rate = self._waiting, self._throughput.queue_per_s
+        if request.encode is not None:
+            waiting, rate = self._encoding.waiting, self._throughput.encoded.per_s
+        return retry_after(waiting.tokens, rate)
 
     def _check_load(self, num_tokens: int, usage: AccountUsage) -> None:
         waiting, config = self._waiting, self._config
         own = waiting.account_load(usage)
         check_load(
             num_tokens,
-            QueueLoad(self.num_waiting, waiting.tokens),
+            QueueLoad(len(waiting) + self._grammars.num_waiting, waiting.tokens),
             own,
             QueueLoad(config.max_waiting, config.max_waiting_tokens),
             waiting.num_accounts + (not own.requests),

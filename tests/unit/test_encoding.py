@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine_core.encoding import MAX_STARTED
 from protocol.encoding import MAX_INPUTS
 from protocol.messages import Account, Output, Refused
 from protocol.steps import EncodePlan, StepPlan
@@ -132,6 +133,19 @@ def test_a_request_that_is_not_started_in_time_ends_with_an_error() -> None:
     assert "0 inputs were encoded" in bench.last_output(first).error.message
 
 
+def test_a_large_request_does_not_wait_for_all_large_requests_of_another_account() -> None:
+    bench = Bench(token_budget=10)
+    alice, bob = Account(name="alice"), Account(name="bob")
+    for _ in range(MAX_STARTED):
+        bench.encode(*[[1] * 10] * 30, account=alice)
+    while len(bench.engine.encoding.started) < MAX_STARTED:
+        bench.step()
+    bobs = bench.encode(*[[2] * 10] * 3, account=bob)
+    for _ in range(6):  # steps that start requests take turns with steps that continue them
+        bench.step()
+    assert bench.last_output(bobs).finish == "stop"
+
+
 def refused(bench: Bench, *inputs: list[int], **more: object) -> Refused:
     reply = bench.try_encode(*inputs, **more)  # type: ignore[arg-type]
     assert isinstance(reply, Refused)
@@ -168,6 +182,29 @@ def test_a_full_queue_returns_when_to_try_again() -> None:
     assert error.retry_after_s == 1.0
     bench.run()
     bench.encode([1] * 8)
+
+
+def test_a_full_queue_of_one_kind_refuses_no_request_of_the_other() -> None:
+    bench = Bench(max_waiting=2)
+    for _ in range(2):
+        bench.encode([1] * 4)
+    for _ in range(2):
+        bench.add([1] * 4, max_tokens=1)
+    assert isinstance(bench.try_add([1] * 4, max_tokens=1), Refused)
+    assert refused(bench, [1] * 4).error.code == "overloaded"
+
+
+def test_a_missed_deadline_returns_when_the_queue_of_its_kind_will_be_shorter() -> None:
+    bench = Bench(token_budget=8)
+    bench.encode([1] * 8)
+    bench.plan()
+    bench.finish(4.0)  # 2 tokens per second
+    for _ in range(10):
+        bench.encode([1] * 8)
+    late = bench.encode([1] * 8, queue_timeout_s=45.0)
+    bench.plan()
+    bench.tick(50.0)
+    assert bench.last_output(late).error.retry_after_s == 20.0
 
 
 def test_a_moved_request_is_not_refused_because_of_load() -> None:
