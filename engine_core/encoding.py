@@ -13,6 +13,7 @@ that generate and steps that encode take turns as well.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -70,10 +71,10 @@ class EncodeStep:
     def num_tokens(self) -> int:
         return self.plan.inputs.tokens.shape[0]
 
-    def tokens_by_request(self) -> tuple[tuple[int, int], ...]:
-        """Return (`Request.order`, number of tokens) of each part."""
+    def tokens_by_request(self) -> Iterator[tuple[int, int]]:
+        """Yield (`Request.order`, number of tokens) of each part."""
         lengths = iter(self.plan.inputs.lengths.tolist())
-        return tuple((request.order, sum(islice(lengths, taken))) for request, taken in self.parts)
+        return ((request.order, sum(islice(lengths, taken))) for request, taken in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

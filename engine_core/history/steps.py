@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from engine_core.encoding import EncodeStep
 from engine_core.schedule.inflight import InflightStep
@@ -15,11 +17,12 @@ from protocol.timeline import Lack
 MAX_RUNS = 8192
 """Most entries of the log."""
 MAX_ROWS = 1 << 20
-"""Most rows in all entries together: 8 MiB, or 12 MiB with drafts."""
+"""Most rows in all entries together: 8 MiB, 12 MiB with drafts, or 16 MiB if all encode."""
 MAX_RUN_S = 1.0
 """An entry that covers more seconds is not extended, so that timelines stay precise."""
 MAX_SUMMARIES = 1000
 """Most entries in one report."""
+PART_BYTES = 2 * 8
 
 
 @dataclass(slots=True)
@@ -42,8 +45,8 @@ class StepRun:
     busy_s: float
     longest_s: float
     lack: Lack
-    #: What a step that encodes computed: (`Request.order`, number of tokens). It has no rows.
-    encoded: tuple[tuple[int, int], ...] = ()
+    #: The `parts` of a step that encodes, as pairs of int64. It has no rows.
+    encoded: bytes = b""
 
     @property
     def last(self) -> int:
@@ -60,6 +63,17 @@ class StepRun:
     @property
     def num_drafts(self) -> int:
         return 0 if self.drafts is None else sum(self.drafts.tolist())
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows, or of parts of a step that encodes."""
+        return len(self.slots) + len(self.encoded) // PART_BYTES
+
+    @property
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """What a step that encodes computed: (`Request.order`, number of tokens)."""
+        numbers = memoryview(self.encoded).cast("q")
+        return zip(numbers[::2], numbers[1::2], strict=True)
 
     def summary(self) -> StepSummary:
         drafted, drafts = self.num_drafted, self.num_drafts
@@ -144,7 +158,7 @@ class StepLog:
                 busy_s=elapsed_s,
                 longest_s=elapsed_s,
                 lack=lack,
-                encoded=step.tokens_by_request(),
+                encoded=array("q", chain.from_iterable(step.tokens_by_request())).tobytes(),
             )
         )
         self._forget(len(step.parts))
@@ -154,7 +168,7 @@ class StepLog:
         self._num_rows += num_rows
         while len(self._runs) > MAX_RUNS or self._num_rows > MAX_ROWS:
             oldest = self._runs.popleft()
-            self._num_rows -= len(oldest.slots) + len(oldest.encoded)
+            self._num_rows -= oldest.num_rows
 
     def after(self, step: int) -> list[StepSummary]:
         """Return the last recorded steps after the one with this number, at most MAX_SUMMARIES

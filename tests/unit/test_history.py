@@ -11,6 +11,7 @@ import pytest
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.timeline import merged
+from protocol.encoding import MAX_STEP_INPUTS
 from protocol.latency import bounds_s, bucket, grown, quantiles
 from protocol.messages import Account
 from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
@@ -365,4 +366,14 @@ def test_the_log_forgets_old_steps_that_encode(monkeypatch: pytest.MonkeyPatch) 
     bench.encode([2] * 4)
     bench.encode([3] * 4)
     bench.timed_step()
-    assert [len(run.encoded) for run in bench.engine.history.steps] == [1, 2]
+    assert [run.num_rows for run in bench.engine.history.steps] == [1, 2]
+
+
+def test_steps_that_encode_take_as_much_memory_as_documented() -> None:
+    bench = a_bench(token_budget=512)
+    for _ in range(MAX_STEP_INPUTS):
+        bench.encode([2])
+    bench.timed_step()
+    (run,) = bench.engine.history.steps
+    assert list(run.parts) == [(order + 1, 1) for order in range(MAX_STEP_INPUTS)]
+    assert len(run.encoded) * step_log.MAX_ROWS <= 16 * MAX_STEP_INPUTS << 20
