@@ -24,7 +24,8 @@ WIRE_VERSION = 1
 INLINE_BYTES = 4096
 """An array of up to this size is encoded in frame 0."""
 MAX_MESSAGE_BYTES = 256 << 20
-MAX_FRAMES = 64
+MAX_FRAMES = 1024
+"""An `Outputs` may have an array for each request that a step has encoded: MAX_STEP_INPUTS."""
 
 _INLINE, _FRAME = 1, 2
 _VERSION = bytes([WIRE_VERSION])

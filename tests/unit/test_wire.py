@@ -14,9 +14,10 @@ import msgpack
 import pytest
 
 from protocol import kv_peers, messages, offline_messages, steps, wire
-from protocol.arrays import Int32
+from protocol.arrays import Float32, Int32
+from protocol.encoding import MAX_STEP_INPUTS
 from protocol.errors import WireError
-from protocol.messages import Generate, Message
+from protocol.messages import Generate, Message, Output, Outputs
 from tests.support.samples import MESSAGES
 
 GOLDEN = Path(__file__).parents[1] / "data" / "wire"
@@ -78,6 +79,17 @@ def test_a_message_on_the_wrong_socket_is_refused(message: Message) -> None:
         if type(message) not in get_args(union):
             with pytest.raises(WireError, match="kind"):
                 wire.Decoder(union).decode(wire.encode(message))
+
+
+def test_all_requests_that_a_step_encodes_can_end_in_one_message() -> None:
+    vectors = Float32.of([0.5] * (wire.INLINE_BYTES // 4 + 1), (1, wire.INLINE_BYTES // 4 + 1))
+    ends = [
+        Output(request=number, tokens=[], finish="stop", vectors=vectors)
+        for number in range(MAX_STEP_INPUTS)
+    ]
+    frames = [bytes(frame) for frame in wire.encode(Outputs(step=1, outputs=ends))]
+    assert len(frames) == 1 + MAX_STEP_INPUTS
+    assert wire.Decoder(messages.ToClient).decode(frames) == Outputs(step=1, outputs=ends)
 
 
 def test_the_plain_msgpack_package_reads_our_frames() -> None:
