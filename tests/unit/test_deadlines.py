@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine_core.policy import deadlines
-from engine_core.policy.admission import new_request
+from engine_core.policy.check_generate import new_request
 from engine_core.policy.deadlines import Deadlines
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_core.policy.admission import new_request
+from engine_core.policy.check_generate import new_request
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from engine_core.stage_timer import EngineClock
 from protocol.arrays import Float32, Int32

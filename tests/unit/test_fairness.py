@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine_core.policy.accounts import AccountUsage
-from engine_core.policy.admission import new_request
+from engine_core.policy.check_generate import new_request
 from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request

@@ -1,0 +1,127 @@
+"""Checks a request that generates, and creates it. `Admission` does the rest."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from engine_core.adapters import EngineAdapter
+from engine_core.grammar.matcher import Matcher, MatcherTemplate
+from engine_core.request import Request
+from engine_core.stage_timer import EngineClock, StageTimer
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.messages import Generate, Limits
+from protocol.model_card import ModelCard
+from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
+
+
+def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
+    """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the
+    prompt and the answer cannot fit the context limit."""
+    check_token_ids(prompt, model.vocab_size, "prompt")
+    check_vocabulary(message.params, model.vocab_size)
+    longest, whose = context_limit(message, limits)
+    max_tokens = message.params.max_tokens
+    answer_tokens = 0 if max_tokens == 0 else 1  # an answer has at least one token
+    if len(prompt) + answer_tokens > longest:
+        raise ContextTooLong(
+            f"the prompt is {len(prompt):,} tokens; {whose} takes {longest:,} tokens of "
+            "prompt and answer together",
+            param="prompt",
+        )
+    if max_tokens is not None and max_tokens > longest:
+        raise ContextTooLong(
+            f"max_tokens is {max_tokens:,}; {whose} takes {longest:,} tokens of prompt and "
+            "answer together",
+            param="max_tokens",
+        )
+    if message.answer is not None:
+        _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
+
+
+def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:
+    """Raise InvalidRequest if these tokens cannot be the start of the answer to `message`.
+
+    room   most tokens that fit after the prompt
+    """
+    check_token_ids(tokens, model.vocab_size, "answer")
+    if message.kv_readers or message.kv_handle:
+        raise InvalidRequest("answer cannot be combined with K/V transfer", param="answer")
+    max_tokens = message.params.max_tokens
+    most = room if max_tokens is None else min(max_tokens, room)
+    if tokens and len(tokens) >= most:
+        raise InvalidRequest(
+            f"answer has {len(tokens):,} tokens already; it can have at most {most:,}",
+            param="answer",
+        )
+
+
+def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
+    """Return the maximum of prompt and answer tokens together, and whose limit it is, in words for
+    an error: "this key" or "this model"."""
+    if message.account is not None and 0 < message.account.max_len < limits.max_len:
+        return message.account.max_len, "this key"
+    return limits.max_len, "this model"
+
+
+def new_request(
+    client: bytes,
+    message: Generate,
+    prompt: list[int],
+    order: int,
+    draw_seed: Callable[[], int],
+    model: ModelCard,
+    limits: Limits,
+    clock: EngineClock,
+    adapter: EngineAdapter | None = None,
+) -> Request:
+    """Create the request of a checked `message`.
+
+    If other engines will read the K/V (`kv_readers`), the request samples nothing and computes its
+    prompt except the last token, which each reader computes. If the prompt has only one token, the
+    request has no readers, because there is nothing to hand over. A continued request starts with
+    the tokens of its prompt and of its answer so far, as after a preemption.
+    """
+    params, readers = message.params, 0
+    if message.kv_readers:
+        params = SamplingParams(max_tokens=0)
+        readers = message.kv_readers if len(prompt) > 1 else 0
+        prompt = prompt[:-1] or prompt
+    room = context_limit(message, limits)[0] - len(prompt)
+    stop_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= frozenset(model.eos_token_ids)
+    answer = [] if message.answer is None else message.answer.tolist()
+    stage_timer = StageTimer(clock)
+    if answer:
+        stage_timer.on_first_token()
+    return Request(
+        client=client,
+        number=message.request,
+        order=order,
+        namespace=message.namespace,
+        tokens=array("i", prompt + answer),
+        prompt_tokens=len(prompt),
+        params=params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        max_total_tokens=len(prompt)
+        + (room if params.max_tokens is None else min(params.max_tokens, room)),
+        stop_ids=stop_ids,
+        kv_readers=readers,
+        adapter=adapter,
+        labels=tuple(dict.fromkeys(message.labels)),
+        account=message.account,
+        stage_timer=stage_timer,
+    )
+
+
+def start_matcher(template: MatcherTemplate, request: Request) -> Matcher:
+    """Return the matcher of a request, after the tokens of its answer so far. Raises InvalidRequest
+    if the grammar does not admit these tokens."""
+    matcher = template.start()
+    for token in request.tokens[request.prompt_tokens :]:
+        matcher.consume(token)
+    if matcher.error is not None or (request.num_generated and matcher.is_complete):
+        why = matcher.error or "it is complete"
+        raise InvalidRequest(f"answer cannot be continued in this grammar: {why}", param="answer")
+    return matcher
