@@ -1,17 +1,18 @@
 """Tokenizes texts and pairs of texts for models that encode.
 
-All inputs of a request are encoded in one call, in a thread if they are long. An input that is too
+The inputs of a request are encoded in groups, in a thread if they are long. An input that is too
 long is an error, or is truncated: the text is shortened, and the special tokens around it stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tokenizers
 
 from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
+from protocol.encoding import MAX_REQUEST_TOKENS
 from protocol.errors import ContextTooLong, InvalidRequest
 
 InputText = str | tuple[str, str]
@@ -22,6 +23,13 @@ TRUNCATES = "truncate_prompt_tokens: -1"
 """The field that an error of a long input names."""
 MIN_TEXT_BYTES = 1 << 16
 """A text of up to this size is encoded even if it must be too long, so that it can be truncated."""
+
+MAX_REQUEST_BYTES = 1 << 25
+"""Most bytes of all texts of a request. The first text of a pair counts in each of its pairs, so a
+short request with a long query and many documents is much more text than its body."""
+GROUP_BYTES = 1 << 18
+"""Size of the texts that are encoded in one call. The library's result of a text is about a hundred
+times as large as the text, so results of many long texts are not held at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,41 +77,60 @@ class InputTokenizer:
 
         Raises ContextTooLong or InvalidRequest, naming the input.
         """
-        total = 0
-        for text, param in zip(texts, params, strict=True):
-            parts = [text] if isinstance(text, str) else text
-            size = sum(text_bytes(part, param) for part in parts)
-            if size > max(self.max_text_bytes, MIN_TEXT_BYTES):
-                raise ContextTooLong(
-                    f"{param} is {size:,} bytes long; this model takes {self.max_tokens:,} tokens "
-                    f"per input, and texts of more than "
-                    f"{max(self.max_text_bytes, MIN_TEXT_BYTES):,} bytes are rejected",
-                    param=param,
-                )
-            total += size
+        sizes = [self._size(text, param) for text, param in zip(texts, params, strict=True)]
+        if (total := sum(sizes)) > MAX_REQUEST_BYTES:
+            raise ContextTooLong(
+                f"{params[-1]}: the texts of this request are {total:,} bytes long, with a query "
+                f"counted once for each of its documents; at most {MAX_REQUEST_BYTES:,} bytes are "
+                "accepted",
+                param=params[-1],
+            )
 
         def work() -> list[TokenizedInput]:
-            return self._encode(texts, params, limit, adds_special=adds_special)
+            return self._encode(texts, params, sizes, limit, adds_special=adds_special)
 
         return work() if total < INLINE_BYTES else offload(work)
+
+    def _size(self, text: InputText, param: str) -> int:
+        """Return the size of an input in bytes. Raises ContextTooLong if it is not encoded."""
+        size = sum(text_bytes(part, param) for part in ([text] if isinstance(text, str) else text))
+        most = max(self.max_text_bytes, MIN_TEXT_BYTES)
+        if size > most:
+            raise ContextTooLong(
+                f"{param} is {size:,} bytes long; this model takes {self.max_tokens:,} tokens "
+                f"per input, and texts of more than {most:,} bytes are rejected",
+                param=param,
+            )
+        return size
 
     def _encode(
         self,
         texts: Sequence[InputText],
         params: Sequence[str],
+        sizes: Sequence[int],
         limit: int | None,
         *,
         adds_special: bool,
     ) -> list[TokenizedInput]:
         most = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        done: list[TokenizedInput] = []
+        num_tokens = 0
         with library_failures(params[0]):
-            found = self.inner.encode_batch_fast(list(texts), add_special_tokens=adds_special)
-            long = [index for index, each in enumerate(found) if len(each.ids) > most]
-            if long and limit is None:
-                raise too_long(params[long[0]], len(found[long[0]].ids), most)
-            for index in long:
-                found[index] = self._truncated(texts[index], most, adds_special=adds_special)
-        return [tokens_of(each, param) for each, param in zip(found, params, strict=True)]
+            for group in _groups(sizes):
+                found = self.inner.encode_batch_fast(
+                    list(texts[group.start : group.stop]), add_special_tokens=adds_special
+                )
+                for index, whole in zip(group, found, strict=True):
+                    kept, count = whole, len(whole.ids)
+                    if count > most:
+                        if limit is None:
+                            raise too_long(params[index], count, most)
+                        kept = self._truncated(texts[index], most, adds_special=adds_special)
+                    done.append(tokens_of(kept, params[index]))
+                    num_tokens += len(done[-1].ids)
+                    if num_tokens > MAX_REQUEST_TOKENS:
+                        raise too_many_tokens(params[index])
+        return done
 
     def _truncated(self, text: InputText, limit: int, *, adds_special: bool) -> tokenizers.Encoding:
         """Return the encoding of a text or a pair, with at most `limit` tokens, special tokens
@@ -126,6 +153,18 @@ class InputTokenizer:
             part.truncate(size)
         pair = parts[1] if len(parts) > 1 else None
         return self.inner.post_process(parts[0], pair, adds_special)
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[range]:
+    """Yield the indices of inputs that are encoded in one call: as many as have GROUP_BYTES bytes
+    in total, and at least one."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > GROUP_BYTES:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    yield range(start, len(sizes))
 
 
 def tokens_of(encoding: tokenizers.Encoding, param: str) -> TokenizedInput:
@@ -152,6 +191,15 @@ def shortened(sizes: Sequence[int], room: int) -> list[int]:
         return [size if size == short else room - short for size in sizes]
     half = room // 2
     return [half, room - half] if sizes[0] <= sizes[1] else [room - half, half]
+
+
+def too_many_tokens(param: str) -> ContextTooLong:
+    """Return the error of a request whose inputs up to `param` have too many tokens."""
+    return ContextTooLong(
+        f"{param}: the inputs up to this one have more than {MAX_REQUEST_TOKENS:,} tokens, the "
+        "most of one request",
+        param=param,
+    )
 
 
 def too_long(param: str, count: int, limit: int) -> ContextTooLong:
