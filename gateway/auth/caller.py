@@ -17,7 +17,10 @@ from protocol.messages import Account
 
 _BEARER = "bearer "
 SEPARATOR = "/"
-"""Joins parts of labels and namespaces. It never occurs in a key's name or in its namespace."""
+"""Joins the parts of a namespace. It never occurs in a key's name or in its namespace."""
+LABEL_SEPARATOR = " "
+"""Joins an owner and a public id. It occurs in no public id, not even in one that the client has
+chosen (X-Request-Id). So no client can give its request the label of another's."""
 
 
 class CallerHeaders(Protocol):
@@ -105,7 +108,7 @@ class Caller:
         return name if "admin" in self.scopes else self._owned(name)
 
     def _owned(self, name: str) -> str:
-        return self.owner + SEPARATOR + name
+        return self.owner + LABEL_SEPARATOR + name
 
     def context_limit(self, max_len: int) -> int:
         """Return the maximum number of tokens of prompt and answer together: the lower one of

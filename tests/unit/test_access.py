@@ -23,6 +23,7 @@ from gateway.auth.gate import (
 )
 from gateway.auth.keys import Keyring, KeyWatch
 from gateway.auth.request_head import HostRule, host_name, matches_rule, path_error, printable
+from gateway.context import request_id_from
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import InvalidRequest, RequestError
@@ -147,6 +148,13 @@ def test_a_key_ends_its_own_requests_and_an_admins_those_of_all():
     assert user.abort_label("cmpl-1") in labels
     assert boss.abort_label("cmpl-1") in labels
     assert watch.abort_label("cmpl-1") not in labels
+
+
+def test_no_request_id_is_the_label_by_which_another_key_finds_its_request():
+    user = Keyring(KEYS).find("user")
+    assert user
+    assert request_id_from("cmpl-1") == "cmpl-1", "clients may choose the id"
+    assert request_id_from(user.abort_label("cmpl-1")) != user.abort_label("cmpl-1")
 
 
 def test_a_field_that_a_key_may_not_use_is_refused_by_name():
