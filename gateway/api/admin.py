@@ -236,15 +236,23 @@ def models(service: Service, context: RequestContext) -> Response:
     parameters=(Parameter("name", "A served model name.", place="path"), _VERSION),
 )
 def model(service: Service, context: RequestContext, name: str) -> Response:
-    listed = listed_models(service)
-    model, _, adapter = name.rpartition(":")
-    if name not in listed and model in listed and adapter in listed:
-        name = adapter  # MODEL:ADAPTER
-    if name not in listed:
+    facts = listed_models(service).get(name)
+    if facts is None and (found := _adapter_of_model(service, name)) is not None:
+        facts, name = found, found.names[0]
+    if facts is None:
         raise service.unknown_model(name)
     if VERSION_HEADER in request.headers:
-        return json_response(model_info(listed[name], name))
-    return json_response(_model(listed[name], name))
+        return json_response(model_info(facts, name))
+    return json_response(_model(facts, name))
+
+
+def _adapter_of_model(service: Service, name: str) -> ListedModel | None:
+    """Return the adapter that is named as MODEL:ADAPTER; None if this model has no such adapter."""
+    model, _, adapter = name.rpartition(":")
+    host = next((each for each in service.hosts if model in each.names), None)
+    if host is None or (facts := host.facts()) is None:
+        return None
+    return host.adapter_facts(facts).get(adapter)
 
 
 def listed_models(service: Service) -> dict[str, ListedModel]:

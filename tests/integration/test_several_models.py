@@ -141,7 +141,8 @@ def test_all_models_are_listed_under_all_names(pair: Pair) -> None:
     assert [m["id"] for m in page["data"]] == ["alias", "b"]
     one = requests.get(gateway.url + "/v1/models/b", timeout=5).json()
     assert one == listed[2]
-    assert requests.get(gateway.url + "/v1/models/c", timeout=5).status_code == 404
+    for name in ("c", "a:b"):  # a:b would be an adapter `b` of the model `a`
+        assert requests.get(f"{gateway.url}/v1/models/{name}", timeout=5).status_code == 404
 
 
 def test_an_abort_finds_the_request_of_any_model(pair: Pair) -> None:
