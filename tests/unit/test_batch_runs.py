@@ -93,6 +93,17 @@ def test_an_empty_input_is_refused(tmp_path: Path) -> None:
         checked(written(tmp_path, "\n\n"))
 
 
+def test_a_pipe_is_refused_because_the_input_is_read_twice() -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    try:
+        with pytest.raises(Failure, match="is a pipe") as refused:
+            BatchInput(Path(f"/dev/fd/{reader}"))
+    finally:
+        os.close(reader)
+    assert refused.value.exit_code == 2
+
+
 def test_an_input_that_changes_during_the_run_ends_it(tmp_path: Path) -> None:
     path = written(tmp_path, jsonl(completion_lines(3)))
     with BatchInput(path) as source:

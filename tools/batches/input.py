@@ -47,6 +47,12 @@ class BatchInput:
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
             raise Failure(f"cannot read {path}: {error.strerror}", exit_code=2) from None
+        if not self._file.seekable():
+            self._file.close()
+            raise Failure(
+                f"{path} is a pipe, but the input is read twice; save it as a file",
+                exit_code=ExitCode.USAGE,
+            )
         self._version = self._stat()
 
     def __enter__(self) -> Self:
