@@ -7,12 +7,13 @@
 - Each line of a batch has at most one result, because a result's number is that of its line.
 - The output files of a batch become visible in the transaction that gives it its last status.
 - A file that an open batch reads is not deleted.
-- Uploads are refused if the database is full. Results are always stored, because their lines were
-  accepted.
+- Uploads and new batches are refused if the database is full. Results are always stored, because
+  their lines were accepted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ class LineResult(msgspec.Struct, frozen=True):
 class BatchDatabase(SqliteFile):
     """The open database file. The arguments `now` are seconds since 1970.
 
-    max_bytes   size from which uploads are refused
+    max_bytes   size from which uploads and new batches are refused
     max_age_s   age at which ended batches are deleted
     runner      unique name of this process; "": a new name
     """
@@ -163,21 +164,33 @@ class BatchDatabase(SqliteFile):
             self._remove_file(file)
         return True
 
-    def pieces(self, file: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Return up to `limit` pieces of a file, as (number, data), after the number `after`."""
-        return self._connection.execute(queries.GET_PIECES, (file, after, limit)).fetchall()
+    def pieces(self, file: str, after: int, max_bytes: int) -> list[tuple[int, bytes]]:
+        """Return the next pieces of a file, as (number, data), after the number `after`: as many as
+        have `max_bytes` in total, and at least one. The result is empty at the end of the file."""
+        found: list[tuple[int, bytes]] = []
+        num_bytes = 0
+        with contextlib.closing(
+            self._connection.execute(queries.GET_PIECES, (file, after))
+        ) as rows:  # closed early, it reads no further pieces
+            for number, data in rows:
+                found.append((number, data))
+                num_bytes += len(data)
+                if num_bytes >= max_bytes:
+                    break
+        return found
 
     # ---- batches, for their owners
 
     def create_batch(self, batch: NewBatch, max_open: int, now: float) -> StoredBatch | None:
         """Store a new batch and its output files, which stay hidden until it ends. Return None if
         its owner has no such input file. Raises TooMany if its owner has `max_open` open
-        batches."""
+        batches, and StoreFull."""
         self._sweep(now)
         with self._writing():
             (count,) = self._one(queries.NUM_OPEN, batch.owner) or (0,)
             if count >= max_open:
                 raise TooMany(max_open)
+            self._check_room(0)
             source = self.get_file(batch.input_file, batch.owner, now)
             if source is None or source.purpose != INPUT_PURPOSE:
                 return None

@@ -82,7 +82,7 @@ SELECT {_FILE} FROM files
 WHERE id = ?1 AND owner = ?2 AND is_visible AND (expires_at IS NULL OR expires_at > ?3)
 """
 NUM_FILES = "SELECT COUNT(*) FROM files WHERE owner = ?1 AND purpose = ?2"
-GET_PIECES = "SELECT number, data FROM pieces WHERE file = ? AND number > ? ORDER BY number LIMIT ?"
+GET_PIECES = "SELECT number, data FROM pieces WHERE file = ? AND number > ? ORDER BY number"
 FILE_SEQ = "SELECT seq FROM files WHERE id = ? AND owner = ? AND is_visible"
 DELETE_FILE = "DELETE FROM files WHERE id = ?"
 DELETE_PIECES = "DELETE FROM pieces WHERE file = ?"

@@ -303,7 +303,12 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         ),
     ] = ""
     file_store_mib: Annotated[
-        int, about("size of the file store from which uploads are refused", ge=1, le=1 << 24)
+        int,
+        about(
+            "size of the file store from which uploads and new batches are refused",
+            ge=1,
+            le=1 << 24,
+        ),
     ] = 4096
     file_max_mib: Annotated[int, about("largest uploaded file", ge=1, le=1 << 16)] = 200
     files_per_key: Annotated[int, about("most uploaded files of one API key", ge=1, le=1 << 20)] = (

@@ -155,6 +155,13 @@ def test_a_file_is_read_in_pages(database: BatchDatabase) -> None:
     assert database.pieces("f", 1, 2) == [(2, b"c")]
 
 
+def test_a_page_of_a_file_is_bounded_by_its_bytes(database: BatchDatabase) -> None:
+    put_file(database, "f", *(bytes(1000) for _ in range(9)))
+    assert [number for number, _ in database.pieces("f", -1, 2500)] == [0, 1, 2]
+    assert [number for number, _ in database.pieces("f", 2, 1)] == [3]
+    assert len(database.pieces("f", 3, 1 << 30)) == 5
+
+
 def test_an_abandoned_upload_leaves_nothing(database: BatchDatabase) -> None:
     database.begin_file(NewFile("f", OWNER, "batch", "a"), 1, NOW)
     database.add_piece("f", 0, b"abc")
@@ -175,6 +182,17 @@ def test_files_and_bytes_are_bounded(path: Path) -> None:
             database.add_piece("b", 0, bytes(MIB // 2))
         assert database.delete_file("a", OWNER, NOW)
         database.add_piece("b", 0, bytes(MIB // 2))
+
+
+def test_a_full_store_takes_no_batches(path: Path) -> None:
+    with closing(opened(path)) as database:
+        put_file(database, "file-in", bytes(MIB))
+    with closing(opened(path, max_bytes=MIB)) as database:
+        with pytest.raises(StoreFull):
+            put_batch(database)
+        assert database.list_batches(OWNER, None, 9) == []
+        files = database.list_files(OWNER, None, "", 9, NOW, ascending=True)
+        assert [file.id for file in files] == ["file-in"]
 
 
 def test_expired_files_and_forgotten_uploads_are_deleted(database: BatchDatabase) -> None:

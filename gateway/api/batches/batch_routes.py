@@ -9,14 +9,14 @@ import msgspec
 from flask import Response, request
 from werkzeug.exceptions import NotFound
 
-from gateway.api.batches.file_routes import file_store, listed, number_in_query
+from gateway.api.batches.file_routes import file_store, listed, number_in_query, store_full
 from gateway.api.batches.requests import BatchCreateBody
 from gateway.api.batches.responses import BatchList, BatchObject, batch_list, batch_object
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.http.route import INFERENCE, Parameter, Routes, json_response
 from gateway.service import Service
-from gateway.store.batch_database import TooMany, new_id
+from gateway.store.batch_database import StoreFull, TooMany, new_id
 from gateway.store.batch_queries import NewBatch, StoredBatch
 from gateway.store.batch_states import IllegalBatchMove
 from gateway.store.runs import DAY_S
@@ -60,6 +60,8 @@ def create(service: Service, context: RequestContext) -> Response:
             f"at most {error.limit:,} open batches; wait until one has ended "
             "(see --batches-per-key)"
         ) from None
+    except StoreFull:
+        raise store_full() from None
     if batch is None:
         raise InvalidRequest.at("input_file_id", "no such file with the purpose batch is stored")
     _wake(service)

@@ -37,8 +37,8 @@ routes = Routes("Files and batches", ErrorAnswer)
 ONE = "/v1/files/<file_id>"
 ID = Parameter("file_id", "The id of a file.", place="path")
 STORED = (400, 404, 405, 500)
-PIECES_AT_ONCE = 64
-"""Number of pieces of a file that a download reads at a time."""
+READ_BYTES = 1 << 19
+"""Size of the pieces of a file that a download reads at a time, and holds if the client is slow."""
 MAX_FORM_BYTES = 1 << 16
 """Size of a form besides its file."""
 MAX_LIST = 10_000
@@ -81,9 +81,7 @@ def _stored(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> 
             "file", f"at most {error.limit:,} files; delete some (see --files-per-key)"
         ) from None
     except StoreFull:
-        raise RequestEntityTooLarge(
-            "the file store is full; delete files (see --file-store-mib)"
-        ) from None
+        raise store_full() from None
     except UnknownId:
         raise InvalidRequest("the upload took too long") from None
 
@@ -181,7 +179,7 @@ def _pieces(store: Store[BatchDatabase], file: StoredFile) -> Iterator[bytes]:
 
 
 def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[int, bytes]]:
-    return database.pieces(file, after, PIECES_AT_ONCE)
+    return database.pieces(file, after, READ_BYTES)
 
 
 @routes.delete(
@@ -203,6 +201,10 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
     if not was_there:
         raise NotFound(f"no file {file_id[:128]!r} is stored")
     return json_response(FileDeleted(file_id, "file", deleted=True))
+
+
+def store_full() -> RequestEntityTooLarge:
+    return RequestEntityTooLarge("the file store is full; delete files (see --file-store-mib)")
 
 
 def file_store(service: Service) -> Store[BatchDatabase]:

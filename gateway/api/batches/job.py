@@ -45,7 +45,7 @@ FLUSH_S = 0.1
 """Interval at which new results are stored."""
 MAX_PROBLEMS = 100
 """Maximum number of malformed lines that a failed batch lists."""
-PIECES_AT_ONCE = 4
+READ_BYTES = 1 << 20
 OPEN_PER_SLOT = 2
 """Maximum number of lines of a job that are open, for each slot. Some of them may wait to be tried
 again, without a slot."""
@@ -330,7 +330,7 @@ def _result(
 
 
 def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[int, bytes]]:
-    return database.pieces(file, after, PIECES_AT_ONCE)
+    return database.pieces(file, after, READ_BYTES)
 
 
 def _done_lines(batch: StoredBatch, database: BatchDatabase) -> set[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +13,8 @@ import pytest
 import requests
 from openai import OpenAI
 
+from gateway.store.batch_database import BatchDatabase
+from gateway.store.batch_queries import NewFile
 from tests.integration.batches.conftest import client_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import descendants_of, rss_mib
@@ -162,6 +166,21 @@ def test_a_key_has_a_limited_number_of_files_and_the_store_a_size(small: Gateway
             uploaded(client, bytes(9 * MIB))
         assert full.value.status_code == 413
         uploaded(client, bytes(6 * MIB))  # the pieces of the failed upload are gone
+
+
+def test_a_full_store_takes_no_new_batches(small: GatewayProcess, tmp_path: Path) -> None:
+    """Otherwise one input file, computed again and again, would fill the disk with results."""
+    with client_of(small) as client:
+        file = uploaded(client)
+        other = BatchDatabase(str(tmp_path / "f.db"), max_bytes=64 * MIB, max_age_s=3600)
+        with contextlib.closing(other):
+            other.begin_file(NewFile("file-results", "somebody", "batch_output", "o"), 9, 0.0)
+            other.add_piece("file-results", 0, bytes(9 * MIB))
+        with pytest.raises(openai.APIStatusError, match="the file store is full") as full:
+            client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+        assert full.value.status_code == 413
 
 
 def test_an_upload_is_never_in_memory_as_a_whole(engine: ScriptedEngine, tmp_path: Any) -> None:

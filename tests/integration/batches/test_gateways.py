@@ -201,6 +201,6 @@ def test_lines_run_under_the_account_of_their_key_until_it_is_revoked(
                 return found if found.status == "completed" else None
 
             done = eventually(ended)
-            errors = b"".join(data for _, data in database.pieces(done.error_file, -1, 99))
+            errors = b"".join(data for _, data in database.pieces(done.error_file, -1, 1 << 20))
     assert (done.num_completed, done.num_failed) == (4, 5)
     assert errors.count(b'"code":"invalid_api_key"') == 5
