@@ -36,6 +36,8 @@ LEASE_S = 10.0
 """Time after which another process may take over a batch whose lease was not renewed."""
 SWEEP_EVERY_S = 60.0
 """Interval at which files and batches that have expired are deleted."""
+SWEEP_FILES = 64
+"""Number of files that are deleted at once, so that other processes can write in between."""
 UPLOAD_S = 3600.0
 """Time after which an upload that is not complete is deleted."""
 NEEDS_ALL = (BatchEvent.ALL_DONE, BatchEvent.WINDOW_OVER)
@@ -230,7 +232,7 @@ class BatchDatabase(SqliteFile):
 
     def claim(self, now: float) -> StoredBatch | None:
         """Return an open batch that no process executes, and hold its lease from now on; None if
-        there is none."""
+        there is none. Owners with fewer batches that are executed come first."""
         self._sweep(now)
         if self._one(queries.CLAIMABLE, now) is None:
             return None
@@ -345,11 +347,13 @@ class BatchDatabase(SqliteFile):
         """Delete files that have expired, uploads that were never finished, and old batches."""
         if now - self._swept_at < SWEEP_EVERY_S:
             return
-        self._swept_at = now
         with self._writing():
-            rows = self._connection.execute(queries.OVERDUE_FILES, (now, now - UPLOAD_S))
-            for (file,) in rows.fetchall():
+            values = (now, now - UPLOAD_S, SWEEP_FILES)
+            files = self._connection.execute(queries.OVERDUE_FILES, values).fetchall()
+            for (file,) in files:
                 self._remove_file(file)
+            if len(files) < SWEEP_FILES:  # otherwise the next call continues
+                self._swept_at = now
             self._execute(queries.OLD_BATCHES, now - self._max_age_s)
 
 

@@ -94,7 +94,7 @@ SELECT id FROM files WHERE
     OR (NOT is_visible AND created_at < ?2
         AND id NOT IN (SELECT output_file FROM batches WHERE {_OPEN})
         AND id NOT IN (SELECT error_file FROM batches WHERE {_OPEN}))
-LIMIT 64
+LIMIT ?3
 """
 
 
@@ -132,7 +132,12 @@ ORDER BY seq DESC LIMIT ?3
 """
 NUM_OPEN = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {_OPEN}"
 CLAIMABLE = f"""
-SELECT {_BATCH} FROM batches WHERE {_OPEN} AND lease_until < ? ORDER BY seq LIMIT 1
+WITH held AS (
+    SELECT owner AS holder, COUNT(*) AS num_held FROM batches
+    WHERE {_OPEN} AND lease_until >= ?1 GROUP BY owner
+)
+SELECT {_BATCH} FROM batches LEFT JOIN held ON holder = owner
+WHERE {_OPEN} AND lease_until < ?1 ORDER BY COALESCE(num_held, 0), seq LIMIT 1
 """
 CLAIM = "UPDATE batches SET runner = ?2, lease_until = ?3 WHERE id = ?1"
 RENEW = f"UPDATE batches SET lease_until = ?2 WHERE runner = ?1 AND {_OPEN}"

@@ -16,6 +16,7 @@ from gateway.store.batch_database import (
     LEASE_S,
     OUTPUT_PURPOSE,
     SWEEP_EVERY_S,
+    SWEEP_FILES,
     UPLOAD_S,
     BatchDatabase,
     FileInUse,
@@ -206,6 +207,19 @@ def test_expired_files_and_forgotten_uploads_are_deleted(database: BatchDatabase
     assert left == ["long", "new"]
 
 
+def test_many_expired_files_are_deleted_without_waiting_for_the_next_sweep(
+    database: BatchDatabase,
+) -> None:
+    names = [f"file-{number}" for number in range(2 * SWEEP_FILES + 1)]
+    for name in names:
+        database.begin_file(NewFile(name, OWNER, "batch", "u"), 1000, NOW)
+        database.add_piece(name, 0, b"x")
+    later = NOW + UPLOAD_S + SWEEP_EVERY_S + 1
+    for _ in range(3):
+        database.claim(later)
+    assert [name for name in names if database.pieces(name, -1, 1)] == []
+
+
 def test_the_input_of_an_open_batch_is_kept_although_it_has_expired(
     database: BatchDatabase,
 ) -> None:
@@ -361,3 +375,15 @@ def test_old_batches_are_deleted_with_their_files(
     assert state(database).status is BatchStatus.COMPLETED
     database.claim(NOW + 31 * DAY_S)
     assert database.get_batch("batch_1", OWNER) is None
+
+
+def test_an_owner_with_many_batches_does_not_delay_another(database: BatchDatabase) -> None:
+    put_file(database)
+    put_file(database, "file-other", owner="other")
+    for name in ("a1", "a2", "a3"):
+        put_batch(database, name)
+    put_batch(database, "b1", owner="other", input_file="file-other")
+    claimed = [batch.id for _ in range(5) if (batch := database.claim(NOW)) is not None]
+    assert claimed == ["a1", "b1", "a2", "a3"]
+    later = NOW + LEASE_S + 1
+    assert [each.id for _ in range(2) if (each := database.claim(later))] == ["a1", "b1"]

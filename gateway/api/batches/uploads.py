@@ -19,6 +19,7 @@ from werkzeug.exceptions import (
 from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
+from gateway.store.batch_database import UPLOAD_S
 from protocol.errors import InvalidRequest
 
 READ_BYTES = 1 << 16
@@ -51,15 +52,17 @@ def read_upload(
     InvalidRequest         the body is malformed or truncated, or has no file or two
     RequestEntityTooLarge  the file is longer than `max_bytes` (413)
     UnsupportedMediaType   the body is not multipart/form-data (415)
-    RequestTimeout         nothing arrived for SILENCE_S seconds (408)
+    RequestTimeout         nothing arrived for SILENCE_S seconds, or the body took UPLOAD_S (408)
     """
     kind, options = parse_options_header(content_type)
     boundary = options.get("boundary", "")
     if kind != "multipart/form-data" or not boundary:
         raise UnsupportedMediaType("the body must be multipart/form-data with a boundary")
     reader = _UploadReader(max_bytes, sink)
-    for event in _events(stream, boundary.encode("latin-1", "replace")):
-        reader.on_event(event)
+    late = RequestTimeout(f"the upload took longer than {UPLOAD_S:g} s")
+    with gevent.Timeout(UPLOAD_S, late):
+        for event in _events(stream, boundary.encode("latin-1", "replace")):
+            reader.on_event(event)
     return reader.finish()
 
 
