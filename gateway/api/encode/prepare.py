@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import gevent
+import msgspec
 
 from gateway.api.encode.requests import EncodeFields, EncodingFormat
 from gateway.generation.request import PromptRequest
@@ -24,6 +27,10 @@ QUERY_PROMPTS, DOCUMENT_PROMPTS = (
     ("document", "passage", "search_document"),
 )
 """Usual names of the prompts of a query, and of those of the texts that are searched."""
+TURN_NUMBERS = 1 << 15
+"""Quantity of numbers of vectors that are handled before other greenlets run. A response can have
+millions, which take about a second."""
+T = TypeVar("T")
 
 
 class EncodePreparation:
@@ -195,6 +202,28 @@ def rows_of(vectors: Float32) -> list[memoryview]:
     """Return the bytes of each row."""
     width = vectors.shape[1] * Float32.itemsize
     return [vectors.data[place * width : (place + 1) * width] for place in range(len(vectors))]
+
+
+def in_turns(items: Iterable[T], width: int) -> Iterator[T]:
+    """Yield the items. Other greenlets run after each TURN_NUMBERS numbers.
+
+    width  quantity of numbers in an item
+    """
+    num_done = 0
+    for item in items:
+        yield item
+        num_done += width
+        if num_done >= TURN_NUMBERS:
+            num_done = 0
+            gevent.sleep(0)
+
+
+def written_in_turns(items: Iterable[T], width: int) -> list[T]:
+    """Return the items for a field of a response. They are made and encoded as JSON one by one, and
+    other greenlets run meanwhile, as with `in_turns`."""
+    # The encoder copies a `Raw` into the response as it is.
+    written = [msgspec.Raw(msgspec.json.encode(item)) for item in in_turns(items, width)]
+    return cast(list[T], written)
 
 
 def numbers_of(row: memoryview) -> list[float]:

@@ -41,16 +41,16 @@ BOUNDS = JsonBounds.with_ids(MAX_REQUEST_TOKENS)
 def embeddings(service: Service, context: RequestContext) -> Response:
     body = _read(service, context, requests.EmbeddingsBody)
     done = compute.embed(service, context, body, body.model, "embd")
-    data = [
+    items = (
         responses.EmbeddingItem(
             index=index,
             embedding=prepare.encoded_vector(row, body.encoding_format, body.dimensions),
         )
         for index, row in enumerate(prepare.rows_of(done.vectors))
-    ]
+    )
     return json_response(
         responses.EmbeddingList(
-            data=data,
+            data=prepare.written_in_turns(items, done.vectors.shape[1]),
             model=_model_name(body, done.use.model),
             usage=_usage(done.prompt_request),
             ignored_params=context.ignored or UNSET,
@@ -228,11 +228,14 @@ def _scores(
     with context.timeline.tokenizing():
         prompt_request = preparation.texts(texts, ["query"] * len(queries) + list(names))
     vectors = compute.encode(service, use, context, body, prompt_request, kind)
-    rows = [prepare.numbers_of(row) for row in prepare.rows_of(vectors)]
-    if preparation.encoding.similarity == "cosine" and not preparation.encoding.normalizes:
-        rows = [prepare.unit(row) for row in rows]
+    width = vectors.shape[1]
+    scales = preparation.encoding.similarity == "cosine" and not preparation.encoding.normalizes
+    rows = [
+        prepare.unit(prepare.numbers_of(row)) if scales else prepare.numbers_of(row)
+        for row in prepare.in_turns(prepare.rows_of(vectors), width)
+    ]
     of_query = dict(zip(queries, rows, strict=False))
-    found = zip(pairs, rows[len(queries) :], strict=True)
+    found = prepare.in_turns(zip(pairs, rows[len(queries) :], strict=True), width)
     scores = [prepare.similarity(of_query[query], row) for (query, _), row in found]
     return scores, _usage(prompt_request)
 

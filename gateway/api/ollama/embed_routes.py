@@ -47,7 +47,9 @@ def embed(service: Service, context: RequestContext) -> Response:
         )
         done = _embed(service, context, asked)
         vectors = map(prepare.numbers_of, prepare.rows_of(done.vectors))
-        rows = [prepare.unit(vector[: body.dimensions]) for vector in vectors]
+        rows = prepare.written_in_turns(
+            (prepare.unit(vector[: body.dimensions]) for vector in vectors), done.vectors.shape[1]
+        )
         waited_s, num_tokens = done.use.waited_s, len(done.prompt_request.prompt_ids)
     return json_response(
         responses.OllamaEmbedded(
