@@ -71,7 +71,7 @@ def test_all_commands_are_suggested(shell: Shell, folder: Path) -> None:
     ("line", "expected"),
     [
         ("tidegate ser", {"serve"}),
-        ("tidegate serve --max-l", {"--max-len", "--max-loaded"}),
+        ("tidegate serve --max-l", {"--max-len", "--max-loaded", "--max-loras", "--max-lora-rank"}),
         ("tidegate serve --port 1 --max-sl", {"--max-slots"}),
         ("tidegate serve model.gguf --max-sl", {"--max-slots"}),
         ("tidegate serve --dtype ", {"auto", "bfloat16", "float32"}),
