@@ -228,7 +228,7 @@ class AdapterRegistry:
         if not free:
             raise InvalidRequest.at(
                 "lora_name",
-                f"{len(taken)} adapters are loaded, which is --max-loras; unload one first",
+                f"{len(taken)} adapters are loaded, the limit of --max-loras; unload one first",
             )
         row = free[0]
         self._generations[row] += 1

@@ -79,7 +79,7 @@ class EncodeStep:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """What a step has done for one request.
+    """A step's work for one request.
 
     is_failed   whether some result is not finite
     """

@@ -1,4 +1,4 @@
-"""LoRA adapters: what clients, engines and workers say about them.
+"""LoRA adapters: the checks of their names and paths.
 
 An adapter has a name, by which requests select it, and a digest of its content. The engine assigns
 it a row of the worker's table, and increases the row's generation each time it does so. The digest

@@ -41,7 +41,7 @@ Trouble = Literal["unreachable", "refused", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """What came of sending a line once: a response, or the reason there is none."""
+    """The outcome of sending a line once: a response, or the reason there is none."""
 
     #: The server's answer; None if it sent none, or not all of it.
     response: BatchResponse | None = None

@@ -1,4 +1,4 @@
-"""Says in words what the time of a request went to. Pure: a timeline in, sentences out."""
+"""Says in words where the time of a request went. Pure: a timeline in, sentences out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Cause = Literal[
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the time of a request went to."""
+    """One cause of a request's time."""
 
     #: What took the time. "load": waiting until the model was loaded; "check": reading the body;
     #: "fetch": fetching K/V; "prompts": prompts of others in the steps of the answer; "transfer":
@@ -58,7 +58,7 @@ class _Part(NamedTuple):
 
 
 def explain(engine: EngineTimeline, client: ClientTimes | None = None) -> list[Reason]:
-    """Return what the time went to, in the order in which it passed.
+    """Return the reasons for the request's time, in the order in which it passed.
 
     `client` is the gateway's part; None if it is not known. Times of `client` and of the engine do
     not overlap, except that the client may read slowly while the engine computes.
@@ -222,7 +222,9 @@ def _pace(engine: EngineTimeline, groups: Sequence[StepGroup], seconds: float) -
     else:
         text += "; no other request decoded with it"
     if engine.draft_tokens:
-        text += f"; {engine.accepted_tokens:,} of {_count(engine.draft_tokens, 'draft')} were right"
+        text += (
+            f"; {engine.accepted_tokens:,} of {_count(engine.draft_tokens, 'draft')} were accepted"
+        )
     return text
 
 

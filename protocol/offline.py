@@ -1,4 +1,4 @@
-"""Language models for scripts: starts an engine, without HTTP, and talks to it.
+"""Language models for scripts: starts an engine, without HTTP, and sends it requests.
 
     from protocol.offline import LLM
 
@@ -270,7 +270,7 @@ class LLM:
         if not self._close.alive:
             raise EngineError("this LLM is closed")
         if any(body.get("stream") for body in bodies):
-            raise InvalidRequest.at("stream", "an LLM gives whole answers")
+            raise InvalidRequest.at("stream", "an LLM returns whole answers")
         results: list[OfflineResult | ServingError | None] = [None] * len(bodies)
         with self._lock, _progress(len(bodies), progress) as show, contextlib.ExitStack() as held:
             places: dict[int, int] = {}  # open request -> index of its body
@@ -301,7 +301,7 @@ class LLM:
         try:
             data = msgspec.json.encode(body)
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"the request number {place} is no JSON: {error}") from None
+            raise InvalidRequest(f"request {place} is not JSON: {error}") from None
         number, self._next_request = self._next_request, self._next_request + 1
         places[number] = place
         self._write(OfflineRequest(request=number, path=path, body=data))
@@ -358,7 +358,7 @@ class _Starter:
         try:
             self._text = msgspec.json.encode(config).decode()
         except TypeError as error:
-            raise InvalidRequest(f"an option is no JSON: {error}") from None
+            raise InvalidRequest(f"an option is not JSON: {error}") from None
         self._process: subprocess.Popen[bytes] | None = None
         self._started, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="tidegate-llm", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The timeline of one request: where it was when, and what the steps computed meanwhile.
+"""The timeline of one request: its stages, and what the steps computed meanwhile.
 
 The engine builds an `EngineTimeline` from what it has recorded about its last steps and requests
 (engine_core/history). The gateway that sent the request adds its own times as `ClientTimes`. Both
@@ -28,7 +28,7 @@ class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptShare(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What some steps computed of the prompt of one other request."""
+    """The part of another request's prompt that some steps computed."""
 
     #: Name of the other request.
     name: str

@@ -1,4 +1,4 @@
-"""What one request has used so far: the time in each stage, tokens, and its row in a status."""
+"""The usage of one request so far: the time in each stage, tokens, and its row in a status."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def draw_chat(visit: Visit) -> None:
 
 
 def ask(visit: Visit, text: str, max_tokens: int) -> None:
-    visit.page.get_by_label("Most tokens").fill(str(max_tokens))
+    visit.page.get_by_label("Max tokens").fill(str(max_tokens))
     send(visit.page, text)
     await_end(visit)
 
@@ -73,7 +73,7 @@ def draw_phone(visit: Visit) -> None:
     page = visit.open()
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Most tokens").fill("220")
+    page.get_by_label("Max tokens").fill("220")
     page.get_by_role("button", name="Close the settings").click()
     send(page, QUESTION)
     await_end(visit)
@@ -87,7 +87,7 @@ def draw_compare(visit: Visit) -> None:
         side.get_by_label("Temperature").fill(temperature)
         side.locator("summary").first.click()
     page.get_by_label("Seed").fill("7")
-    page.get_by_label("Most tokens").fill("60")
+    page.get_by_label("Max tokens").fill("60")
     page.get_by_label("Prompt").fill("What is a tide?")
     page.get_by_label("Prompt").press("Enter")
     page.get_by_text("The answers differ").first.wait_for()

@@ -33,7 +33,8 @@ STARTERS = ("serve", "engine", "config")
 EXAMPLES = """\
 getting started:
   tidegate serve                  download the default model and start a server
-  tidegate chat                   chat with the server, from another terminal
+  tidegate chat                   chat with the server, from another terminal; or use
+                                  its web page at http://127.0.0.1:8000/
   tidegate status                 show whether the server is ready and how busy it is
   tidegate top                    watch the engine and its open requests
   tidegate doctor                 check this machine if something does not work
@@ -62,7 +63,7 @@ COMMANDS = {
     "status": "show whether a server is ready and how busy it is",
     "logs": "show the log of a running server",
     "top": "watch an engine and its open requests",
-    "why": "explain what the time of a request went to",
+    "why": "explain where the time of a request went",
     "abort": "abort requests",
     "ps": "list servers, and processes and sockets left behind",
     "stop": "stop servers and remove what was left behind",

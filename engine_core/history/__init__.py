@@ -1,4 +1,4 @@
-"""What the engine remembers of its last steps and requests, for `GetTimeline` and `GetStatus`.
+"""The engine's memory of its last steps and requests, for `GetTimeline` and `GetStatus`.
 
 No decision depends on it, so a snapshot does not contain it. Recording a step takes constant time,
 however many rows it has: the log keeps the columns of the plan, which exist anyway. They are read

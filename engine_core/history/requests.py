@@ -1,4 +1,4 @@
-"""What is remembered of requests: the open ones that had a slot, and the last that have ended."""
+"""The histories of requests: the open ones that had a slot, and the last that have ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlotBind:
 
 @dataclass(slots=True, eq=False)
 class RequestHistory:
-    """What is remembered of one request. It holds no token."""
+    """The history of one request. It holds no token."""
 
     #: `Request.order`.
     order: int

@@ -24,7 +24,7 @@ def check_encode(
     """
     encoding = model.encoding
     if encoding is None:
-        raise InvalidRequest(f"{model.name} does not encode", param="model")
+        raise InvalidRequest(f"{model.name} has no embeddings and no scores", param="model")
     most = min(MAX_INPUTS, MAX_RESULT_NUMBERS // encoding.size)
     if len(lengths) > most:
         raise InvalidRequest(

@@ -247,7 +247,8 @@ class DisaggregatedClient:
     ) -> int:
         """Raise InvalidRequest: these engines share the work of generating, and encode nothing."""
         raise InvalidRequest(
-            "model: a server with prefill and decode engines does not encode", param="model"
+            "model: a server with prefill and decode engines has no embeddings and no scores",
+            param="model",
         )
 
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:

@@ -142,7 +142,7 @@ class InputTokenizer:
         if room < 1:
             raise InvalidRequest.at(
                 "truncate_prompt_tokens",
-                f"{limit} tokens have no room for text beside {num_special} special tokens",
+                f"{limit} tokens leave no room for text beside {num_special} special tokens",
             )
         parts = [
             self.inner.encode(part, add_special_tokens=False)
@@ -173,7 +173,7 @@ def tokens_of(encoding: tokenizers.Encoding, param: str) -> TokenizedInput:
     ids, types = encoding.ids, encoding.type_ids
     split = len(types) - sum(types)
     if not ids:
-        raise InvalidRequest.at(param, "empty")
+        raise InvalidRequest.at(param, "must not be empty")
     if any(types[:split]):
         raise InvalidRequest.at(param, "this model's tokenizer has other token types than 0 and 1")
     return TokenizedInput(ids, split)

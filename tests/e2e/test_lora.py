@@ -108,7 +108,7 @@ def test_an_adapter_is_addressed_by_its_name_with_or_without_that_of_the_model(s
 
 
 @pytest.mark.parametrize("name", ["it", "other:fr", "tiny:97:it", ":fr", "fr:", "tiny:97:fr:fr"])
-def test_an_unknown_adapter_is_a_404_that_lists_what_there_is(scene, name):
+def test_an_unknown_adapter_is_a_404_that_lists_the_models(scene, name):
     answer = scene.complete(name)
     assert answer.status_code == 404
     assert "tiny:97, tiny, fr" in answer.json()["error"]["message"]

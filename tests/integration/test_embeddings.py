@@ -389,7 +389,7 @@ def test_a_split_server_refuses_to_encode(tmp_path_factory: pytest.TempPathFacto
     ):
         gateway.await_ready()
         message = error_of(gateway, EMBEDDINGS, {"input": "a"})["message"]
-        assert "prefill and decode engines does not encode" in message
+        assert "prefill and decode engines has no embeddings" in message
 
 
 def test_requests_are_labelled_and_counted(gateway: GatewayProcess, engine: ScriptedEngine) -> None:

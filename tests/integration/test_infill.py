@@ -1,4 +1,4 @@
-"""Fill in the middle over HTTP: `suffix` of /v1/completions, and llama.cpp's /infill."""
+"""Fill-in-the-middle over HTTP: `suffix` of /v1/completions, and llama.cpp's /infill."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_stream_of_infill_has_the_same_text_and_end(
 
 
 @pytest.mark.parametrize(("n_predict", "max_tokens"), [(-1, None), (0, 0), (3, 3), (None, None)])
-def test_n_predict(
+def test_n_predict_limits_the_answer(
     gateway: GatewayProcess, engine: ScriptedEngine, n_predict: int | None, max_tokens: int | None
 ) -> None:
     engine.script = lambda generate: text_reply("ab", size=1)
@@ -191,7 +191,7 @@ def test_n_predict(
     assert engine.generates[-1].params.max_tokens == max_tokens
 
 
-def test_files_are_context_and_do_not_push_out_the_gap(
+def test_files_stand_before_the_gap_and_leave_room_for_it(
     gateway: GatewayProcess, engine: ScriptedEngine
 ) -> None:
     extra = [{"filename": "a.py", "text": "x" * 390}, {"filename": EVIL, "text": "y"}]

@@ -121,11 +121,11 @@ def test_a_wrong_request_raises_its_error_and_the_others_go_on(llm: LLM) -> None
     assert [isinstance(each, ServingError) for each in results] == [False, True, False]
     with pytest.raises(InvalidRequest, match="temperature"):
         llm.generate("w5", temperature=99)
-    with pytest.raises(InvalidRequest, match="stream: an LLM gives whole answers"):
+    with pytest.raises(InvalidRequest, match="stream: an LLM returns whole answers"):
         llm.generate("w5", stream=True)
     with pytest.raises(UnknownModel):
         llm.generate("w5", model="another")
-    with pytest.raises(InvalidRequest, match="the request number 0 is no JSON"):
+    with pytest.raises(InvalidRequest, match="request 0 is not JSON"):
         llm.generate("w5", stop={object()})
     assert llm.generate("w5", max_tokens=2)[0].text
 
@@ -150,11 +150,11 @@ def test_threads_share_an_llm(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_slotz": 3}, "max_slotz: there is no such option"),
+        ({"max_slotz": 3}, "max_slotz: unknown option"),
         ({"max_len": "long"}, "max_len: Expected `int`, got `str`"),
         ({"tool_format": "nonsense"}, "nonsense"),
-        ({"port": 8000}, "port: there is no such option"),
-        ({"max_len": object()}, "an option is no JSON"),
+        ({"port": 8000}, "port: unknown option"),
+        ({"max_len": object()}, "an option is not JSON"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(

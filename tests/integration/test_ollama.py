@@ -233,7 +233,7 @@ def test_options_have_the_names_of_ollama(gateway: GatewayProcess, engine: Scrip
 
 
 @pytest.mark.parametrize("limit", [None, 0, -1, -2])
-def test_an_answer_without_a_limit(
+def test_an_answer_without_num_predict_ends_with_the_context(
     gateway: GatewayProcess, engine: ScriptedEngine, limit: int | None
 ) -> None:
     for raw in (False, True):
@@ -241,14 +241,14 @@ def test_an_answer_without_a_limit(
         assert params_of(engine).max_tokens is None
 
 
-def test_stop_strings(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
+def test_a_stop_string_ends_the_answer(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
     says(engine, "one; two")
     for stop in (";", [";"]):
         answer = ask(gateway, GENERATE, prompt="a", options={"stop": stop})
         assert (answer["response"], answer["done_reason"]) == ("one", "stop")
 
 
-def test_what_has_no_effect_is_listed(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
+def test_fields_without_effect_are_listed(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
     body = {
         "model": "scripted",
         "messages": HI,
@@ -346,7 +346,7 @@ def test_the_content_type_does_not_matter(gateway: GatewayProcess, engine: Scrip
         assert answer.json()["message"]["content"] == "Hi"
 
 
-def test_a_page_of_another_site_gains_nothing_by_that(
+def test_a_page_of_another_site_is_refused_whatever_the_content_type(
     gateway: GatewayProcess, engine: ScriptedEngine
 ) -> None:
     """A browser sends such a body without asking the server first, and always names the page."""

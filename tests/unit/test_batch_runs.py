@@ -158,7 +158,7 @@ def test_unreadable_lines_before_results_are_refused(output: Path, facts: InputF
     resumed(output, facts, result("a"))
     with output.open("ab") as file:
         file.write(b"note to self\n\n" + result("b").to_line())
-    with pytest.raises(Failure, match="line 2 is no result"):
+    with pytest.raises(Failure, match="line 2 is not a result"):
         resumed(output, facts)
 
 
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_output_of_a_run_is_never_written(
     output: Path, facts: InputFacts
 ) -> None:
     output.write_text("precious\n")
-    with pytest.raises(Failure, match="is no output of run-batch"):
+    with pytest.raises(Failure, match="is not an output of run-batch"):
         resumed(output, facts)
     assert output.read_text() == "precious\n"
 

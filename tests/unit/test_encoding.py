@@ -233,7 +233,7 @@ def test_a_model_that_does_not_encode_refuses_such_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(encoding=None))
-    assert refused(Bench(), [1]).error.message == "echo does not encode"
+    assert refused(Bench(), [1]).error.message == "echo has no embeddings and no scores"
 
 
 def test_a_model_that_only_encodes_refuses_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:

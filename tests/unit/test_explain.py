@@ -1,4 +1,4 @@
-"""The words about what a request's time went to, and that no name of another account leaves."""
+"""The words about where a request's time went, and that no name of another account leaves."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ CASES: list[tuple[str, str, EngineTimeline]] = [
     ),
     (
         "drafts",
-        "each step took 41 ms because 1 other request decoded with it; 30 of 40 drafts were right",
+        "each step took 41 ms because 1 other request decoded with it; "
+        "30 of 40 drafts were accepted",
         a_timeline(
             DECODE,
             generated_tokens=131,

@@ -234,7 +234,7 @@ def test_a_cut_text_has_no_space_at_the_cut() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_real_vocabularies(name: str) -> None:
+def test_markers_in_a_suffix_stay_text_in_real_vocabularies(name: str) -> None:
     folder = REAL_TOKENIZERS / name
     if not folder.exists():
         pytest.skip("the real vocabularies are not here")

@@ -133,7 +133,7 @@ def test_a_wrong_shape_is_refused_with_the_right_one(folder, loaded, name, shape
     assert str(right) in refusal(folder, loaded)
 
 
-def test_integers_are_refused(folder, loaded):
+def test_integer_tensors_are_refused(folder, loaded):
     change_tensors(folder, **{Q + DOWN: torch.zeros(4, 96, dtype=torch.int8)})
     assert "type I8" in refusal(folder, loaded)
 

@@ -23,7 +23,7 @@ MAX_MODELS = 16
 
 
 class InputFacts(msgspec.Struct, frozen=True):
-    """What the check of an input found."""
+    """The result of the check of an input."""
 
     #: SHA-256 of the file.
     digest: str

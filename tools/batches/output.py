@@ -89,8 +89,8 @@ class BatchOutput:
         state = self._read_state()
         if state is None and os.fstat(self._fd).st_size:
             raise Failure(
-                f"{self._path} exists and is no output of run-batch ({self._state_path.name} is "
-                "missing); choose another output",
+                f"{self._path} exists and is not an output of run-batch ({self._state_path.name} "
+                "is missing); choose another output",
                 exit_code=ExitCode.USAGE,
             )
         if state is None:
@@ -157,7 +157,7 @@ class BatchOutput:
                 continue
             own = digest_of_id(result.custom_id)
             if torn is not None:
-                raise self._foreign(torn[0], "is no result, but others follow it")
+                raise self._foreign(torn[0], "is not a result, but results follow it")
             if own not in facts.ids:
                 raise self._foreign(number, "has an id that the input does not have")
             if own in done:

@@ -15,7 +15,7 @@ the installed version: print it again after an upgrade, or load it in each new s
 """
 
 EXAMPLES = """\
-load it in each new shell; the line belongs into the file in brackets:
+to load it in each new shell, add the line to the file in brackets:
   source <(tidegate completion bash)                    (~/.bashrc)
   source <(tidegate completion zsh)                     (~/.zshrc, after compinit)
   tidegate completion fish | source                     (~/.config/fish/config.fish)

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="start a server of this model for the run (MODEL as for `tidegate serve`); it answers "
-        "under every model name in the lines",
+        help="start a server with this model for the run (MODEL as for `tidegate serve`); it "
+        "answers under every model name in the lines",
     )
     add_flags(parser, BatchRunConfig, title="the run")
     add_flags(parser, EngineConfig, title="the engine of --model")
@@ -137,7 +137,7 @@ def _server(
         return server
     names = [f"--served-name={name}" for name in facts.models]
     arguments = ["--restart", "--no-log-requests", *names, *serve_arguments]
-    print(f"starting a server of {options.model}", file=sys.stderr, flush=True)
+    print(f"starting a server for {options.model}", file=sys.stderr, flush=True)
     return stack.enter_context(PrivateServer(options.model, arguments)).web
 
 

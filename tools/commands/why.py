@@ -1,4 +1,4 @@
-"""`tidegate why`: says what the time of a request went to, while it runs and some minutes after.
+"""`tidegate why`: says where the time of a request went, while it runs and some minutes after.
 
 It gets the timeline from the engine, so the times in the gateway are not part of it. The gateway's
 GET /v1/requests/ID/timeline has these, too.
@@ -19,7 +19,7 @@ from tools.processes.discovery import add_engine_options, connect
 from tools.terminal import clean
 
 DESCRIPTION = """\
-Explain what the time of a request went to: the queue, prompts of others, its own prompt, the
+Explain where the time of a request went: the queue, prompts of others, its own prompt, the
 requests that decoded with it, preemptions. The request is open, or has ended some minutes ago. The
 command connects to the engine directly, so it works when HTTP is down. It exits with code 1 if the
 engine does not know the request.

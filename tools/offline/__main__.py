@@ -60,7 +60,7 @@ def plan(config: OfflineConfig) -> tuple[GatewayConfig, EngineConfig]:
     fixed = {"engine": address, "response_store": NO_STORE, "file_store": NO_STORE}
     gateway = _build(GatewayConfig, left, only=MODEL_OPTIONS, log_requests=False, **fixed)
     if left:
-        raise Failure(f"{min(left)}: there is no such option", exit_code=ExitCode.USAGE)
+        raise Failure(f"{min(left)}: unknown option", exit_code=ExitCode.USAGE)
     return gateway, engine
 
 

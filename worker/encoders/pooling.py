@@ -1,4 +1,4 @@
-"""From the hidden states of an input's tokens to the input's vector: pooling, dense layers, and
+"""Converts the hidden states of an input's tokens to the input's vector: pooling, dense layers, and
 normalising, as in the modules of a sentence-transformers directory.
 
 Legend: T tokens in the step, N inputs in the step.

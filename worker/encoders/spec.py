@@ -92,7 +92,8 @@ class EncoderSpec:
             sizes += [layer.num_heads, layer.head_dim, layer.intermediate]
             if layer.rope is not None and layer.rope.width > layer.head_dim:
                 raise UnusableModel(
-                    f"{layer.rope.width} items of a head of {layer.head_dim} cannot be rotated"
+                    f"the rotary dimension {layer.rope.width} exceeds the head dimension "
+                    f"{layer.head_dim}"
                 )
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
             raise UnusableModel(

@@ -100,7 +100,7 @@ class AdapterService:
         except UnusableModel as error:
             return InvalidRequest(error.message, param="lora_path").info()
         except (MemoryError, torch.OutOfMemoryError):
-            return InvalidRequest("there is no memory for this adapter", param="lora_path").info()
+            return InvalidRequest("not enough memory for this adapter", param="lora_path").info()
         except Exception:
             # A damaged file can raise errors of the libraries that read it.
             log.exception("the adapter at %s could not be read", message.path)

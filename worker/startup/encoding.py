@@ -176,7 +176,7 @@ def pooling_runner(
         return None
     if config.world_size > 1:
         raise UnusableModel(
-            "a tensor parallel group has no vectors", remedy="serve without --pooling"
+            "vectors are not supported with --tensor-parallel", remedy="serve without --pooling"
         )
     return decoder_runner(config, loaded, attention, dtype, device, budget)
 

@@ -63,7 +63,9 @@ def create(service: Service, context: RequestContext) -> Response:
     except StoreFull:
         raise store_full() from None
     if batch is None:
-        raise InvalidRequest.at("input_file_id", "no such file with the purpose batch is stored")
+        raise InvalidRequest.at(
+            "input_file_id", "no stored file with the purpose batch has this id"
+        )
     _wake(service)
     return json_response(batch_object(batch))
 

@@ -236,4 +236,4 @@ def listed(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> T
     try:
         return store.call(work)
     except UnknownId:
-        raise InvalidRequest.at("after", "there is nothing with this id") from None
+        raise InvalidRequest.at("after", "nothing in this list has this id") from None

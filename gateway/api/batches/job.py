@@ -124,7 +124,7 @@ class LineSlot:
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """What the jobs of a process have in common."""
+    """The state that the jobs of a process share."""
 
     store: Store[BatchDatabase]
     answer: Answer

@@ -1,4 +1,4 @@
-"""What all routes that encode do: use the model, tokenize, have the engine compute."""
+"""The part that all routes that encode share: use the model, tokenize, send to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the body of a request that encodes to the inputs for the engine, and from the engine's
+"""Converts the body of a request that encodes to inputs for the engine, and the engine's
 results to numbers."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class EncodePreparation:
         found = []
         for ids, param in zip(inputs, params, strict=True):
             if not ids:
-                raise InvalidRequest.at(param, "empty")
+                raise InvalidRequest.at(param, "must not be empty")
             check_token_ids(ids, self._model.card.vocab_size, param)
             kept = ids if self._limit is None else ids[: self._limit]
             if len(kept) > self.max_tokens:

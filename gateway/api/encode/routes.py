@@ -181,7 +181,7 @@ def _read_score(service: Service, context: RequestContext) -> AnyScoreBody:
         if len(kinds) > 1:
             names = ", or ".join(" and ".join(each) for each in requests.SIDES.values())
             first = requests.SIDES[kinds[0]][0]
-            raise InvalidRequest.at(first, f"a score has {names}, and not some of each")
+            raise InvalidRequest.at(first, f"the fields must be {names}, not some of each")
         kind = kinds[0] if kinds else ScoreBody
         body, unknown = convert(fields, kind), unknown_fields(fields, kind)
     context.ignored = ignored_fields(unknown, body.strict_params)

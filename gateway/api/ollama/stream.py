@@ -52,7 +52,7 @@ from protocol.errors import ServingError
 
 @dataclass(frozen=True, slots=True)
 class OllamaEnvelope:
-    """What the records of an answer contain besides its text."""
+    """The members of an answer's records other than its text."""
 
     #: The model name from the request.
     model: str

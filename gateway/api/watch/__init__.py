@@ -1,4 +1,4 @@
-"""What the engines do now, and what the time of a request went to.
+"""Routes that show what the engines do now, and where the time of a request went.
 
 routes      GET /v1/watch and GET /v1/requests/{id}/timeline
 responses   the JSON of both

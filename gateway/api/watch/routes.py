@@ -1,4 +1,4 @@
-"""The routes that show what the engines do, and what the time of a request went to."""
+"""The routes that show what the engines do, and where the time of a request went."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIGITS = 8
 
 @routes.get(
     "/v1/requests/<path:request_id>/timeline",
-    about="Explain what the time of a request went to.\n"
+    about="Explain where the time of a request went.\n"
     "The id is the response's `id` or its header `X-Request-Id`. A key sees its own requests, one "
     "with the scope `admin` all of them, with the names of other accounts. Ended requests are "
     "kept for some minutes (`kept`).",

@@ -98,7 +98,7 @@ export function describeSpeed(message) {
     (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
   if (perSecond) facts.push(`${perSecond.toFixed(perSecond < 100 ? 1 : 0)} tokens/s`);
   const first = timings?.first_token_ms ?? firstMs;
-  if (first !== undefined && first !== null) facts.push(`first after ${inWords(first)}`);
+  if (first !== undefined && first !== null) facts.push(`first token after ${inWords(first)}`);
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     facts.push(

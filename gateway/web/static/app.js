@@ -128,7 +128,7 @@ function onLink(event) {
 
 // ---- theme
 
-const THEMES = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 
 function themeButton() {
   const button = iconButton("auto", "", () => {
@@ -219,7 +219,7 @@ function keyButton() {
   const button = iconButton("key", "", async () => {
     if (storedKey()) {
       storeKey("");
-      announce("The key is forgotten.");
+      announce("The key was removed from this tab.");
     } else {
       const key = await askForKey("");
       if (key !== null) storeKey(key);

@@ -52,7 +52,7 @@ class ChatTab {
       "aria-label": "Conversation",
       tabindex: 0,
     });
-    this.toEnd = iconButton("down", "To the end", () => this.scrollToEnd(), {
+    this.toEnd = iconButton("down", "Scroll to the end", () => this.scrollToEnd(), {
       class: "icon-button to-end",
       hidden: true,
     });

@@ -77,7 +77,7 @@ class CompareTab {
         h(
           "div",
           { class: "field inline" },
-          h("label", { for: "compare-max" }, "Most tokens"),
+          h("label", { for: "compare-max" }, "Max tokens"),
           this.maxTokens,
         ),
         h("span", { class: "grow" }),

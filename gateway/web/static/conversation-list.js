@@ -118,7 +118,7 @@ export class ConversationList {
       },
       "Undo",
     );
-    fill(this.undo, h("span", {}, `“${conversation.title}” is deleted.`), restore);
+    fill(this.undo, h("span", {}, `“${conversation.title}” was deleted.`), restore);
     clearTimeout(this.timer);
     this.timer = setTimeout(() => fill(this.undo), UNDO_MS);
   }

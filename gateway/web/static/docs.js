@@ -65,7 +65,7 @@ class Reference {
       "aria-label": "Search routes and fields",
       oninput: () => this.filter(search.value),
     });
-    this.none = h("p", { class: "muted", hidden: true }, "Nothing is found.");
+    this.none = h("p", { class: "muted", hidden: true }, "No route or field matches.");
     const menu = this.groups.map(({ tag, entries }) =>
       h(
         "section",

@@ -163,7 +163,7 @@ class AnswerView {
         "div",
         { class: "call-head" },
         icon("code"),
-        h("span", {}, "Call of ", h("code", {}, name)),
+        h("span", {}, "Call to ", h("code", {}, name)),
       );
       const card = h("div", { class: "card call" }, head, codeBlock(pretty(args), "arguments"));
       if (isAsked) {

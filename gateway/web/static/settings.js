@@ -10,7 +10,7 @@ const NUMBERS = [
     min: 0,
     max: 2,
     step: 0.1,
-    about: "0: always the likeliest token",
+    about: "0: always the most likely token",
   },
   { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05 },
   { name: "top_k", label: "Top k", min: 0, step: 1, about: "0: no limit" },
@@ -24,7 +24,7 @@ const NUMBERS = [
     step: 0.05,
     about: "1: none",
   },
-  { name: "max_tokens", label: "Most tokens", min: 1, step: 1, fallback: "as many as fit" },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, fallback: "as many as fit" },
   { name: "seed", label: "Seed", min: 0, step: 1, fallback: "random" },
 ];
 const EFFORTS = [
@@ -75,7 +75,7 @@ export class SettingsForm {
         numbers.map((field) => this.number(field)),
       ),
       reasons ? this.effort() : null,
-      this.area("stop", "Stop texts, one a line", { rows: 1 }),
+      this.area("stop", "Stop sequences, one per line", { rows: 1 }),
       this.without.has("logprobs")
         ? null
         : this.check("logprobs", "Show the probability of each token"),

@@ -1,4 +1,4 @@
-// What the time of one request went to: in words, and as bars over time.
+// Shows where the time of one request went: in words, and as bars over time.
 
 import { errorBox, getJson } from "./api.js";
 import { fill, h, iconButton } from "./dom.js";

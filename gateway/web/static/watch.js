@@ -1,4 +1,4 @@
-// The watch tab: what the engines do now, and what the time of one request went to.
+// The watch tab: what the engines do now, and where the time of one request went.
 //
 // The pictures are in watch-charts.js, the table of requests in watch-requests.js, and the timeline of
 // a request in watch-timeline.js. This module has the stream of frames (GET /v1/watch), its reconnections
@@ -102,11 +102,11 @@ class WatchTab {
           retryMs = RETRY_MS;
           this.show(data);
         }
-        this.state.textContent = "The server has ended the stream. Connecting again …";
+        this.state.textContent = "The server has ended the stream. Reconnecting …";
       } catch (error) {
         if (signal.aborted) return;
         if (error instanceof ApiError && error.status >= 400 && error.status < 500) return this.refuse(error);
-        this.state.textContent = `${error.message} Connecting again …`;
+        this.state.textContent = `${error.message} Reconnecting …`;
       }
       await new Promise((resolve) => setTimeout(resolve, retryMs));
       retryMs = Math.min(2 * retryMs, MAX_RETRY_MS);

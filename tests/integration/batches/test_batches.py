@@ -243,7 +243,7 @@ def test_batches_are_listed_in_pages_and_only_for_their_owner(
     file = client.batches.retrieve(ids[0]).input_file_id
     with pytest.raises(openai.BadRequestError, match="input_file_id"):
         stranger.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
-    with pytest.raises(openai.BadRequestError, match="after: there is nothing"):
+    with pytest.raises(openai.BadRequestError, match="after: nothing in this list has this id"):
         client.batches.list(after="batch_unknown")
     for batch in ids:
         awaited(client, batch)

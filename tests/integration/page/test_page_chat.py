@@ -53,7 +53,7 @@ def test_an_answer_is_shown_while_it_is_streamed(visit: Visitor, engine: Scripte
     await_answer(page, "end")
     assert answer.inner_text() == WORDS
     assert re.search(
-        r"\d+ tokens · [\d.]+ tokens/s · first after", answer.locator("..").inner_text()
+        r"\d+ tokens · [\d.]+ tokens/s · first token after", answer.locator("..").inner_text()
     )
 
 
@@ -180,7 +180,7 @@ def test_the_settings_show_the_models_defaults_and_are_sent(
     assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.7"
     assert page.get_by_label("Top k").get_attribute("placeholder") == "40"
     page.get_by_label("Temperature").press("ArrowUp")
-    page.get_by_label("Most tokens").fill("3")
+    page.get_by_label("Max tokens").fill("3")
     page.get_by_label("Seed").fill("17")
     page.get_by_label("System message").fill("Be brief.")
     send(page, "hi")

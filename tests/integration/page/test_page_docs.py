@@ -64,7 +64,7 @@ def test_operations_are_found_by_path_and_by_field(visit: Visitor) -> None:
     search.fill("frequency_penalty")
     assert 0 < shown.count() < len(OPERATIONS)
     search.fill("no such thing")
-    page.get_by_text("Nothing is found.").wait_for()
+    page.get_by_text("No route or field matches.").wait_for()
 
 
 def test_a_request_is_tried_and_its_stream_is_shown(visit: Visitor, engine: ScriptedEngine) -> None:

@@ -76,7 +76,7 @@ def test_a_wide_answer_scrolls_inside_itself_on_a_phone(
 def test_the_theme_follows_the_system_and_can_be_chosen(visit: Visitor) -> None:
     page = visit(options={"color_scheme": "dark"}).open()
     dark = background(page)
-    page.get_by_role("button", name="Theme: as the system").click()
+    page.get_by_role("button", name="Theme: system").click()
     light = background(page)
     page.reload()
     assert background(page) == light != dark
