@@ -71,6 +71,7 @@ class PlainTextEncoder:
         Raises ContextTooLong if the text is too long. Raises InvalidRequest if it cannot be encoded
         without a control token.
         """
+        self._tokenizer.check_length(text, param)  # cutting a text of megabytes takes seconds
         pieces = self._cut(text)
         anchored = [bool(self._anchor) and (continues or place > 0) for place in range(len(pieces))]
         encoded = self._tokenizer.encode_pieces(

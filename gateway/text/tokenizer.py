@@ -101,7 +101,7 @@ class Tokenizer:
         Raises ContextTooLong if the text is too long. Raises InvalidRequest if the tokenizer cannot
         encode it, or if the model does not have one of the tokens.
         """
-        num_bytes = self._check_length(text, param)
+        num_bytes = self.check_length(text, param)
         with library_failures(param):
             if offload is None or num_bytes < INLINE_BYTES:
                 ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
@@ -115,7 +115,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of each piece of a text, encoded on its own and without special
         tokens at its ends. Raises the errors of `encode` about the whole text."""
-        num_bytes = self._check_length("".join(pieces), param)
+        num_bytes = self.check_length("".join(pieces), param)
         found: list[list[int]] = []
 
         def encode() -> list[int]:
@@ -134,7 +134,7 @@ class Tokenizer:
             self._check_ids(ids, param)
         return found
 
-    def _check_length(self, text: str, param: str) -> int:
+    def check_length(self, text: str, param: str) -> int:
         """Return the length of a text in bytes. Raises ContextTooLong if it is too long."""
         num_bytes = text_bytes(text, param)
         if num_bytes > self.max_text_bytes:

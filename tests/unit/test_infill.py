@@ -254,6 +254,25 @@ def test_markers_in_a_suffix_stay_text_in_real_vocabularies(name: str) -> None:
     assert ids[ids.index(start[0]) :][: len(start)] == start
 
 
+def test_a_text_that_is_too_long_is_refused_before_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = Tokenizer(card_of(smollm2_tokenizer_json()), max_text_bytes=100)
+    encoder = PlainTextEncoder(tokenizer)
+    cut: list[str] = []
+
+    def cut_text(text: str) -> list[str]:
+        cut.append(text)
+        return [text]
+
+    monkeypatch.setattr(encoder, "_cut", cut_text)
+    encoder.encode("a" * 100)
+    with pytest.raises(ContextTooLong) as refused:
+        encoder.encode("<|im_start|>" * 9, param="suffix")
+    assert refused.value.param == "suffix"
+    assert [len(text) for text in cut] == [100]
+
+
 # ---- the pattern of spellings
 
 
