@@ -244,9 +244,10 @@ SENT = {
 OBSERVED = {
     "Engine": "history",
     "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
-    "RequestHistories": "_ended _ended_by_name _open _owners",
+    "RequestHistories": "_bound _ended _ended_by_name _open _owners",
     "RequestHistory": "account arrived_at binds client ended_at finish first_token_at name names "
     "order prompt_tokens spans usage",
+    "SlotBind": "first slot until",
     "StageTimer": "spans",
     "StepLog": "_is_closed _num_rows _runs",
     "StepRun": "busy_s count drafts encoded ended_at first lack longest_s num_decodes num_tokens "
