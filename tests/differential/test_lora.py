@@ -176,3 +176,29 @@ def test_the_compiled_terms_are_those_of_torch(
     assert_same(compiled, eager_results, 1e-4 if dtype == torch.float32 else 0.3)
     if dtype == torch.bfloat16:
         assert (compiled - eager_results).abs().mean() < 0.06
+
+
+@pytest.mark.parametrize("kernels", ["whole", "eager"])
+def test_an_adapter_with_nan_changes_no_bit_of_other_requests(tmp_path: Path, kernels: str) -> None:
+    loaded = small_model(tmp_path, DENSE, torch.float32, NAMES[-1])
+    if kernels == "eager":
+        loaded.model.whole = None
+    good, bad = (random_adapter(loaded, seed=seed, rank=5) for seed in range(2))
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    requests = [some_tokens(count, seed=count) for count in (20, 7, 9)]
+    steps = [(12, 7, 1), (1, 0, 8), (7, 0, 0)]
+
+    def run() -> list[torch.Tensor]:
+        table = new_table(loaded, [good, bad])
+        eager = EagerStepper(loaded, requests, attention, table=table, adapters=[0, 1, -1])
+        return eager.run(steps)
+
+    before = run()
+    for term in bad.terms.values():
+        for tensor in term.tensors():
+            tensor.fill_(torch.nan)
+    after = run()
+    assert before[1].isfinite().all()
+    assert after[1].isnan().any()
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[2], after[2])
