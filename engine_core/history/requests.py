@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class RequestHistories:
         self._ended: deque[RequestHistory] = deque()
         self._ended_by_name: dict[str, list[RequestHistory]] = {}
         #: Slot -> each request that had it and the time for which, oldest first.
-        self._owners: dict[int, deque[tuple[SlotBind, RequestHistory]]] = {}
+        self._owners: dict[int, list[tuple[SlotBind, RequestHistory]]] = {}
         #: The slots of the last binds, oldest first.
         self._bound: deque[int] = deque()
 
@@ -103,7 +104,7 @@ class RequestHistories:
         bind = SlotBind(step, request.slot)
         history.binds.append(bind)
         del history.binds[:-MAX_BINDS]
-        owners = self._owners.setdefault(request.slot, deque())
+        owners = self._owners.setdefault(request.slot, [])
         if owners:
             owners[-1][0].until = step
         owners.append((bind, history))
@@ -111,14 +112,14 @@ class RequestHistories:
         if len(self._bound) > MAX_OWNERS:
             oldest = self._owners[self._bound.popleft()]
             if len(oldest) > 1:  # else the slot's last owner, which its next owner replaces
-                oldest.popleft()
+                del oldest[0]
 
     def owner(self, slot: int, step: int) -> RequestHistory | None:
-        """Return the request that had `slot` in this step; None if that is forgotten."""
-        for bind, history in reversed(self._owners.get(slot, ())):
-            if bind.first <= step:
-                return history
-        return None
+        """Return the request that had `slot` in this step; None if that is forgotten. It takes
+        O(log owners), because a report asks for each prompt of each step."""
+        owners = self._owners.get(slot, [])
+        index = bisect_right(owners, step, key=lambda owner: owner[0].first) - 1
+        return owners[index][1] if index >= 0 else None
 
     def on_end(self, request: Request, finish: str, usage: Usage | None, now: float) -> None:
         history = self._open.pop(request.order, None) or RequestHistory.from_request(request)

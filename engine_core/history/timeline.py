@@ -86,8 +86,10 @@ def _group(run: StepRun, history: RequestHistory, find_owner: FindOwner) -> Step
     own_drafts = 0 if row is None else drafts[row]
     own_decodes = int(row is not None and (row < run.num_decodes or own_drafts > 0))
     own_prefill = 0 if row is None or own_decodes else tokens[row]
-    own_encoded = sum(count for order, count in run.parts if order == history.order)
-    all_encoded = sum(count for _, count in run.parts)
+    own_encoded = all_encoded = 0
+    if run.encoded:
+        own_encoded = sum(count for order, count in run.parts if order == history.order)
+        all_encoded = sum(count for _, count in run.parts)
     first_prompt = run.num_decodes + run.num_drafted
     shares = [
         (slots[other], tokens[other]) for other in range(first_prompt, len(slots)) if other != row

@@ -10,6 +10,7 @@ import pytest
 
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
+from engine_core.history.requests import SlotBind
 from engine_core.history.timeline import merged
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.latency import bounds_s, bucket, grown, quantiles
@@ -146,6 +147,27 @@ def test_a_preempted_request_has_no_part_in_the_steps_of_its_slots_next_owner() 
     assert sum(g.own_decodes for g in first.groups) == first.generated_tokens - 1
     assert sum(g.own_decodes for g in second.groups) == second.generated_tokens - 1
     assert sum(g.other_decodes for g in first.groups) == second.generated_tokens - 1
+
+
+def test_the_owner_of_a_slot_is_found_without_looking_at_all_others() -> None:
+    bench = a_bench(max_slots=1)
+    for number in range(200):
+        bench.add([1, number % 90], max_tokens=1, labels=[f"short {number}"])
+        bench.timed_step()
+    found = bench.engine.history._requests
+    looked_at: list[SlotBind] = []
+
+    class CountedBind(SlotBind):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.append(self)
+            return super().__getattribute__(name)
+
+    owners = found._owners[0]
+    owners[:] = [(CountedBind(bind.first, 0, bind.until), owner) for bind, owner in owners]
+    owning = [found.owner(0, step) for step in (1, 57, 200)]
+    assert [owner and owner.name for owner in owning] == ["short 0", "short 56", "short 199"]
+    assert found.owner(0, 0) is None
+    assert len(looked_at) <= 4 * 8  # binary search in 200
 
 
 def test_the_former_owners_of_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
