@@ -227,7 +227,7 @@ def check_ability(card: ModelCard, ability: Ability, name: str) -> None:
     lacks = "does not generate text" if ability == "generate" else "has no embeddings"
     advice = ""
     if card.generates:
-        advice = "; to have embeddings, it must be served with --pooling last, or mean"
+        advice = "; to create embeddings, serve it with --pooling last or --pooling mean"
         lacks = "generates text, and has no embeddings"
     elif ability == "embed":
         lacks = "scores pairs of texts, and has no embeddings"

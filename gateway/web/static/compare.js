@@ -243,8 +243,8 @@ class CompareTab {
     if (!differ) return this.run ? "" : "The answers are identical.";
     const [first, second] = answers.map(({ tokenIds }) => tokenIds ?? []);
     const isSameModel = this.sides[0].values.model === this.sides[1].values.model;
-    const token = isSameModel ? `, token ${commonLength(first, second) + 1}` : "";
-    return `The answers differ from character ${common + 1} on${token}.`;
+    const token = isSameModel ? ` (token ${commonLength(first, second) + 1})` : "";
+    return `The answers differ from character ${common + 1}${token} on.`;
   }
 
   drawTable() {

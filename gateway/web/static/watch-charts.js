@@ -111,7 +111,7 @@ export function slotCells() {
 
 export function queueText(engine) {
   const { waiting = 0, waiting_tokens: tokens = 0 } = engine.stats;
-  return waiting ? `${count(waiting)} waiting in the queue, with ${count(tokens)} tokens` : "No request waits.";
+  return waiting ? `${count(waiting)} waiting in the queue, with ${count(tokens)} tokens` : "No request is waiting.";
 }
 
 function legend(entries) {

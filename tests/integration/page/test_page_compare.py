@@ -43,7 +43,9 @@ def test_two_settings_are_compared_with_the_same_seed(
     page.get_by_label("Seed").fill("42")
     page.get_by_label("Prompt").fill("Count.")
     page.get_by_label("Prompt").press("Enter")
-    page.locator(".verdict", has_text="The answers differ from character 6 on, token 6.").wait_for()
+    page.locator(
+        ".verdict", has_text="The answers differ from character 6 (token 6) on."
+    ).wait_for()
     outputs = page.locator(".output")
     assert outputs.all_inner_texts() == ["One, two!", "One, six!"]
     assert page.locator(".differs").all_inner_texts() == ["two!", "six!"]

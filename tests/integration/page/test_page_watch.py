@@ -74,7 +74,7 @@ def await_slots(page: Page, used: int) -> None:
 def test_numbers_move_while_requests_run(visit: Visitor, server: GatewayProcess) -> None:
     page = visit(server.url).open("/#watch")
     await_slots(page, 0)
-    page.get_by_text("No request waits.").wait_for()
+    page.get_by_text("No request is waiting.").wait_for()
     with running(server):
         await_slots(page, NUM_SLOTS)
         page.get_by_text("2 waiting in the queue").wait_for()
