@@ -5,8 +5,7 @@ trouble. The worker is unhealthy in two cases:
 
 - It was stopped by a signal. After `patience_s` it counts as lost. The engine then stops, and its
   clients receive an EngineStopped instead of waiting.
-- Its step takes many times the expected time. The step may still finish; the config's
-  `step_timeout_s` bounds it.
+- Its step takes many times the expected time. The step may still finish; `step_limit_s` bounds it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,16 @@ from protocol.stats import WorkerStatus
 
 LATE_FACTOR, LATE_S = 10.0, 10.0
 """A step is late after LATE_FACTOR times its expected time, but never before LATE_S."""
+
+
+def step_limit_s(timeout_s: float, expected_s: float) -> float:
+    """Return the seconds after which a worker that has not answered a step counts as lost. One long
+    input that is encoded is one step, which may rightly take longer than `timeout_s`, the
+    configured limit (`EngineConfig.step_timeout_s`).
+
+    expected_s  time that the step should take at recent speed; 0: not known
+    """
+    return max(timeout_s, LATE_FACTOR * expected_s)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from engine_core.engine import Engine
 from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
-from engine_core.health import Health
+from engine_core.health import Health, step_limit_s
 from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
@@ -394,12 +394,11 @@ class EngineLoop:
         engine = self._engine
         if engine is None:
             return
-        if (step_s := self._step_s(now)) > self._config.step_timeout_s:
+        timeout_s, step_s = self._config.step_timeout_s, self._step_s(now)
+        if step_s > timeout_s and step_s > step_limit_s(timeout_s, engine.worker_view().expected_s):
             raise WorkerLost(f"the worker has not answered for {step_s:.0f} s")
         # A busy worker may report on a fetch only after its step, so the step timeout is added.
-        if (
-            report_age_s := engine.oldest_fetch_s(now)
-        ) > self._config.kv_timeout_s + self._config.step_timeout_s:
+        if (report_age_s := engine.oldest_fetch_s(now)) > self._config.kv_timeout_s + timeout_s:
             raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
         self._send_adapter_commands(engine)
         while True:

@@ -28,6 +28,7 @@ _MEANINGS = {
     403: "The API key lacks the scope, or the host or origin is not allowed.",
     404: "The model or resource does not exist.",
     405: "The method is not allowed on this path.",
+    408: "The body did not arrive in time.",
     409: "The resource's current state does not allow this.",
     413: "The body is too large.",
     415: "The body is not JSON.",

@@ -93,13 +93,15 @@ class TextProcess:
                     if (greenlet := self._open.get(number)) is not None:
                         greenlet.kill(block=False)
             else:
-                self._open[message.request] = gevent.spawn(self._answer, message)
+                greenlet = self._open[message.request] = gevent.spawn(self._answer, message)
+                # Also called if the greenlet is killed before it has started.
+                greenlet.link(lambda _, number=message.request: self._open.pop(number, None))
 
     def _answer(self, message: OfflineRequest) -> None:
         try:
             found = answer_internally(self._app, message.path, message.body, SCRIPT)
         finally:
-            del self._open[message.request]
+            self._open.pop(message.request, None)  # an abort may not interrupt the sending
         self._send(OfflineAnswer(request=message.request, status=found.status, body=found.body))
 
     def _send(self, message: Message) -> None:

@@ -164,7 +164,13 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         float, about("drop a client that is silent for this many seconds", ge=0.5, le=3600)
     ] = 60.0
     step_timeout_s: Annotated[
-        float, about("give up a worker after this many silent seconds in a step", ge=1, le=86400)
+        float,
+        about(
+            "give up a worker after this many silent seconds in a step, or after ten times the "
+            "time that the step should take, if that is longer",
+            ge=1,
+            le=86400,
+        ),
     ] = 300.0
     stopped_timeout_s: Annotated[
         float,

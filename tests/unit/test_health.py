@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.health import LATE_S, Health
+from engine_core.health import LATE_S, Health, step_limit_s
 from gateway.api.health import describe_worker, engine_activity
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerStatus
@@ -90,3 +90,9 @@ def test_an_engine_without_a_heartbeat_is_not_reported() -> None:
     )
     assert (activity["pid"], activity["steps"]) == (6, 9)
     assert (activity["worker_pid"], activity["worker_step_s"]) == (7, 0.5)
+
+
+def test_a_long_step_may_take_ten_times_its_expected_time() -> None:
+    assert step_limit_s(300.0, 0.0) == 300.0
+    assert step_limit_s(300.0, 29.0) == 300.0
+    assert step_limit_s(300.0, 90.0) == 900.0

@@ -92,7 +92,7 @@ def _stored(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> 
     takes=(FileUpload,),
     takes_type="multipart/form-data",
     gives=FileObject,
-    statuses=(400, 404, 405, 413, 415, 500, 503),
+    statuses=(400, 404, 405, 408, 413, 415, 500, 503),
 )
 def upload(service: Service, context: RequestContext) -> Response:
     store = file_store(service)

@@ -101,7 +101,7 @@ class BatchRunner:
         """Start a job for an open batch. Return False if there is none."""
         now = time.time()
         batch = self._store.call(lambda database: database.claim(now))
-        if batch is None:
+        if batch is None or batch.id in self._jobs:  # the lease of our own job may have ended
             return False
         job = BatchJob(self._context, batch)
         self._jobs[batch.id] = job, gevent.spawn(self._execute, job)
