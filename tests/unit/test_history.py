@@ -149,12 +149,9 @@ def test_a_preempted_request_has_no_part_in_the_steps_of_its_slots_next_owner() 
     assert sum(g.other_decodes for g in first.groups) == second.generated_tokens - 1
 
 
-def test_the_owner_of_a_slot_is_found_without_looking_at_all_others() -> None:
-    bench = a_bench(max_slots=1)
-    for number in range(200):
-        bench.add([1, number % 90], max_tokens=1, labels=[f"short {number}"])
-        bench.timed_step()
-    found = bench.engine.history._requests
+def test_the_owner_of_a_slot_is_found_without_looking_at_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looked_at: list[SlotBind] = []
 
     class CountedBind(SlotBind):
@@ -162,10 +159,17 @@ def test_the_owner_of_a_slot_is_found_without_looking_at_all_others() -> None:
             looked_at.append(self)
             return super().__getattribute__(name)
 
-    owners = found._owners[0]
-    owners[:] = [(CountedBind(bind.first, 0, bind.until), owner) for bind, owner in owners]
-    owning = [found.owner(0, step) for step in (1, 57, 200)]
-    assert [owner and owner.name for owner in owning] == ["short 0", "short 56", "short 199"]
+    monkeypatch.setattr(histories, "SlotBind", CountedBind)
+    bench = a_bench(max_slots=1)
+    bench.add([1], max_tokens=9)
+    bench.timed_step()
+    (request,) = bench.engine.open_requests
+    found = histories.RequestHistories()
+    for step in range(1, 201):
+        found.on_bound(request, step)
+    looked_at.clear()
+    owners = [found.owner(0, step) for step in (1, 57, 200)]
+    assert [owner and owner.name for owner in owners] == [request.name] * 3
     assert found.owner(0, 0) is None
     assert len(looked_at) <= 4 * 8  # binary search in 200
 
