@@ -151,7 +151,7 @@ def test_the_merges_of_a_sentencepiece_vocabulary_are_rebuilt_from_its_scores() 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "t5"}, "'t5'"),
+        ({"model": "rwkv"}, "'rwkv'"),
         ({"pre": "kimi-k2"}, "'kimi-k2'"),
         ({"merges": ["Ġ nothing"]}, "merge 'Ġ nothing'"),
         ({"merges": ["Ġ"]}, "merge 'Ġ'"),

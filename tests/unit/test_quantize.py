@@ -23,7 +23,8 @@ from tools.failure import Failure
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.loading.gguf_file import MAGIC
-from worker.loading.gguf_tokenizer import QWEN2, SPACE, gguf_text
+from worker.loading.gguf_tokenizer import QWEN2, gguf_text
+from worker.loading.gguf_tokens import SPACE
 from worker.loading.text import TextFacts
 from worker.quantize.tokens import tokenizer_metadata
 from worker.quantize.types import has_more_bits, quantize, tensor_kind

@@ -6,7 +6,8 @@ result. Tensor names and tokens are those of llama.cpp's converter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.encoding import Pooling
@@ -51,18 +52,34 @@ RANK = 4
 class GGUFEncoder:
     """How the GGUF files of one `general.architecture` are read."""
 
-    #: The family, by its name in `architectures` of config.json.
-    architecture: str
-    config: dict[str, Any]
+    #: Families to which the files may belong, by their name in `architectures` of config.json.
+    families: tuple[str, ...]
+    #: Keys of config.json that have the same value in all files.
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Returns the one of `families` to which a file belongs; None: the first one.
+    choose: Callable[[Metadata], str] | None = None
+
+    def family(self, metadata: Metadata) -> str:
+        return self.choose(metadata) if self.choose else self.families[0]
+
+
+def _bert_family(metadata: Metadata) -> str:
+    """Return the family of a "bert" file. Only the tokenizer of XLM-RoBERTa differs: the converter
+    leaves out the positions before its first one."""
+    is_unigram = metadata.fields.text("tokenizer.ggml.model", "") == "t5"
+    return "XLMRobertaModel" if is_unigram else "BertModel"
 
 
 ENCODERS = {
-    "bert": GGUFEncoder("BertModel", {}),
+    "bert": GGUFEncoder(
+        ("BertModel", "XLMRobertaModel"), {"pad_token_id": -1}, choose=_bert_family
+    ),
     "jina-bert-v2": GGUFEncoder(
-        "JinaBertModel", {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+        ("JinaBertModel",), {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     ),
 }
-"""`general.architecture` -> how its files are read."""
+"""`general.architecture` -> how its files are read. Positions are counted from the row after that
+of `pad_token_id`, which is the first one in these files."""
 
 
 def pooling_type(metadata: Metadata) -> Pooling | None:
@@ -109,7 +126,7 @@ def _config(metadata: Metadata) -> dict[str, Any]:
     tensors, encoder = metadata.file.tensors, ENCODERS[metadata.architecture]
     types = tensors.get("token_types.weight")
     return {
-        "architectures": [encoder.architecture],
+        "architectures": [encoder.family(metadata)],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.integer("embedding_length"),
         "intermediate_size": metadata.shared("feed_forward_length"),

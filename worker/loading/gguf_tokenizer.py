@@ -1,7 +1,8 @@
 """Rebuilds a tokenizer.json from a GGUF file, and reads its templates and defaults. Needs no torch.
 
-A file has one of three kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama"
-is SentencePiece BPE with a score per piece and byte fallback. "bert" is WordPiece.
+A file has one of four kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama"
+is SentencePiece BPE with a score per piece and byte fallback. "bert" is WordPiece. "t5" is
+SentencePiece's unigram model (gguf_unigram.py).
 
 A GGUF file does not describe its pre-tokenizer, which splits the text before merging. It only names
 a family of tokenizers; `Family` describes the pre-tokenizer of each. The output is built as plain
@@ -18,9 +19,21 @@ import msgspec
 from protocol.model_card import InfillTokens, SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.gguf_tokens import (
+    CONTROL,
+    SPACE,
+    UNKNOWN,
+    Marker,
+    Part,
+    added_tokens,
+    encoder_markers,
+    numbers,
+    strings,
+    template,
+    template_step,
+)
+from worker.loading.gguf_unigram import unigram
 from worker.loading.text import TOOL_USE, TextFacts
-
-Part = dict[str, Any]
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -102,11 +115,8 @@ FAMILIES = {
 """Value of `tokenizer.ggml.pre` -> family."""
 
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 CONTINUES = "##"
 """WordPiece's prefix of tokens that continue a word."""
-SPACE = "\u2581"
-"""SentencePiece's visible replacement for a space."""
 
 
 def tokenizer_json(fields: Fields) -> bytes:
@@ -121,9 +131,11 @@ def tokenizer_json(fields: Fields) -> bytes:
         parts = _sentencepiece(fields)
     elif kind == "bert":
         parts = _wordpiece(fields)
+    elif kind == "t5":
+        parts = unigram(fields)
     else:
         raise UnusableModel(
-            f"tokenizer model {kind!r} is not supported, only 'gpt2', 'llama' and 'bert'"
+            f"tokenizer model {kind!r} is not supported, only 'gpt2', 'llama', 'bert' and 't5'"
         )
     whole = {"version": "1.0", "truncation": None, "padding": None, **parts}
     return msgspec.json.encode(whole)
@@ -136,11 +148,12 @@ def _byte_level(fields: Fields) -> Part:
             f"pre-tokenizer {name!r} is not supported, only {', '.join(sorted(FAMILIES))}"
         )
     family: Family = FAMILIES[name]
-    vocab = _vocab(_strings(fields, "tokens"))
-    merges = [merge.split(" ") for merge in _strings(fields, "merges")]
+    tokens = strings(fields, "tokens")
+    vocab = _vocab(tokens)
+    merges = [merge.split(" ") for merge in strings(fields, "merges")]
     _check_merges(merges, vocab)
     return {
-        "added_tokens": _added_tokens(fields),
+        "added_tokens": added_tokens(tokens, numbers(fields, "token_type", len(tokens))),
         "normalizer": family.normalizer,
         "pre_tokenizer": family.pre_tokenizer,
         "post_processor": _post_processor(fields, adds_bos=family.adds_bos),
@@ -155,7 +168,7 @@ def _byte_level(fields: Fields) -> Part:
 
 
 def _sentencepiece(fields: Fields) -> Part:
-    tokens = _strings(fields, "tokens")
+    tokens = strings(fields, "tokens")
     vocab = _vocab(tokens)
     unknown = fields.integer("tokenizer.ggml.unknown_token_id", 0)
     prefixed = fields.flag("tokenizer.ggml.add_space_prefix", True)
@@ -164,7 +177,7 @@ def _sentencepiece(fields: Fields) -> Part:
     prefix = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
     return {
-        "added_tokens": _added_tokens(fields),
+        "added_tokens": added_tokens(tokens, numbers(fields, "token_type", len(tokens))),
         "normalizer": {"type": "Sequence", "normalizers": prefix + to_spaces},
         "pre_tokenizer": None,
         "post_processor": _post_processor(fields, adds_bos=True),
@@ -174,7 +187,7 @@ def _sentencepiece(fields: Fields) -> Part:
         },
         "model": _bpe(
             vocab,
-            _merges_by_score(vocab, _numbers(fields, "scores", len(tokens))),
+            _merges_by_score(vocab, numbers(fields, "scores", len(tokens))),
             unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -189,15 +202,15 @@ def _wordpiece(fields: Fields) -> Part:
     continue a word. A file does not say whether texts are mapped to lower case: they are if no
     token that starts a word has a capital letter.
     """
-    tokens = _strings(fields, "tokens")
-    kinds = _numbers(fields, "token_type", len(tokens))
+    tokens = strings(fields, "tokens")
+    kinds = numbers(fields, "token_type", len(tokens))
     special = {tokens[i] for i, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL)}
     words = {token[1:] for token in tokens if token.startswith(SPACE)}
     unknown = fields.integer("tokenizer.ggml.unknown_token_id", 100)
     if not 0 <= unknown < len(tokens):
         raise UnusableModel(f"tokenizer.ggml.unknown_token_id is {unknown}")
     return {
-        "added_tokens": _added_tokens(fields),
+        "added_tokens": added_tokens(tokens, kinds),
         "normalizer": {
             "type": "BertNormalizer",
             "clean_text": True,
@@ -227,25 +240,9 @@ def _as_wordpiece(token: str, special: set[str]) -> str:
 
 def _around(fields: Fields, tokens: list[str]) -> Part:
     """Return the step that adds the CLS token before, and the SEP token after each text."""
-    found: list[dict[str, int]] = []
-    for names, usual in ((("cls", "bos"), "[CLS]"), (("seperator", "eos"), "[SEP]")):
-        keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
-        index = next((fields.integer(key) for key in keys if key in fields), None)
-        if index is None:
-            index = tokens.index(usual) if usual in tokens else -1
-        if not 0 <= index < len(tokens):
-            raise UnusableModel(f"{keys[0]} is missing, or outside the vocabulary")
-        found.append({tokens[index]: index})
-    before, after = found
-    return {
-        "type": "TemplateProcessing",
-        "single": _template(before, "A", after, 0),
-        "pair": _template(before, "A", after, 0) + _template({}, "B", after, 1),
-        "special_tokens": {
-            token: {"id": token, "ids": [index], "tokens": [token]}
-            for token, index in (before | after).items()
-        },
-    }
+    before, after = encoder_markers(fields, tokens, ("[CLS]", "[SEP]"))
+    first = template(before, "A", after, 0)
+    return template_step(first, first + template({}, "B", after, 1), before | after)
 
 
 def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> Part:
@@ -281,25 +278,6 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[st
     return [[left, right] for *_, left, right in ranked]
 
 
-def _added_tokens(fields: Fields) -> list[Part]:
-    """Return the unknown, control and user-defined tokens, which are matched before merging."""
-    tokens = _strings(fields, "tokens")
-    kinds = _numbers(fields, "token_type", len(tokens))
-    return [
-        {
-            "id": index,
-            "content": tokens[index],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind != USER_DEFINED,
-        }
-        for index, kind in enumerate(kinds)
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
-    ]
-
-
 def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
     """Return the step that adds BOS before and EOS after the text; None if it would add neither."""
     before = _marker(fields, "bos", wanted=fields.flag("tokenizer.ggml.add_bos_token", adds_bos))
@@ -307,45 +285,16 @@ def _post_processor(fields: Fields, *, adds_bos: bool) -> Part | None:
     if not before and not after:
         return None
     first, second = (
-        _template(before, name, after, type_id) for name, type_id in (("A", 0), ("B", 1))
+        template(before, name, after, type_id) for name, type_id in (("A", 0), ("B", 1))
     )
-    return {
-        "type": "TemplateProcessing",
-        "single": first,
-        "pair": first + second,
-        "special_tokens": {
-            token: {"id": token, "ids": [index], "tokens": [token]}
-            for token, index in (before | after).items()
-        },
-    }
+    return template_step(first, first + second, before | after)
 
 
-def _marker(fields: Fields, name: str, *, wanted: bool) -> dict[str, int]:
+def _marker(fields: Fields, name: str, *, wanted: bool) -> Marker:
     """Return {token: id} of the BOS or EOS token; empty unless it is `wanted` and in the file."""
-    tokens = _strings(fields, "tokens")
+    tokens = strings(fields, "tokens")
     index = fields.integer(f"tokenizer.ggml.{name}_token_id", -1)
     return {tokens[index]: index} if wanted and 0 <= index < len(tokens) else {}
-
-
-def _template(before: dict[str, int], name: str, after: dict[str, int], type_id: int) -> list[Part]:
-    special = [
-        [{"SpecialToken": {"id": t, "type_id": type_id}} for t in part] for part in (before, after)
-    ]
-    return [*special[0], {"Sequence": {"id": name, "type_id": type_id}}, *special[1]]
-
-
-def _strings(fields: Fields, name: str) -> list[str]:
-    values = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or not set(map(type, values)) <= {str}:
-        raise UnusableModel(f"tokenizer.ggml.{name} is missing, or is not a list of strings")
-    return values
-
-
-def _numbers(fields: Fields, name: str, count: int) -> list[Any]:
-    values = fields.get(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or len(values) != count or str in set(map(type, values)):
-        raise UnusableModel(f"tokenizer.ggml.{name} is not a list of {count:,} numbers")
-    return values
 
 
 def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:

@@ -16,11 +16,11 @@ import msgspec
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.gguf_tokenizer import CONTROL, FAMILIES, UNKNOWN, USER_DEFINED, tokenizer_json
+from worker.loading.gguf_tokenizer import FAMILIES, tokenizer_json
+from worker.loading.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from worker.loading.text import TOOL_USE, TextFacts, token_ids
 
 Values = dict[str, Any]
-NORMAL, UNUSED, BYTE = 1, 5, 6
 PREFIX = "tokenizer.ggml."
 ENDS = ("eos", "eot", "eom")
 """Roles of the tokens that end an answer, in the order in which they are read."""

@@ -20,7 +20,7 @@ def table() -> str:
         files = [
             f"`{name}`"
             for name, each in ENCODERS.items()
-            if each.architecture in family.architectures
+            if set(each.families) & set(family.architectures)
         ]
         gguf = ", ".join(files) or "not supported"
         lines.append(f"| {classes} | {types} | {'scores' if scores else 'no'} | {gguf} |")
