@@ -74,6 +74,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
     "opentelemetry-sdk>=1.27,<2",
     "peft>=0.21,<0.22",
     "playwright>=1.50,<2",  # drives Chromium, which is not part of it (tests/support/browser.py)
+    "protobuf>=6,<8",  # reads the models of sentencepiece
     "psutil>=7,<8",
     "pytest>=8.4,<10",
     "pytest-timeout>=2.4,<3",
@@ -82,6 +83,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
     "requests>=2.32,<3",
     "ruff>=0.14,<1",
     "schemathesis>=4.10,<5",
+    "sentencepiece>=0.2,<0.3",
     "types-pyyaml>=6,<7",
     "types-tqdm>=4.66,<5",
 ]

@@ -24,6 +24,8 @@ from tests.support.encoder_models import (
 )
 from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
+from tests.support.gguf_tokenizers import assert_same
+from tests.support.unigram import sentencepiece_model, unigram_metadata, xlmr_tokenizer
 from worker.encoders.header import EncoderHeader
 from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
@@ -59,28 +61,36 @@ def write_encoder_gguf(
     model: PreTrainedModel,
     *,
     words: list[str] | None = None,
+    tokenizer: dict[str, Any] | None = None,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    skips_types: bool = False,
     **metadata: Any,
 ) -> Path:
-    """Write a BERT as llama.cpp's converter does."""
+    """Write a BERT or an XLM-RoBERTa as llama.cpp's converter does.
+
+    words         the vocabulary of a BERT
+    tokenizer     the metadata of the tokenizer of an XLM-RoBERTa
+    skips_types   write no table of token types
+    """
     config = model.config
+    # XLM-RoBERTa's first position has the row after that of the padding token's id. The converter
+    # leaves out the rows before it.
+    first = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0
     writer = GGUFWriter(path, "bert")
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(config.max_position_embeddings - first)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_causal_attention(False)
-    words = words or WORDS + [f"w{place}" for place in range(VOCAB - len(WORDS))]
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list([_stored(word) for word in words])
-    writer.add_token_types([3 if place < 4 else 1 for place in range(len(words))])
     writer.add_token_type_count(config.type_vocab_size)
-    writer.add_unk_token_id(1)
-    writer.add_pad_token_id(0)
-    writer.add_bos_token_id(2)
-    writer.add_sep_token_id(3)
+    if tokenizer is None:
+        _add_wordpiece(
+            writer, words or WORDS + [f"w{place}" for place in range(VOCAB - len(WORDS))]
+        )
+    else:
+        _add_unigram(writer, tokenizer)
     for key, value in metadata.items():
         add = {bool: writer.add_bool, int: writer.add_uint32}[type(value)]
         add(f"bert.{key}", value)
@@ -90,8 +100,10 @@ def write_encoder_gguf(
             continue
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
+        if skips_types and name == "token_types.weight":
+            continue
         own = kind if tensor.ndim > 1 and "embd" not in name and "types" not in name else None
-        data = tensor.numpy()
+        data = tensor.numpy()[first if name == "position_embd.weight" else 0 :]
         if own is not None:
             writer.add_tensor(name, quants.quantize(data, own), raw_dtype=own)
         else:
@@ -101,6 +113,32 @@ def write_encoder_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_wordpiece(writer: GGUFWriter, words: list[str]) -> None:
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([_stored(word) for word in words])
+    writer.add_token_types([3 if place < 4 else 1 for place in range(len(words))])
+    writer.add_unk_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+
+
+def _add_unigram(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
+    for key, value in metadata.items():
+        name = f"tokenizer.ggml.{key}"
+        match value:
+            case bool():
+                writer.add_bool(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case str():
+                writer.add_string(name, value)
+            case _ if key == "precompiled_charsmap":
+                writer.add_precompiled_charsmap(bytes(value))
+            case _:
+                writer.add_array(name, value)
 
 
 def _stored(word: str) -> str:
@@ -128,6 +166,54 @@ def test_vectors_of_a_gguf_equal_those_of_transformers(pooling: Pooling, tmp_pat
         found = runner.encode(encode_inputs(inputs))
     wanted = torch.stack([pooled(hidden_states(model, ids), pooling) for ids in inputs])
     assert float((found - wanted).abs().max()) < 1e-4
+
+
+def random_xlmr(vocab_size: int, **changes: Any) -> PreTrainedModel:
+    usual = {"type_vocab_size": 1, "pad_token_id": 1}
+    return random_encoder("xlm-roberta", vocab_size=vocab_size, **(usual | changes))
+
+
+@pytest.mark.parametrize("types", [0, 1, 2])
+@pytest.mark.parametrize("pad", [1, 5])
+def test_vectors_of_an_xlm_roberta_equal_those_of_transformers(
+    pad: int, types: int, tmp_path: Path
+) -> None:
+    """A file may have no table of token types: then its one row is zero."""
+    tokenizer = unigram_metadata(sentencepiece_model())
+    model = random_xlmr(len(tokenizer["tokens"]), pad_token_id=pad, type_vocab_size=max(types, 1))
+    if types == 0:
+        torch.nn.init.zeros_(model.embeddings.token_type_embeddings.weight)
+    path = write_encoder_gguf(
+        tmp_path / "x.gguf", model, tokenizer=tokenizer, skips_types=types == 0, pooling_type=2
+    )
+    header = header_of(path)
+    assert header.spec.architecture == "XLMRobertaModel"
+    assert (header.spec.context_tokens, header.spec.token_types) == (320 - pad - 1, types)
+    loaded = load_encoder(header, dtype=torch.float32, device=torch.device("cpu"))
+    ours = Tokenizer.from_buffer(header.text.tokenizer)
+    inputs = [*some_inputs([5, 1, 130, 320 - pad - 1]), *(ours.encode(text).ids for text in TEXTS)]
+    with torch.inference_mode():
+        runner = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+        found = runner.encode(encode_inputs(inputs))
+    wanted = torch.stack([pooled(hidden_states(model, ids), "cls") for ids in inputs])
+    assert float((found - wanted).abs().max()) < 1e-4
+
+
+def test_the_tokenizer_of_an_xlm_roberta_is_read_from_its_file(tmp_path: Path) -> None:
+    tokenizer = unigram_metadata(sentencepiece_model())
+    model = random_xlmr(len(tokenizer["tokens"]))
+    path = write_encoder_gguf(tmp_path / "x.gguf", model, tokenizer=tokenizer)
+    text = header_of(path).text
+    ours, original = Tokenizer.from_buffer(text.tokenizer), xlmr_tokenizer(sentencepiece_model())
+    assert_same(ours, original, [*TEXTS, "<s> sea </s> <mask>", "\ufb01ns \u3000 🙂"])
+    assert (text.bos_token_id, text.pad_token_id) == (0, 1)
+    assert text.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+    }
+    check_config(path)
 
 
 def test_quantised_weights_are_expanded(tmp_path: Path) -> None:

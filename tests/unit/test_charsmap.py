@@ -7,20 +7,16 @@ import random
 import struct
 
 import pytest
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import normalizers
 
 from tests.support.gguf_tokenizers import TEXTS, odd_texts
-from tests.support.unigram import sentencepiece_model
+from tests.support.unigram import sentencepiece_model, unigram_metadata
 from worker.loading.charsmap import BLOCK, charsmap_error
 
 
 @pytest.fixture(scope="module")
 def table() -> bytes:
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(sentencepiece_model())
-    found: bytes = proto.normalizer_spec.precompiled_charsmap
-    return found
+    return bytes(unigram_metadata(sentencepiece_model())["precompiled_charsmap"])
 
 
 def normalize(table: bytes, texts: list[str]) -> list[str]:
