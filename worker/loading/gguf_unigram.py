@@ -1,7 +1,8 @@
 """Rebuilds the tokenizer of XLM-RoBERTa, SentencePiece's unigram model, from a GGUF file.
 
-llama.cpp calls this kind "t5". Its converter stores the pieces with the log probabilities of their
-scores, the table of normalisation rules, and two of SentencePiece's settings for spaces.
+llama.cpp calls this kind "t5". Its converter stores the pieces with their log probabilities, the
+table of normalisation rules, and two of SentencePiece's settings for spaces. A file that lacks a
+setting has SentencePiece's default for it.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def _name_mask(fields: Fields, tokens: list[str], kinds: list[int]) -> None:
 def _scored_pieces(fields: Fields, tokens: list[str], kinds: list[int]) -> list[tuple[str, float]]:
     """Return (piece, log probability), in the order of their ids.
 
-    Texts must not be split into unused tokens, and their scores of -10,000 would lower that of
-    unknown characters, which is derived from the lowest score. So they get a name with a space,
-    which no text has after the spaces are replaced, and the best score.
+    No text may be split into unused tokens, so their names get a space, which is in no text after
+    the spaces are replaced. Their scores of -10,000 are not kept, because the gateway's library
+    derives that of unknown characters from the lowest score.
     """
     scores = numbers(fields, "scores", len(tokens))
     if not all(map(isfinite, scores)):
@@ -112,10 +113,9 @@ def _normalizer(fields: Fields, *, is_prefixed: bool, trims: bool) -> Part | Non
 def _pre_tokenizer(*, is_prefixed: bool, trims: bool) -> Part:
     """Return the step that splits a text into words, and replaces its spaces.
 
-    XLM-RoBERTa prefixes and trims. Its published tokenizers split at any white space, which is lost
-    with that, and prefix each word. With another setting, the text gets its prefix or loses its
-    extra spaces in the normalizer: a prefix for each word would replace lost spaces that had none,
-    and this step would not prefix a text that starts with a space.
+    XLM-RoBERTa prefixes and trims: its published tokenizers drop all white space and prefix each
+    word. Other settings need the normalizer. Without a prefix, dropping the white space would join
+    words; without trimming, this step would not prefix a text that starts with a space.
     """
     if is_prefixed and trims:
         split = {"type": "WhitespaceSplit"}
