@@ -146,12 +146,15 @@ def test_the_kv_cache_of_a_model_has_the_planned_size_whatever_is_free_later(
 
 
 def test_models_that_fit_alone_but_not_together_are_refused_with_a_remedy(tiny: list[str]) -> None:
+    """Other programs may use or free memory meanwhile, so there is room for one model even if the
+    free memory shrinks to half, and none for six even if it doubles."""
+    six = [f"model{number}={tiny[0]}" for number in range(6)]
     alone = planned(serve(*tiny, "--load", "first-use"))
-    share = max(each.free_bytes for each in alone.plans.values()) / GIB * 0.6
+    share = max(each.free_bytes for each in alone.plans.values()) / GIB * 0.4
     options = ("--kv-memory-gib", f"{share:.2f}")
     with pytest.raises(Failure, match=r"do not fit together: .* or --load first-use"):
-        planned(serve(*tiny, *options))
-    assert planned(serve(*tiny, *options, "--load", "first-use")).loaded == []
+        planned(serve(*six, *options))
+    assert planned(serve(*six, *options, "--load", "first-use")).loaded == []
 
 
 def test_a_model_that_cannot_be_served_is_named(tiny: list[str], tmp_path: Path) -> None:
