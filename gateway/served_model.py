@@ -206,7 +206,7 @@ class ServedModel:
 
 
 Ability = Literal["generate", "embed", "score"]
-"""What a request needs of its model."""
+"""An ability that a request requires its model to have."""
 _ROUTES: dict[Ability, str] = {
     "generate": "chats and completions",
     "embed": "/v1/embeddings, /v1/rerank and /v1/score",

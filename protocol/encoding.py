@@ -57,7 +57,7 @@ class EncodeInputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
 
 class EncodingCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a model can encode, and how (`ModelCard.encoding`)."""
+    """The inputs that a model encodes, and how (`ModelCard.encoding`)."""
 
     task: EncodeTask
     #: Most tokens of one input.

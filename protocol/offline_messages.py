@@ -22,7 +22,7 @@ READ_BYTES = 1 << 16
 
 
 class OfflineConfig(Config, frozen=True, kw_only=True):
-    """What an LLM passes to the process that starts its engine."""
+    """Options that an LLM passes to the process that starts its engine."""
 
     model: str
     #: Fields of the configs of the gateway, the engine and the worker, by name.

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 Stage = Literal["grammar", "queued", "fetching", "prefill", "decode", "preempted"]
 """A stage of a request in the engine: the fields of `Times`, without their unit."""
 Lack = Literal["", "slot", "blocks"]
-"""What the first request in the queue lacks; "": nothing, or the queue is empty."""
+"""The resource that the first request in the queue lacks; "": none, or the queue is empty."""
 
 
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class StepGroup(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     other_prefill: int = 0
     #: Drafts of other requests that were verified.
     other_drafts: int = 0
-    #: What the first request in the queue lacked.
+    #: The resource that the first request in the queue lacked.
     lack: Lack = ""
     #: The other requests whose prompts were computed, largest share first; at most MAX_SHARES.
     prompts: list[PromptShare] = []

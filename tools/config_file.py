@@ -207,8 +207,8 @@ def _path(text: str, folder: Path) -> str:
 
 
 def local_model(model: str, folder: Path) -> str:
-    """Return the path of a model in `folder`, or `model` itself if it is no path there. It may be
-    NAME=MODEL."""
+    """Return the path of a model in `folder`, or `model` itself if there is no such path. `model`
+    may be NAME=MODEL."""
     name, equals, path = model.rpartition("=")
     local = folder / Path(path).expanduser()
     return f"{name}{equals}{local}" if path and local.exists() else model

@@ -71,7 +71,7 @@ class StepRun:
 
     @property
     def parts(self) -> Iterator[tuple[int, int]]:
-        """What a step that encodes computed: (`Request.order`, number of tokens)."""
+        """Return (`Request.order`, number of tokens) for each request that the step encoded."""
         numbers = memoryview(self.encoded).cast("q")
         return zip(numbers[::2], numbers[1::2], strict=True)
 

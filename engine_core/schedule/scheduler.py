@@ -143,7 +143,7 @@ class Scheduler:
 
     @property
     def lack(self) -> Lack:
-        """What the last step had too few of for the first request in the queue."""
+        """The resource that the last step could not give to the first request in the queue."""
         if self._blocked_newcomer is None:
             return ""
         return "blocks" if self._has_slot else "slot"

@@ -67,7 +67,7 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
 
 
 class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model encodes.
+    """The facts about a model that encodes.
 
     task        embed: vectors of texts; score: scores of pairs of texts
     max_tokens  most tokens of an input

@@ -1,4 +1,4 @@
-"""What the engine remembers: timelines of requests, recorded steps, latencies, blocks by owner."""
+"""The engine's history: timelines of requests, recorded steps, latencies, blocks by owner."""
 
 from __future__ import annotations
 

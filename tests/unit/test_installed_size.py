@@ -1,4 +1,4 @@
-"""What an installation of tidegate[all] requires. What a browser does itself needs no package."""
+"""The packages that tidegate[all] requires. None is there for the work of a browser."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Origins:
-    """Where the value of each option comes from."""
+    """The source of each option's value."""
 
     def __init__(
         self, options: argparse.Namespace, settings: FileSettings | None, own_key: str

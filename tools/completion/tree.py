@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["", "choice", "file", "directory", "model", "port", "key"]
-"""What a value is. "": anything, so nothing is suggested. Names of `DYNAMIC` are looked up when
-they are completed."""
+"""The kind of an option's value. "": any text, so nothing is suggested. Values of the kinds in
+`DYNAMIC` are looked up when they are completed."""
 DYNAMIC = ("model", "port", "key")
 KINDS: dict[str, Kind] = {
     "FILE": "file",

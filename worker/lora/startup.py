@@ -22,9 +22,9 @@ def load_adapters(
     device: torch.device,
     timing: StartupTiming,
 ) -> tuple[AdapterTable, list[AdapterInfo]]:
-    """Return the table of adapters, with those of the configuration in its first rows, and what
-    the engine is told about them. Raises UnusableAdapter, naming the adapter, if one cannot be
-    loaded, or if the model cannot have adapters."""
+    """Return the table of adapters, with those of the configuration in its first rows, and
+    the facts about them for the engine. Raises UnusableAdapter, naming the adapter, if one cannot
+    be loaded, or if the model cannot have adapters."""
     if not config.adapter_rows:
         return AdapterTable(), []
     infos: list[AdapterInfo] = []
