@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import select
 import weakref
 from collections.abc import Iterator
@@ -165,6 +166,18 @@ def test_a_failure_is_reported_with_its_field(service, root, path, code):
     assert (error.code, error.param) == (code, "lora_path")
     service.apply(AdapterLoad(row=0, generation=2, path="a"))
     assert report(service).error is None
+
+
+def test_an_answer_that_comes_while_the_descriptor_is_read_is_not_lost(service, monkeypatch):
+    read = os.eventfd_read
+
+    def late_read(fd):
+        assert select.select([fd], [], [], 60)[0]
+        return read(fd)
+
+    monkeypatch.setattr(os, "eventfd_read", late_read)
+    service.apply(AdapterLoad(row=0, generation=1, path="a"))
+    assert service.report() is not None
 
 
 def test_unloading_what_is_not_loaded_is_an_error_of_the_engine(service):

@@ -65,15 +65,16 @@ class AdapterService:
         self._jobs.put(message)
 
     def report(self) -> AdapterReport | None:
-        """Return the next answer, or None if there is none now. If an adapter has been read, add it
-        to the table first."""
+        """Return the next answer, or None if there is none now; call it until it returns None. If
+        an adapter has been read, add it to the table first."""
         with contextlib.suppress(Empty):
             return self._freed.get_nowait()
+        # Clear the descriptor first: an adapter that is read after this makes it readable again.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
         try:
             message, found = self._loaded.get_nowait()
         except Empty:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.fd)
             return None
         row, generation = message.row, message.generation
         if isinstance(found, ErrorInfo):
