@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
@@ -171,7 +172,7 @@ def measure(processes: Sequence[Sequence[psutil.Process]], seconds: float) -> Cp
     time.sleep(seconds)
     after, ended = [cpu_s(group) for group in processes], time.monotonic()
     spent = [now - then for then, now in zip(before, after, strict=True)]
-    return CpuTimes(*spent, wall_s=ended - began)
+    return CpuTimes(spent[0], spent[1], spent[2], ended - began)
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--gpu", default=GPU, help="a GPU of the simulator's table")
     options = parser.parse_args()
-    config = {"log_requests": False}
+    config: dict[str, Any] = {"log_requests": False}
     limits = {"max_slots": options.streams, "max_len": MAX_LEN}
     with (
         paced_server(MODEL, options.gpu, gateway=config, **limits) as gateway,
