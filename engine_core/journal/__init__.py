@@ -2,8 +2,8 @@
 
 - records: the record types
 - file: writes records to bounded files, and reads them back
-- snapshot: converts the state of an engine to plain data and back; each file but the first starts
-  with a snapshot
+- snapshot: the state of an engine as plain data; each file but the first starts with a snapshot
+- capture, restore: an engine to a snapshot, and back
 - recorder: an engine that records its input and the digests of its replies
 - replay: replays a journal without a worker, and compares the replies
 - __main__: the command `python -m engine_core.journal PATH`

@@ -2,7 +2,7 @@
 
 Each method calls the base class, so the decisions are those of a plain `Engine`. When the file is
 nearly full, recording continues in another file, which starts with a snapshot of the engine
-(snapshot.py). The snapshot is taken in `tick`, at the start of a turn of the loop. By then the loop
+(capture.py). The snapshot is taken in `tick`, at the start of a turn of the loop. By then the loop
 has sent all replies and K/V commands of the previous turn, so the snapshot contains none.
 """
 
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from engine_core.adapters import AdapterReply
 from engine_core.engine import Engine, draw_seed
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.journal.capture import take_snapshot
 from engine_core.journal.file import Writer
 from engine_core.journal.records import (
     FORMAT,
@@ -45,7 +46,6 @@ from engine_core.journal.records import (
     UnloadAdapterRecord,
     digest,
 )
-from engine_core.journal.snapshot import take_snapshot
 from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
 from protocol.errors import ErrorInfo, ServingError

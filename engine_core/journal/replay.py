@@ -45,7 +45,7 @@ from engine_core.journal.records import (
     UnloadAdapterRecord,
     digest,
 )
-from engine_core.journal.snapshot import restore_snapshot
+from engine_core.journal.restore import restore_snapshot
 from protocol.errors import ServingError, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.stats import EngineStats

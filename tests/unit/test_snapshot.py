@@ -17,7 +17,9 @@ import msgspec
 from msgspec import inspect
 
 from engine_core.engine import Engine
-from engine_core.journal.snapshot import EngineSnapshot, restore_snapshot, take_snapshot
+from engine_core.journal.capture import take_snapshot
+from engine_core.journal.restore import restore_snapshot
+from engine_core.journal.snapshot import EngineSnapshot
 from tests.support.engines import Bench, a_card
 from tests.support.storm import (
     AdapterStorm,

@@ -1,0 +1,217 @@
+"""Restores an engine from a snapshot.
+
+Data that the snapshot does not store are computed again: a matcher consumes the tokens of its
+answer, and an n-gram index is built.
+
+`capture` is the opposite. It must be changed together with this module.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from engine_core.adapters import EngineAdapter
+from engine_core.blocks.pool import BlockPool
+from engine_core.encoding import EncodeScheduler, EncodeStep
+from engine_core.engine import Engine
+from engine_core.grammar.matcher import Matcher, MatcherTemplate
+from engine_core.journal.snapshot import (
+    ADAPTER_FIELDS,
+    COPIED,
+    AdmissionSnapshot,
+    BlockSnapshot,
+    DraftingSnapshot,
+    EncodingSnapshot,
+    EngineSnapshot,
+    FairShareSnapshot,
+    KVSnapshot,
+    RequestSnapshot,
+    SchedulerSnapshot,
+    StepSnapshot,
+)
+from engine_core.kv.fetches import Fetch
+from engine_core.kv.transfers import KVTransfers
+from engine_core.policy.accounts import AccountUsage
+from engine_core.policy.admission import Admission
+from engine_core.policy.fair_share import FairShare
+from engine_core.policy.throughput import Throughput
+from engine_core.request import Request
+from engine_core.schedule.inflight import InflightStep
+from engine_core.schedule.scheduler import Scheduler
+from engine_core.speculation.drafting import RequestDrafting, Speculation
+from engine_core.speculation.ngram import NgramDrafter
+from engine_core.stage_timer import StageTimer
+from protocol import wire
+from protocol.steps import EncodePlan, StepPlan
+
+FindTemplate = Callable[[bytes], MatcherTemplate]
+"""A function that returns the compiled grammar for a digest."""
+_PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
+_ENCODE_PLAN: wire.Decoder[EncodePlan] = wire.Decoder(EncodePlan)
+
+
+def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplate) -> None:
+    """Restore the state of the snapshot in a new engine.
+
+    The engine takes over the mutable objects of the snapshot, so the snapshot must not be used
+    again. `find` returns compiled grammars. Raises LookupError, ValueError or WireError if the
+    snapshot is damaged.
+    """
+    engine._clock.now = engine._accounts.now = engine.kv_transfers._now = snapshot.now
+    engine._step = snapshot.step
+    engine._counts = Counter(snapshot.counts)
+    engine._finished = Counter(snapshot.finished)
+    engine._timeouts = Counter(snapshot.timeouts)
+    engine._num_admitted_tokens = snapshot.num_admitted_tokens
+    engine._accounts._buckets = snapshot.buckets
+    for field in fields(Throughput):  # copied, because several parts share the engine's object
+        setattr(engine.throughput, field.name, getattr(snapshot.throughput, field.name))
+    speculation = engine._speculation
+    speculation.overhead._times = snapshot.speculation.overhead
+    speculation._model_tally = snapshot.speculation.model_tally
+    speculation._num_started = snapshot.speculation.num_started
+    engine.adapters._adapters = [
+        EngineAdapter(**{name: getattr(part, name) for name in ADAPTER_FIELDS})
+        for part in snapshot.adapters
+    ]
+    engine.adapters._generations = snapshot.adapter_generations
+    requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
+    for request in requests[: snapshot.num_open]:
+        engine.open_requests.add(request)
+        engine._deadlines.add(request)
+    engine._ended_in_flight = [requests[i] for i in snapshot.ended_in_flight]
+    engine._inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
+    _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
+    _restore_admission(engine.admission, snapshot.admission, requests, find)
+    _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
+    _restore_encoding(engine.encoding, snapshot.encoding, requests)
+    _restore_pool(engine.scheduler.pool, snapshot.blocks)
+    _restore_kv(engine.kv_transfers, snapshot.kv, requests)
+
+
+def _to_request(
+    part: RequestSnapshot, engine: Engine, usages: list[AccountUsage], find: FindTemplate
+) -> Request:
+    tokens = array("i", part.tokens)
+    timer = StageTimer(engine._clock)
+    timer._stage, timer._since = part.stage_timer.stage, part.stage_timer.since
+    timer._spent, timer._has_token = part.stage_timer.spent, part.stage_timer.has_token
+    request = Request(
+        **{name: getattr(part, name) for name in COPIED},
+        tokens=tokens,
+        account_usage=usages[part.account_usage],
+        adapter=None if part.adapter is None else engine.adapters._adapters[part.adapter],
+        stage_timer=timer,
+    )
+    if part.has_matcher and part.grammar is not None:
+        request.matcher = _matcher(find(part.grammar), tokens[part.prompt_tokens :])
+    if part.drafting is not None:
+        request.drafting = _to_drafting(part.drafting, tokens, engine._speculation)
+    return request
+
+
+def _matcher(template: MatcherTemplate, answer: Iterable[int]) -> Matcher:
+    """Return the grammar's matcher after all tokens of the answer."""
+    matcher = template.start()
+    for token in answer:
+        matcher.consume(token)
+    return matcher
+
+
+def _to_drafting(
+    part: DraftingSnapshot, tokens: array[int], speculation: Speculation
+) -> RequestDrafting:
+    drafting = speculation.new_drafting(part.tally)
+    drafting.forced_tally = part.forced_tally
+    drafting.awaited_guess, drafting.is_forced = part.awaited_guess, part.is_forced
+    if isinstance(drafting.drafter, NgramDrafter):
+        drafting.drafter.index_first(tokens, part.num_indexed or 0)
+    else:
+        drafting.on_proposed(part.num_known, part.proposed)
+    return drafting
+
+
+def _to_step(part: StepSnapshot, requests: list[Request]) -> InflightStep:
+    return InflightStep(
+        plan=_PLAN.decode(part.plan),
+        requests=[requests[i] for i, _ in part.rows],
+        needs_masks=part.needs_masks,
+        num_requested_drafts=part.num_requested_drafts,
+    )
+
+
+def _restore_fair_share(
+    fair_share: FairShare, part: FairShareSnapshot, usages: list[AccountUsage]
+) -> None:
+    fair_share._level = part.level
+    fair_share._last = None if part.last is None else usages[part.last]
+    fair_share._last_at, fair_share._other_at = part.last_at, part.other_at
+    fair_share._by_name = {usages[i].name: usages[i] for i in part.known}
+
+
+def _restore_admission(
+    admission: Admission, part: AdmissionSnapshot, requests: list[Request], find: FindTemplate
+) -> None:
+    admission.is_draining = part.is_draining
+    admission.num_accepted, admission.num_refused = part.num_accepted, part.num_refused
+    admission._order = part.order
+    grammars = admission._grammars
+    grammars.jobs = part.jobs
+    grammars._templates.update((digest, find(digest)) for digest in part.templates)
+    grammars._waiters = {
+        digest: [requests[i] for i in waiting] for digest, waiting in part.waiters.items()
+    }
+
+
+def _restore_scheduler(
+    scheduler: Scheduler, part: SchedulerSnapshot, requests: list[Request]
+) -> None:
+    scheduler.running = [requests[i] for i in part.running]
+    scheduler.unbound = [requests[i] for i in part.unbound]
+    scheduler.waiting.restore(requests[i] for i in part.waiting)
+    newcomer = part.blocked_newcomer
+    scheduler._blocked_newcomer = None if newcomer is None else requests[newcomer]
+    scheduler._has_paused_decodes = part.has_paused_decodes
+    scheduler.num_prefill_tokens = part.num_prefill_tokens
+    scheduler.slots._free = part.free_slots
+    scheduler.slots._generations = part.slot_generations
+    scheduler.slots._releases = part.slot_releases
+
+
+def _restore_encoding(
+    encoding: EncodeScheduler, part: EncodingSnapshot, requests: list[Request]
+) -> None:
+    encoding.waiting.restore(requests[i] for i in part.waiting)
+    encoding.started = [requests[i] for i in part.started]
+    encoding.inflight.extend(
+        EncodeStep(_ENCODE_PLAN.decode(step.plan), [(requests[i], n) for i, n in step.parts])
+        for step in part.inflight
+    )
+    encoding.is_next, encoding.continues = part.is_next, part.continues
+    encoding.num_open = part.num_open
+
+
+def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
+    pool.holders = part.holders
+    pool._free.clear()
+    pool._free.update(dict.fromkeys(part.free))
+    for block, content in part.cached.items():
+        is_draft_computed = block in part.draft_computed
+        pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
+    pool.num_cached = sum(block in pool.cache for block in part.free)
+
+
+def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:
+    fetches, tiers = kv_transfers.fetches, kv_transfers.tiers
+    fetches._jobs = {
+        each.job: Fetch(each.job, requests[each.request], each.match, each.started_at, each.state)
+        for each in part.fetches
+    }
+    fetches._jobs_by_request = {fetch.request: fetch.job for fetch in fetches._jobs.values()}
+    fetches._last_job = part.last_job
+    fetches.num_failed = Counter(part.num_failed)
+    fetches.num_tokens, fetches.num_bytes = part.num_tokens, part.num_bytes
+    tiers._tiers, tiers._load_s = part.tiers, part.load_s
