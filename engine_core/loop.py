@@ -20,14 +20,13 @@ from msgspec.structs import replace
 from engine_core.engine import Engine
 from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
-from engine_core.health import Health, step_limit_s
 from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
 from engine_core.startup import build_engine
 from engine_core.worker_link import WorkerLink
-from engine_core.worker_process import WorkerLost
+from engine_core.worker_watch import WorkerWatch
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
@@ -65,7 +64,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.stats import EngineStats
 from protocol.steps import (
     AdapterReport,
     EncodeResult,
@@ -127,12 +126,9 @@ class EngineLoop:
         self._model: ModelCard | None = None
         #: How the drain was requested, for the log; "" until it is requested.
         self.drained_by = ""
-        #: When the worker started the oldest step in flight; None if there is none.
-        self._step_started_at: float | None = None
         #: Number of requests that gateways rejected from a cached refusal.
         self._num_refused_early = 0
-        self._health = Health(config.stopped_timeout_s)
-        self._next_check_at = 0.0
+        self._watch = WorkerWatch(config, self._worker)
         self._grammars = GrammarService(config.grammar_timeout_s)
         self._profiling = Profiling()
         self._journal = journal
@@ -174,14 +170,15 @@ class EngineLoop:
             # The worker's last message, if there is one, is more precise than its exit code.
             self._on_worker_message(now)
             raise self._worker.exit_error()
-        self._check_worker(now)
+        if self._watch.check_health(self._engine, now):
+            self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
         if self._mailbox.socket in ready:
             for client, message in self._mailbox.receive(now):
                 self._on_message(client, message, now)
         self._mailbox.check_clients(now)
         self._compile_grammars(ready, now)
         self._next_step(now)
-        if self._engine is not None and self._engine.freed:
+        if self._engine is not None:
             self._send_freed(self._engine)
         if self._publisher is not None and self._engine is not None:
             self._publisher.send(self._engine.drain_kv_events(), time.time())
@@ -291,8 +288,7 @@ class EngineLoop:
         return EngineNotReady(f"{cause}: try again", retry_after_s=1).info()
 
     def _send_freed(self, engine: Engine) -> None:
-        freed, engine.freed = engine.freed, {}
-        for client, requests in freed.items():
+        for client, requests in engine.pop_freed().items():
             self._mailbox.send(client, ResourcesFreed(requests=requests))
 
     def _abort_by_label(self, client: bytes, message: AbortByLabel) -> None:
@@ -394,12 +390,7 @@ class EngineLoop:
         engine = self._engine
         if engine is None:
             return
-        timeout_s, step_s = self._config.step_timeout_s, self._step_s(now)
-        if step_s > timeout_s and step_s > step_limit_s(timeout_s, engine.worker_view().expected_s):
-            raise WorkerLost(f"the worker has not answered for {step_s:.0f} s")
-        # A busy worker may report on a fetch only after its step, so the step timeout is added.
-        if (report_age_s := engine.oldest_fetch_s(now)) > self._config.kv_timeout_s + timeout_s:
-            raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
+        self._watch.check_limits(engine, now)
         self._send_adapter_commands(engine)
         while True:
             plan = engine.plan()
@@ -407,12 +398,11 @@ class EngineLoop:
             if plan is None:
                 break
             self._send_trace_command()
-            if self._step_started_at is None:
-                self._step_started_at = now
+            self._watch.on_sent(now)
             self._worker.send(plan)
             self._send_masks(engine)
         if not engine.num_in_flight:
-            self._step_started_at = None
+            self._watch.on_idle()
             self._send_trace_command()
 
     def _send_trace_command(self) -> None:
@@ -447,15 +437,9 @@ class EngineLoop:
         if (masks := engine.masks()) is not None:
             self._worker.send(masks)
 
-    def _step_s(self, now: float) -> float:
-        """Return the seconds since the oldest step in flight was started, or 0."""
-        return 0.0 if self._step_started_at is None else now - self._step_started_at
-
     def _on_step_result(self, result: StepResult | EncodeResult, now: float) -> None:
         assert self._engine is not None
-        elapsed_s = self._step_s(now)
-        # The next step starts now. `_next_step` resets the time if there is no next step.
-        self._step_started_at = now
+        elapsed_s = self._watch.on_result(now)
         if isinstance(result, EncodeResult):
             outputs = self._engine.commit_encoded(result, elapsed_s)
         else:
@@ -499,37 +483,10 @@ class EngineLoop:
             request=message.request, timelines=found, kept=MAX_ENDED, kept_s=MAX_ENDED_S
         )
 
-    def _check_worker(self, now: float) -> None:
-        """Check the worker's health. If it has changed, report it to all clients in a Pong.
-
-        Raises WorkerLost if the worker was stopped for too long, or if one of another machine has
-        disconnected.
-        """
-        if now < self._next_check_at:
-            return
-        self._next_check_at = now + TICK_MS / 1000
-        self._worker.check_connections()
-        view, stopped = self._worker_view(now), self._worker.stopped_pid
-        if stopped is not None:
-            view = replace(view, pid=stopped)
-        has_changed = self._health.update(view, stopped is not None, now)
-        if self._health.is_lost(now):
-            raise WorkerLost(self._health.trouble)
-        if has_changed:
-            log.warning("%s", self._health.trouble or "the worker is making progress again")
-            self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
-
-    def _worker_view(self, now: float) -> WorkerStatus:
-        view = WorkerStatus() if self._engine is None else self._engine.worker_view()
-        step_s = self._step_s(now)
-        trouble = self._health.trouble
-        pids = {"engine_pid": os.getpid(), "pid": self._worker.pid}
-        return replace(view, **pids, step_s=step_s, trouble=trouble)
-
     def _stats(self) -> EngineStats:
         own = EngineStats(clients=len(self._clients))
         if self._engine is not None:
             wire_errors = self._mailbox.num_wire_errors + self._worker.num_foreign_messages
             own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
-        worker = self._worker_view(time.monotonic())
+        worker = self._watch.status(self._engine, time.monotonic())
         return replace(own, num_refused_early=self._num_refused_early, worker=worker)

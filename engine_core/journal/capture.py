@@ -58,19 +58,19 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     usages = {usage: i for i, usage in enumerate(dict.fromkeys(used))}
     adapters = {adapter: i for i, adapter in enumerate(engine.adapters._adapters)}
     return EngineSnapshot(
-        now=engine._clock.now,
-        step=engine._step,
-        counts=engine._counts,
-        finished=engine._finished,
-        timeouts=engine._timeouts,
-        num_admitted_tokens=engine._num_admitted_tokens,
+        now=engine.parts.clock.now,
+        step=engine.totals.step,
+        counts=engine.totals.counts,
+        finished=engine.totals.finished,
+        timeouts=engine.totals.timeouts,
+        num_admitted_tokens=engine.totals.num_admitted_tokens,
         requests=[_from_request(request, usages, adapters) for request in requests],
         num_open=len(engine.open_requests),
         usages=list(usages),
-        ended_in_flight=[requests[request] for request in engine._ended_in_flight],
-        inflight=[_from_step(step, requests) for step in engine._inflight],
-        buckets=engine._accounts._buckets,
-        throughput=engine.throughput,
+        ended_in_flight=[requests[request] for request in engine.endings.in_flight],
+        inflight=[_from_step(step, requests) for step in engine.parts.inflight],
+        buckets=engine.parts.accounts._buckets,
+        throughput=engine.parts.throughput,
         admission=_from_admission(engine.admission, requests),
         fair_share=_from_fair_share(fair_share, usages),
         scheduler=_from_scheduler(scheduler, requests),
@@ -78,9 +78,9 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         blocks=_from_pool(scheduler.pool),
         kv=_from_kv(engine.kv_transfers, requests),
         speculation=SpeculationSnapshot(
-            overhead=engine._speculation.overhead._times,
-            model_tally=engine._speculation._model_tally,
-            num_started=engine._speculation._num_started,
+            overhead=engine.parts.speculation.overhead._times,
+            model_tally=engine.parts.speculation._model_tally,
+            num_started=engine.parts.speculation._num_started,
         ),
         adapters=[
             AdapterSnapshot(**{name: getattr(adapter, name) for name in ADAPTER_FIELDS})

@@ -209,7 +209,7 @@ class _ReplayedEngine:
                 self._worker.send(command)
         self.engine.drain_kv_commands()
         self.engine.drain_kv_events()
-        self.engine.freed.clear()
+        self.engine.pop_freed()
 
     def _restore(self, record: SnapshotRecord) -> None:
         """Restore the state that the engine had when the file was started.

@@ -60,16 +60,16 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     again. `find` returns compiled grammars. Raises LookupError, ValueError or WireError if the
     snapshot is damaged.
     """
-    engine._clock.now = engine._accounts.now = engine.kv_transfers._now = snapshot.now
-    engine._step = snapshot.step
-    engine._counts = Counter(snapshot.counts)
-    engine._finished = Counter(snapshot.finished)
-    engine._timeouts = Counter(snapshot.timeouts)
-    engine._num_admitted_tokens = snapshot.num_admitted_tokens
-    engine._accounts._buckets = snapshot.buckets
+    engine.parts.clock.now = engine.parts.accounts.now = engine.kv_transfers._now = snapshot.now
+    engine.totals.step = snapshot.step
+    engine.totals.counts = Counter(snapshot.counts)
+    engine.totals.finished = Counter(snapshot.finished)
+    engine.totals.timeouts = Counter(snapshot.timeouts)
+    engine.totals.num_admitted_tokens = snapshot.num_admitted_tokens
+    engine.parts.accounts._buckets = snapshot.buckets
     for field in fields(Throughput):  # copied, because several parts share the engine's object
-        setattr(engine.throughput, field.name, getattr(snapshot.throughput, field.name))
-    speculation = engine._speculation
+        setattr(engine.parts.throughput, field.name, getattr(snapshot.throughput, field.name))
+    speculation = engine.parts.speculation
     speculation.overhead._times = snapshot.speculation.overhead
     speculation._model_tally = snapshot.speculation.model_tally
     speculation._num_started = snapshot.speculation.num_started
@@ -81,9 +81,9 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
     for request in requests[: snapshot.num_open]:
         engine.open_requests.add(request)
-        engine._deadlines.add(request)
-    engine._ended_in_flight = [requests[i] for i in snapshot.ended_in_flight]
-    engine._inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
+        engine.parts.deadlines.add(request)
+    engine.endings.in_flight = [requests[i] for i in snapshot.ended_in_flight]
+    engine.parts.inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
     _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
     _restore_admission(engine.admission, snapshot.admission, requests, find)
     _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
@@ -96,7 +96,7 @@ def _to_request(
     part: RequestSnapshot, engine: Engine, usages: list[AccountUsage], find: FindTemplate
 ) -> Request:
     tokens = array("i", part.tokens)
-    timer = StageTimer(engine._clock)
+    timer = StageTimer(engine.parts.clock)
     timer._stage, timer._since = part.stage_timer.stage, part.stage_timer.since
     timer._spent, timer._has_token = part.stage_timer.spent, part.stage_timer.has_token
     request = Request(
@@ -109,7 +109,7 @@ def _to_request(
     if part.has_matcher and part.grammar is not None:
         request.matcher = _matcher(find(part.grammar), tokens[part.prompt_tokens :])
     if part.drafting is not None:
-        request.drafting = _to_drafting(part.drafting, tokens, engine._speculation)
+        request.drafting = _to_drafting(part.drafting, tokens, engine.parts.speculation)
     return request
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-import engine_core.engine as engine_module
+from engine_core import planner
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule import columns, inflight, plan, scheduler
 from engine_core.schedule.block_tables import BlockTables
@@ -69,7 +69,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(BlockTables, "growing", lambda t, rs: [r for r in rs if t.needs_block(r)])
         patch.setattr(BlockTables, "grow_all", grow_one_by_one)
         patch.setattr(inflight, "StepRowResults", RowByRowResults)
-        patch.setattr(engine_module, "charge_rows", charge_one_by_one)
+        patch.setattr(planner, "charge_rows", charge_one_by_one)
         yield patch
 
 

@@ -107,7 +107,7 @@ def test_a_request_whose_grammar_compiles_too_late_ends_with_queue_timeout() -> 
 
 def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     bench = a_busy_bench()
-    bench.engine.throughput.admitted.observe(50, 5.0)
+    bench.engine.parts.throughput.admitted.observe(50, 5.0)
     bench.add([5] * 50)
     refused = bench.refusal([5] * 4, queue_timeout_s=4.0)
     assert (refused.error.code, refused.error.param) == ("queue_timeout", "queue_timeout_s")
@@ -133,12 +133,12 @@ def test_without_a_measured_rate_no_request_is_refused_for_its_timeout() -> None
 
 def test_the_queue_rate_is_measured_while_requests_wait() -> None:
     bench = Bench(max_slots=1, prefix_cache=False)
-    assert bench.engine.throughput.queue_per_s == 0.0
+    assert bench.engine.parts.throughput.queue_per_s == 0.0
     for _ in range(100):
         bench.add([5] * 10, max_tokens=2, ignore_eos=True)
     bench.run()
     # A request of 10 tokens takes two steps of 10 ms.
-    assert bench.engine.throughput.queue_per_s == pytest.approx(500, rel=0.1)
+    assert bench.engine.parts.throughput.queue_per_s == pytest.approx(500, rel=0.1)
 
 
 def request_with_deadlines(order: int, start_deadline: float, deadline: float) -> Request:
@@ -273,7 +273,7 @@ def test_an_aborted_waiting_request_is_reported_as_freed_at_once() -> None:
     _, second = bench.add([1] * 6), bench.add([2] * 6)
     bench.plan()
     bench.abort(second)
-    assert bench.engine.freed == {CLIENT: [second]}
+    assert bench.engine.pop_freed() == {CLIENT: [second]}
 
 
 def test_an_aborted_request_in_flight_is_reported_as_freed_after_its_step() -> None:
@@ -281,9 +281,9 @@ def test_an_aborted_request_in_flight_is_reported_as_freed_after_its_step() -> N
     number = bench.add([1] * 6, max_tokens=50, ignore_eos=True)
     bench.plan()
     bench.abort(number, number, 77)
-    assert bench.engine.freed == {}
+    assert bench.engine.pop_freed() == {}
     bench.finish()
-    assert bench.engine.freed == {CLIENT: [number]}
+    assert bench.engine.pop_freed() == {CLIENT: [number]}
     assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
 
 
@@ -295,4 +295,4 @@ def test_freed_resources_are_reported_only_after_an_abort() -> None:
     bench.plan()
     bench.engine.on_client_lost(b"other")
     bench.finish()
-    assert bench.engine.freed == {}
+    assert bench.engine.pop_freed() == {}

@@ -94,7 +94,7 @@ def test_an_aborted_request_ends_once_and_its_results_in_flight_are_dropped() ->
     bench.plan()
     bench.abort(number)
     assert bench.last_output(number).finish == "abort"
-    assert bench.engine.freed == {b"client": [number]}
+    assert bench.engine.pop_freed() == {b"client": [number]}
     bench.finish()
     assert bench.step() is None
     assert len(bench.outputs[b"client", number]) == 1

@@ -146,7 +146,6 @@ STORED = {
     "EncodeProgress": "lengths num_done num_planned results splits",
     "EncodeScheduler": "continues inflight is_next num_open started",
     "EncodeStep": "parts plan",
-    "Engine": "_counts _ended_in_flight _finished _num_admitted_tokens _step _timeouts",
     "EngineAdapter": "client digest generation name num_requests path rank request row state",
     "EngineClock": "now",
     "FairShare": "_by_name _last _last_at _level _other_at",
@@ -167,6 +166,7 @@ STORED = {
     "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
     "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
+    "RequestEndings": "in_flight",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
     "SlotPool": "_free _generations _releases",
     "Speculation": "_model_tally _num_started",
@@ -176,6 +176,7 @@ STORED = {
     "Throughput": "admitted busy_s computed encoded prompts",
     "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored",
     "TierIndex": "_load_s _tiers",
+    "Totals": "counts finished num_admitted_tokens step timeouts",
     "WaitingQueue": "_queues",
 }
 """Class -> attributes that the snapshot contains."""
@@ -200,7 +201,8 @@ CONFIGURED = {
     "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
     "EncodeScheduler": "_token_budget",
-    "Engine": "_cache_events _config _model limits",
+    "Engine": "limits",
+    "EngineParts": "cache_events config limits model",
     "FairShare": "_costs max_credit shared_prefill_budget",
     "Fetches": "_send _suppliers _timeout_s",
     "GroupedBlockTables": "_max_first _num_window _pool _size _width _window frees_blocks",
@@ -222,12 +224,17 @@ PARTS = {
     "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
     "EncodeScheduler": "_fair_share waiting",
-    "Engine": "_accounts _clock _deadlines _inflight _speculation adapters admission encoding "
-    "kv_transfers open_requests scheduler throughput",
+    "Engine": "_committer _planner adapters admission encoding endings kv_transfers open_requests "
+    "parts scheduler totals",
+    "EngineParts": "accounts adapters admission clock deadlines encoding inflight kv_transfers "
+    "open_requests scheduler speculation throughput totals",
     "KVTransfers": "_peers fetches leases tiers",
+    "RequestEndings": "_parts",
     "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
+    "StepCommitter": "_accounts _endings _parts _scheduler",
+    "StepPlanner": "_encoding _inflight _parts _scheduler",
     "TierIndex": "_throughput",
     "WaitingQueue": "_fair_share",
 }
@@ -236,15 +243,16 @@ CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_re
 """Class -> attributes that are used only in a cluster, whose engines have no journal."""
 SENT = {
     "AdapterRegistry": "commands has_changed",
-    "Engine": "_aborted freed",
     "KVTransfers": "commands",
     "Fetch": "error seconds",
+    "RequestEndings": "_aborted freed",
 }
 """Class -> replies and commands that are about to be sent. No decision depends on them."""
 
 
 OBSERVED = {
     "Engine": "history",
+    "EngineParts": "history",
     "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
     "RequestHistories": "_bound _ended _ended_by_name _open _owners",
     "RequestHistory": "account arrived_at binds client ended_at finish first_token_at name names "

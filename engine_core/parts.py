@@ -1,0 +1,158 @@
+"""The parts of an engine, and how they are put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine_core.adapters import AdapterRegistry
+from engine_core.blocks.cache_events import CacheEvents
+from engine_core.blocks.hash import ContentHashes
+from engine_core.blocks.pool import BlockPool
+from engine_core.blocks.prefix_cache import PrefixCache
+from engine_core.encoding import EncodeScheduler
+from engine_core.history.history import EngineHistory
+from engine_core.kv.peers import PeerCluster, Peers
+from engine_core.kv.tiers import TierIndex
+from engine_core.kv.transfers import KVTransfers
+from engine_core.open_requests import OpenRequests
+from engine_core.policy.accounts import Accounts
+from engine_core.policy.admission import Admission
+from engine_core.policy.deadlines import Deadlines
+from engine_core.policy.throughput import Throughput
+from engine_core.schedule.inflight import InflightSteps
+from engine_core.schedule.scheduler import Scheduler
+from engine_core.speculation.drafting import Speculation
+from engine_core.stage_timer import EngineClock
+from protocol.adapters import AdapterInfo
+from protocol.config.engine import EngineConfig
+from protocol.messages import Limits
+from protocol.model_card import ModelCard
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has counted since its start."""
+
+    #: Number of the last plan.
+    step: int = 0
+    #: Counters for EngineStats, by name.
+    counts: Counter[str] = field(default_factory=Counter)
+    #: Finish reason -> number of requests.
+    finished: Counter[str] = field(default_factory=Counter)
+    #: "queued" or "running" -> number of missed deadlines.
+    timeouts: Counter[str] = field(default_factory=Counter)
+    #: Known tokens of the requests admitted since the last commit.
+    num_admitted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineParts:
+    """Everything that an engine consists of. Each part has one job, and knows only those that its
+    constructor names."""
+
+    config: EngineConfig
+    model: ModelCard
+    limits: Limits
+    clock: EngineClock
+    totals: Totals
+    throughput: Throughput
+    accounts: Accounts
+    deadlines: Deadlines
+    open_requests: OpenRequests
+    admission: Admission
+    scheduler: Scheduler
+    encoding: EncodeScheduler
+    inflight: InflightSteps
+    speculation: Speculation
+    kv_transfers: KVTransfers
+    adapters: AdapterRegistry
+    #: The last steps and requests, for reports. No decision depends on it.
+    history: EngineHistory
+    #: None: nobody subscribes to changes of the prefix cache.
+    cache_events: CacheEvents | None
+
+
+def build_parts(
+    config: EngineConfig,
+    model: ModelCard,
+    limits: Limits,
+    *,
+    draft_cost: float,
+    step_costs: Sequence[tuple[int, float]],
+    draw_seed: Callable[[], int],
+    cluster: PeerCluster | None,
+    tiers: Sequence[str],
+    adapters: Sequence[AdapterInfo],
+) -> EngineParts:
+    """Return the parts of a new engine. The arguments, and the errors raised, are those of
+    `Engine`."""
+    _check_window(config, limits, keeps_all=bool(cluster or tiers))
+    speculation = Speculation(config, draft_cost, step_costs)
+    hashes = ContentHashes(model.digest, limits.block_tokens)
+    names, size = config.kv_events_namespace, limits.block_tokens
+    cache_events = CacheEvents(names, size) if config.kv_events else None
+    pool = BlockPool(limits.num_blocks, PrefixCache(cache_events))
+    peers = Peers(config, cluster, hashes, limits.block_tokens)
+    throughput = Throughput()
+    tier_index = TierIndex(tiers, hashes, limits.block_tokens, throughput, config.kv_load_tokens)
+    kv_transfers = KVTransfers(config, pool, peers, tier_index)
+    scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs)
+    encoding = EncodeScheduler(scheduler.fair_share, limits.token_budget)
+    open_requests, accounts = OpenRequests(), Accounts()
+    clock, deadlines = EngineClock(), Deadlines()
+    registry = AdapterRegistry(
+        limits.max_adapters,
+        adapters,
+        reserved=(model.name,),
+        can_load=bool(config.worker.lora_dir),
+    )
+    admission = Admission(
+        config,
+        model,
+        limits,
+        kv_transfers=kv_transfers,
+        open_requests=open_requests,
+        waiting=scheduler.waiting,
+        encoding=encoding,
+        speculation=speculation,
+        throughput=throughput,
+        accounts=accounts,
+        fair_share=scheduler.fair_share,
+        draw_seed=draw_seed,
+        clock=clock,
+        deadlines=deadlines,
+        adapters=registry,
+    )
+    return EngineParts(
+        config=config,
+        model=model,
+        limits=limits,
+        clock=clock,
+        totals=Totals(),
+        throughput=throughput,
+        accounts=accounts,
+        deadlines=deadlines,
+        open_requests=open_requests,
+        admission=admission,
+        scheduler=scheduler,
+        encoding=encoding,
+        inflight=InflightSteps(config.steps_in_flight),
+        speculation=speculation,
+        kv_transfers=kv_transfers,
+        adapters=registry,
+        history=EngineHistory(clock, limits.max_slots),
+        cache_events=cache_events,
+    )
+
+
+def _check_window(config: EngineConfig, limits: Limits, *, keeps_all: bool) -> None:
+    """Raise ValueError if the limits let blocks be freed that a window has passed, but the engine
+    must keep all of them."""
+    window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
+    if window is not None and (keeps_all or config.speculation == "model"):
+        raise ValueError(
+            f"kv_window is {window}, but K/V transfer, tiers and draft models need the blocks "
+            "that a window has passed"
+        )
