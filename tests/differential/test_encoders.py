@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import MPNetTokenizer
 
+from gateway.text.inputs import InputTokenizer
 from protocol.encoding import Pooling
 from tests.support.encoder_models import (
     SCORERS,
@@ -25,6 +28,7 @@ from tests.support.encoder_models import (
 from worker.encoders.header import EncoderHeader
 from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
+from worker.encoders.spec import QUERY_TILE
 from worker.loading.header import encoder_header
 
 CPU = torch.device("cpu")
@@ -81,6 +85,35 @@ def test_scores_equal_those_of_transformers(kind: str, name: str, tmp_path: Path
         logits = torch.stack([model(torch.tensor([ids])).logits[0] for ids in inputs])
     wanted = logits if "no sigmoid" in name else logits.sigmoid()
     assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+def test_learned_biases_reach_across_tiles_of_queries(tmp_path: Path) -> None:
+    model = random_encoder("mpnet", **VARIANTS["mpnet"]["a long table"])
+    write_modules(write_encoder(tmp_path, model), "mean")
+    lengths = [2 * QUERY_TILE + 6, QUERY_TILE + 1, QUERY_TILE + 90, QUERY_TILE]
+    inputs = some_inputs(lengths)
+    wanted = torch.stack([pooled(hidden_states(model, ids), "mean") for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+
+
+def test_the_tokenizer_of_an_mpnet_puts_its_own_special_tokens_around_texts(
+    tmp_path: Path,
+) -> None:
+    words = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>", "the", "sea", "har", "##bour"]
+    theirs = MPNetTokenizer(vocab={word: place for place, word in enumerate(words)})
+    model = random_encoder("mpnet", num_labels=1, scores=True)
+    write_encoder(tmp_path, model)
+    theirs.save_pretrained(tmp_path)
+    text = header_of(tmp_path).text
+    ours = InputTokenizer(Tokenizer.from_buffer(text.tokenizer), 320, 1 << 16)
+    pairs = [("The sea", "harbour"), ("harbour", "sea"), ("<mask>", "the The")]
+    found = ours.encode(pairs, ["text"] * 3, offload=lambda work: work())
+    assert [each.ids for each in found] == [theirs(*pair)["input_ids"] for pair in pairs]
+    assert found[0].ids == [0, 6, 7, 2, 2, 8, 9, 2]
+    with torch.no_grad():
+        wanted = [model(torch.tensor([each.ids])).logits[0].sigmoid() for each in found]
+    ids, splits = [each.ids for each in found], [each.split for each in found]
+    assert_close(vectors(runner_of(tmp_path), ids, splits), torch.stack(wanted))
 
 
 def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:
@@ -148,7 +181,8 @@ def test_an_encoder_without_module_files_has_means_of_length_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("bert", {}), ("xlm-roberta", {"type_vocab_size": 1}), ("modernbert", {})]
+    ("kind", "changes"),
+    [("bert", {}), ("xlm-roberta", {"type_vocab_size": 1}), ("modernbert", {}), ("mpnet", {})],
 )
 def test_the_head_of_a_masked_language_model_is_ignored(
     kind: str, changes: dict[str, Any], tmp_path: Path

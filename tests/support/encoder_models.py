@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "roberta": {"plain": {"type_vocab_size": 1}, "late padding": {"pad_token_id": 5}},
     "xlm-roberta": {"plain": {"type_vocab_size": 1}},
+    "mpnet": {"plain": {}, "a long table": {"max_position_embeddings": 1032}},
     "modernbert": {
         "plain": MODERN,
         "biases": MODERN | {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
@@ -74,6 +75,7 @@ SCORERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
     "xlm-roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
+    "mpnet": {"one label": {"num_labels": 1}},
     "modernbert": {
         "one label": MODERN | {"num_labels": 1},
         "mean": MODERN | {"num_labels": 1, "classifier_pooling": "mean", "classifier_bias": True},
@@ -97,6 +99,8 @@ def random_encoder(model_type: str, *, scores: bool = False, **changes: Any) -> 
                 parameter.normal_(0, 0.2)
             elif "embedding" in name:
                 parameter.normal_(0, 0.5)
+            elif "relative_attention_bias" in name:
+                parameter.normal_(0, 2.0)
     return model
 
 

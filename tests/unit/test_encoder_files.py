@@ -25,7 +25,8 @@ from tests.support.encoder_models import (
 )
 from worker.encoders.header import EncoderHeader
 from worker.encoders.load import load_encoder
-from worker.encoders.ragged import LENGTH_RATIO, LENGTH_SLACK, alibi_slopes, group_ends
+from worker.encoders.position_bias import alibi_slopes
+from worker.encoders.ragged import LENGTH_RATIO, LENGTH_SLACK, group_ends
 from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.loading.errors import UnusableModel
 from worker.loading.header import encoder_header, read_any_header
@@ -120,9 +121,9 @@ def write_jina(path: Path, heads: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("heads", [4, 6])
 def test_vectors_of_jinas_bert_equal_its_description(heads: int, tmp_path: Path) -> None:
     tensors = write_jina(tmp_path, heads)
+    changed(tmp_path / "config.json", max_position_embeddings=8192)
     loaded = load_encoder(header_of(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     inputs = some_inputs([5, 1, 600, 9, 8])  # 600 is beyond a tile of queries
-    changed(tmp_path / "config.json", max_position_embeddings=8192)
     with torch.inference_mode():
         found = EncodeRunner(EncoderModel(loaded.model, loaded.vectors)).encode(
             encode_inputs(inputs)
@@ -176,6 +177,11 @@ def test_an_operators_pooling_replaces_that_of_the_files(bert: Path) -> None:
     header = read_any_header(bert, "cls")
     assert isinstance(header, EncoderHeader)
     assert header.encoding.pooling == "cls"
+
+
+def test_positions_of_mpnet_start_in_the_third_row(tmp_path: Path) -> None:
+    write_encoder(tmp_path, random_encoder("mpnet", pad_token_id=0))
+    assert header_of(tmp_path).spec.context_tokens == 320 - 2
 
 
 def test_positions_of_roberta_start_after_the_padding(tmp_path: Path) -> None:
@@ -266,6 +272,12 @@ def test_a_default_prompt_must_exist(bert: Path) -> None:
 CONFIG_FAULTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "relative positions": ("bert", {}, {"position_embedding_type": "relative_key"}, "relative_key"),
     "a decoder": ("bert", {}, {"is_decoder": True}, "is_decoder"),
+    "other buckets": (
+        "mpnet",
+        {},
+        {"relative_attention_num_buckets": 64},
+        "relative_attention_num_buckets 64",
+    ),
     "an unknown activation": ("bert", {}, {"hidden_act": "mish"}, "mish"),
     "heads that do not divide": ("bert", {}, {"num_attention_heads": 5}, "5 heads"),
     "a null": ("bert", {}, {"hidden_size": None}, "null"),
@@ -309,7 +321,7 @@ def test_an_unknown_function_of_a_score_is_refused(tmp_path: Path) -> None:
     assert "activation_fn 'torch.nn.Tanh' is not supported" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["deberta-v2", "mpnet", "jina_embeddings_v3"])
+@pytest.mark.parametrize("kind", ["deberta-v2", "jina_embeddings_v3"])
 def test_an_encoder_that_is_not_supported_is_refused_with_the_reason(
     kind: str, tmp_path: Path
 ) -> None:
@@ -336,6 +348,14 @@ def test_a_model_that_only_encodes_needs_no_cache(bert: Path) -> None:
     assert found.card is not None
     assert found.card.encoding is not None
     assert not found.card.generates
+
+
+def test_the_plan_has_room_for_the_biases_of_scores(tmp_path: Path) -> None:
+    for kind in ("roberta", "mpnet"):
+        write_encoder(tmp_path / kind, random_encoder(kind, pad_token_id=1))
+    plain, biased = (plan_of(tmp_path / kind).plans[0] for kind in ("roberta", "mpnet"))
+    tile = 6 * 318 * 1024  # heads, queries of the longest input, tokens of a step
+    assert biased.work_bytes - plain.work_bytes == 4 * 2 * tile
 
 
 def test_options_that_need_a_cache_are_refused(bert: Path) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 
 from worker.encoders.pooling import pool
-from worker.encoders.ragged import RaggedBatch, alibi_slopes, attend
+from worker.encoders.position_bias import alibi_bias, bucketed_bias
+from worker.encoders.ragged import RaggedBatch, attend
 from worker.encoders.spec import EncoderLayerSpec, EncoderSpec, HeadActivation, HeadSpec
 from worker.kernels.reference import ACTIVATIONS
 from worker.layers.linear import Dense
@@ -81,18 +82,22 @@ HEAD_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(slots=True)
 class EncoderWeights:
-    """All weights of an encoder. Tables are [rows, hidden]; None: there is none."""
+    """All weights of an encoder. Tables are [rows, hidden]; None: there is none.
+
+    offset_bias   [OFFSET_BUCKETS, H]: what each head adds to scores
+    """
 
     embedding: Tensor
     positions: Tensor | None
     token_types: Tensor | None
+    offset_bias: Tensor | None
     embedding_norm: Norm
     layers: list[EncoderLayer]
     norm: Norm | None
     head: ScoreHead | None
 
     def tensors(self) -> Iterator[Tensor]:
-        for table in (self.embedding, self.positions, self.token_types):
+        for table in (self.embedding, self.positions, self.token_types, self.offset_bias):
             if table is not None:
                 yield table
         yield from self.embedding_norm.tensors()
@@ -112,10 +117,8 @@ class Encoder:
         device = weights.embedding.device
         ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
-        self._slopes = None
-        if spec.has_alibi:
-            slopes = alibi_slopes(spec.layers[0].num_heads)
-            self._slopes = torch.tensor(slopes, dtype=torch.float32, device=device)
+        # All layers share it.
+        self._bias = _bias_by_offset(spec, weights)
 
     @property
     def device(self) -> torch.device:
@@ -174,8 +177,18 @@ class Encoder:
         q, k, v = (each.reshape(-1, spec.num_heads, spec.head_dim) for each in (q, k, v))
         if spec.rope is not None:
             q, k = _rotated(q, turns[spec.rope]), _rotated(k, turns[spec.rope])
-        seen = attend(q, k, v, batch, window=spec.window, slopes=self._slopes)
+        seen = attend(q, k, v, batch, window=spec.window, bias=self._bias)
         return layer.output(seen.flatten(1))
+
+
+def _bias_by_offset(spec: EncoderSpec, weights: EncoderWeights) -> Tensor | None:
+    """Return what is added to a score by the offset of its tokens (position_bias.py); None:
+    nothing."""
+    if weights.offset_bias is not None:
+        return bucketed_bias(weights.offset_bias, spec.context_tokens)
+    if spec.has_alibi:
+        return alibi_bias(spec.layers[0].num_heads, spec.context_tokens).to(weights.embedding)
+    return None
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

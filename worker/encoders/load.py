@@ -124,6 +124,7 @@ class _EncoderLoader:
             embedding=self._matrix(tensors.embedding),
             positions=self._table(tensors.positions),
             token_types=self._table(tensors.token_types),
+            offset_bias=self._table(tensors.offset_bias),
             embedding_norm=self._norm(tensors.embedding_norm),
             layers=[
                 self._layer(layer, tensors.layer(index)) for index, layer in enumerate(spec.layers)

@@ -13,6 +13,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.facts import ModelPlan
 from worker.encoders.header import EncoderHeader
+from worker.encoders.spec import MAX_GROUP_TOKENS, QUERY_TILE
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.loading.header import ModelHeader
 from worker.startup.kv_budget import in_gib
@@ -165,4 +166,14 @@ def work_bytes(
         inner = max(layer.mlp.intermediate * layer.mlp.top_k for layer in header.spec.layers) * 3
         width = max(each.q_width + each.kv_width for each in header.spec.attentions)
     numbers = tokens * (COPIES * (spec.hidden + width) + inner)
+    if isinstance(header, EncoderHeader) and header.spec.has_score_bias:
+        numbers += _bias_numbers(header, tokens, longest)
     return PROCESS_BYTES + math.ceil(numbers * DTYPE_BYTES["float32"])
+
+
+def _bias_numbers(header: EncoderHeader, tokens: int, longest: int) -> int:
+    """Return the most numbers of the biases of scores that exist at the same time: those of a tile
+    of queries of each input of a group (ragged.py), twice because of the padding and its mask."""
+    num_heads = header.spec.layers[0].num_heads
+    keys = max(min(tokens, MAX_GROUP_TOKENS), longest)
+    return 2 * num_heads * min(longest, QUERY_TILE) * keys

@@ -10,7 +10,6 @@ tokens of its longest input.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,16 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from worker.encoders.position_bias import bias_tile
+from worker.encoders.spec import MAX_GROUP_TOKENS, QUERY_TILE
 from worker.slots.staging import upload
 
 Ints = NDArray[np.int64]
 LENGTH_RATIO, LENGTH_SLACK = 1.25, 8
 """The longest input of a group has at most LENGTH_RATIO times as many tokens as the shortest one,
 plus LENGTH_SLACK. So the padding of attention is bounded, and so is the number of groups."""
-MAX_GROUP_TOKENS = 1 << 13
-"""Most padded tokens of a group of several inputs. Its keys and values then fit into caches."""
-QUERY_TILE = 512
-"""Queries that are computed together if scores have a bias or a window, which bounds the bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +137,6 @@ def _groups(sizes: Ints, device: torch.device) -> Iterator[InputGroup]:
         first, token = end, token + total
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """Return the factor of the distance of two tokens for each head: a geometric series if the
-    number of heads is a power of two, otherwise that of the next smaller power of two, followed by
-    every second item of the series for twice as many heads."""
-    power = 1 << (num_heads.bit_length() - 1)
-    ratio = 2.0 ** -(2.0 ** -(math.log2(power) - 3))
-    slopes = [ratio ** (index + 1) for index in range(power)]
-    if power < num_heads:
-        slopes += alibi_slopes(2 * power)[::2][: num_heads - power]
-    return slopes
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -159,13 +144,13 @@ def attend(
     batch: RaggedBatch,
     *,
     window: int | None = None,
-    slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [T, H, D] of q, k, v [T, H, D] inside each input. Every token sees the
     tokens on both sides.
 
     window   a token sees the tokens that are at most this many positions away; None: all
-    slopes   [H] float32: a score is lowered by this factor times the distance; None: it is not
+    bias     [H, 2 * C - 1]: what is added to scores, by offset (position_bias.py); None: nothing
     """
     seen = torch.empty_like(q)
     for group in batch.groups:
@@ -176,11 +161,11 @@ def attend(
             each.reshape(group.count, group.longest, *each.shape[1:]).transpose(1, 2)
             for each in rows
         )
-        if window is None and slopes is None:
+        if window is None and bias is None:
             mask = None if group.is_token is None else group.is_token[:, None, None]
             found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         else:
-            found = _attend_tiles(queries, keys, values, group, window, slopes)
+            found = _attend_tiles(queries, keys, values, group, window, bias)
         flat = found.transpose(1, 2).reshape(group.count * group.longest, *q.shape[1:])
         seen[group.first : group.end] = (
             flat if group.scatter is None else flat.index_select(0, group.scatter)
@@ -189,7 +174,7 @@ def attend(
 
 
 def _attend_tiles(
-    q: Tensor, k: Tensor, v: Tensor, group: InputGroup, window: int | None, slopes: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, group: InputGroup, window: int | None, table: Tensor | None
 ) -> Tensor:
     """Return the attention [n, H, L, D] of a group whose scores have a bias, some queries at a
     time."""
@@ -202,8 +187,8 @@ def _attend_tiles(
             low, high = max(0, first - window), min(high, end + window)
         distance = (places[first:end, None] - places[None, low:high]).abs()
         bias: Tensor | None = None
-        if slopes is not None:
-            bias = (-slopes[:, None, None] * distance).to(q.dtype)[None]
+        if table is not None:
+            bias = bias_tile(table, range(first, end), range(low, high))[None]
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
         if window is not None:
             # A padded query must see a key, because a softmax over nothing is not a number.

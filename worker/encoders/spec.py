@@ -15,6 +15,15 @@ from worker.loading.errors import UnusableModel
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import MAX_DIMENSION, Activation, NormSpec
 
+OFFSET_BUCKETS = 32
+"""Buckets of the offsets of two tokens, for which models with learned biases have a number each."""
+MAX_OFFSET = 128
+"""Distance from which on all offsets of a direction share a bucket."""
+MAX_GROUP_TOKENS = 1 << 13
+"""Most padded tokens of several inputs whose attention is computed in one call (ragged.py). Their
+keys and values then fit into caches."""
+QUERY_TILE = 512
+"""Queries that are computed together if scores have a bias or a window, which bounds the bias."""
 HeadActivation = Literal["tanh", "gelu", "gelu_tanh", "silu", "relu", "none"]
 
 
@@ -82,6 +91,8 @@ class EncoderSpec:
     token_types: int = 0
     #: Whether scores are lowered in proportion to the distance of two tokens (ALiBi).
     has_alibi: bool = False
+    #: Whether a learned number for each head and bucket of offsets is added to scores.
+    has_offset_bias: bool = False
     has_final_norm: bool = False
     #: None: the model gives vectors.
     head: HeadSpec | None = None
@@ -106,6 +117,10 @@ class EncoderSpec:
                 f"{self.learned_positions} position embeddings do not suffice for "
                 f"{self.context_tokens} tokens"
             )
+
+    @property
+    def has_score_bias(self) -> bool:
+        return self.has_alibi or self.has_offset_bias
 
     @property
     def num_layers(self) -> int:

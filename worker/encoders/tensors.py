@@ -1,7 +1,8 @@
 """The tensors of an encoder: their names in its files, and their shapes. Needs no torch.
 
 The parts are those of models/tensors.py. Roles that a decoder does not have: "token_types",
-"embedding_norm", and "head_dense", "head_norm" and "head_out" of a model that scores.
+"embedding_norm", "offset_bias", and those of a model that scores: "head_dense", "head_norm" and
+"head_out".
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from worker.encoders.spec import EncoderSpec
+from worker.encoders.spec import OFFSET_BUCKETS, EncoderSpec
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.models.tensors import (
     FusedMatrix,
@@ -92,6 +93,14 @@ class EncoderTensors:
         return self._table("token_types", self.spec.token_types)
 
     @property
+    def offset_bias(self) -> FusedMatrix | None:
+        """Return the table of learned biases of scores; None if there is none."""
+        if not self.spec.has_offset_bias:
+            return None
+        heads = self.spec.layers[0].num_heads
+        return FusedMatrix((self._part("offset_bias", OFFSET_BUCKETS),), heads)
+
+    @property
     def embedding_norm(self) -> NormTensor:
         return self._norm("embedding_norm")
 
@@ -144,7 +153,7 @@ class EncoderTensors:
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of every tensor of the model."""
-        for table in (self.embedding, self.positions, self.token_types):
+        for table in (self.embedding, self.positions, self.token_types, self.offset_bias):
             if table is not None:
                 yield from table.tensors()
         yield from self.embedding_norm.tensors()

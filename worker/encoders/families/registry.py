@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worker.encoders.families import bert, modernbert
+from worker.encoders.families import bert, modernbert, mpnet
 from worker.encoders.families.family import EncoderFamily
 from worker.loading.errors import UnusableModel
 
-FAMILIES: tuple[EncoderFamily, ...] = (*bert.FAMILIES, *modernbert.FAMILIES)
+FAMILIES: tuple[EncoderFamily, ...] = (*bert.FAMILIES, *modernbert.FAMILIES, *mpnet.FAMILIES)
 REFUSED = {
     "jina_embeddings_v3": "Jina's embeddings v3 choose LoRA weights by task",
     "xlm-roberta-flash": "Jina's embeddings v3 choose LoRA weights by task",
-    "mpnet": "MPNet's attention adds learned relative positions",
     "deberta": "DeBERTa's attention has learned relative positions",
     "deberta-v2": "DeBERTa's attention has learned relative positions",
 }
