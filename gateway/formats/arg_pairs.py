@@ -42,6 +42,7 @@ from typing import Any, Self
 import msgspec
 
 from gateway.formats.argument_types import ORDER, TypedCallParser, TypedCallState
+from gateway.formats.call_parser import NO_CALL, CallParser, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import (
     ANY_KEY,
@@ -54,7 +55,7 @@ from gateway.formats.grammar_builder import (
 )
 from gateway.formats.json_call import CallKeys, CallScan
 from gateway.formats.lexicon import marker_suffix, with_suffix
-from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
+from gateway.formats.parser import Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.formats.call_parser import CallParser, CallParserState
 from gateway.formats.event_builder import BLANKS, EventBuilder
 from gateway.formats.json_scanner import Dialect, LiteralScan, json_number, string_json
-from gateway.formats.parser import CallParser, CallParserState
 
 ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_REFS = 16

@@ -29,11 +29,12 @@ from typing import Any
 import msgspec
 
 from gateway.formats.argument_types import kinds_of, schema_of, typed_json
+from gateway.formats.call_parser import CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
 from gateway.formats.json_call import JsonExtent, text_of
 from gateway.formats.json_scanner import Dialect, LiteralScan
-from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
+from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.value_syntax import BARE_KEY, MarkedStrings, Notation, Values, arguments_form
 from gateway.text.markers import match_end

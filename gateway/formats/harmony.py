@@ -50,6 +50,8 @@ from functools import cache
 
 import msgspec
 
+from gateway.formats.answer_parser import AnswerParser, AnswerSyntax
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import BLANKS, NEWLINES, DeclaredTool
 from gateway.formats.events import Reasoning
 from gateway.formats.grammar_builder import (
@@ -61,13 +63,7 @@ from gateway.formats.grammar_builder import (
     sequence,
 )
 from gateway.formats.json_call import JsonExtent
-from gateway.formats.parser import (
-    AnswerParser,
-    AnswerSyntax,
-    CallSyntax,
-    FormatParserState,
-    Moves,
-)
+from gateway.formats.parser import FormatParserState, Moves
 from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Repeat, Until

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.formats.call_parser import CallParser, CallSyntax
 from gateway.formats.event_builder import EventBuilder
 from gateway.formats.grammar_builder import GrammarBuilder
 from gateway.formats.json_call import CallKeys
@@ -25,7 +26,7 @@ from gateway.formats.json_scanner import SPACE
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import ID_CHARS, NamedJson
-from gateway.formats.parser import CallParser, CallSyntax, FormatParserState, Moves, ParserContext
+from gateway.formats.parser import FormatParserState, Moves, ParserContext
 from gateway.text.markers import match_end
 from protocol.grammar import Form
 

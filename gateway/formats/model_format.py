@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.answer_parser import AnswerSyntax
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.detect import BAR, Detected, detect
 from gateway.formats.grammar_builder import AnswerFrame
 from gateway.formats.lexicon import suffixed_markers
-from gateway.formats.parser import AnswerSyntax, CallSyntax
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, ends_inside, reasoning_start
 from gateway.formats.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template

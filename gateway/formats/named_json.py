@@ -39,12 +39,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.formats.call_parser import CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import GrammarBuilder, optional, sequence
 from gateway.formats.json_call import JsonExtent
 from gateway.formats.json_scanner import PLAIN, SPACE
-from gateway.formats.parser import CallParser, CallParserState, CallSyntax, Moves
+from gateway.formats.parser import Moves
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
 

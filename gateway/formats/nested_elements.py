@@ -46,6 +46,7 @@ from gateway.formats.argument_types import (
     schema_of,
     typed_json,
 )
+from gateway.formats.call_parser import NO_CALL, CallParser, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import (
     LINE_BREAK,
@@ -56,7 +57,7 @@ from gateway.formats.grammar_builder import (
     sequence,
 )
 from gateway.formats.json_scanner import string_json
-from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
+from gateway.formats.parser import Moves
 from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.string_limits import char_ranges

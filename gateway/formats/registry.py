@@ -25,6 +25,8 @@ from gateway.formats import (
     xml_parameters,
     xtml,
 )
+from gateway.formats.answer_parser import AnswerSyntax
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import DeclaredTool, new_call_id
 from gateway.formats.grammar_builder import (
     AnswerFrame,
@@ -35,7 +37,7 @@ from gateway.formats.grammar_builder import (
     sequence,
 )
 from gateway.formats.lexicon import Lexicon
-from gateway.formats.parser import AnswerSyntax, CallSyntax, FormatParser, ParserContext
+from gateway.formats.parser import FormatParser, ParserContext
 from gateway.formats.reasoning import NO_REASONING, REASONING, WHOLE, ReasoningFormat
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.standard import StandardParser

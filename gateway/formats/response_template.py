@@ -44,6 +44,8 @@ from functools import cached_property
 
 import msgspec
 
+from gateway.formats.answer_parser import AnswerParser, AnswerSyntax
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.gemma import Gemma
 from gateway.formats.grammar_builder import (
@@ -59,14 +61,7 @@ from gateway.formats.grammar_builder import (
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import NamedJson
-from gateway.formats.parser import (
-    AnswerParser,
-    AnswerSyntax,
-    CallSyntax,
-    FormatParserState,
-    Moves,
-    ParserContext,
-)
+from gateway.formats.parser import FormatParserState, Moves, ParserContext
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.xml_parameters import XmlParameters
 from protocol.grammar import Form, LiteralForm, Pattern

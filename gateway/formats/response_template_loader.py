@@ -33,11 +33,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.gemma import Gemma
 from gateway.formats.json_call import CallKeys
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
-from gateway.formats.parser import CallSyntax
 from gateway.formats.response_template import (
     NAMED,
     RegionOpening,

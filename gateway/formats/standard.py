@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from gateway.formats.answer_parser import AnswerParser
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import BuilderCheckpoint, EventBuilder
 from gateway.formats.events import Content, Event, Reasoning, ToolCall
 from gateway.formats.lexicon import MarkerPart, Piece
-from gateway.formats.parser import AnswerParser, CallSyntax, FormatParserState, Moves, ParserContext
+from gateway.formats.parser import FormatParserState, Moves, ParserContext
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat
 
 START, CONTENT, WRAPPED, HEADER = "start", "content", "wrapped", "header"

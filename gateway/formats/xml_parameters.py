@@ -41,9 +41,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.formats.argument_types import Trim, TypedCallParser, TypedCallState
+from gateway.formats.call_parser import NO_CALL, CallParser, CallSyntax
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import ANY_KEY, GrammarBuilder, NotWritable, either, sequence
-from gateway.formats.parser import NO_CALL, CallParser, CallSyntax, Moves
+from gateway.formats.parser import Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation

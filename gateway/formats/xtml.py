@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.formats.answer_parser import AnswerParser, AnswerSyntax
 from gateway.formats.argument_types import ArgumentsWriter
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import (
@@ -44,7 +45,7 @@ from gateway.formats.grammar_builder import (
     sequence,
     without_prefix,
 )
-from gateway.formats.parser import AnswerParser, AnswerSyntax, FormatParserState, Moves
+from gateway.formats.parser import FormatParserState, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import (
     Content,
@@ -18,7 +19,6 @@ from gateway.formats.events import (
     merged,
 )
 from gateway.formats.lexicon import Lexicon
-from gateway.formats.parser import CallSyntax
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import TOOLS, BoundFormat, Format
 from gateway.formats.standard import MAX_TRIAL_CHARS

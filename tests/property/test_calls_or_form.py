@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Content, Event, Finished, ToolCall
-from gateway.formats.parser import CallSyntax
 from gateway.formats.registry import TOOLS, Format
 from gateway.formats.response_template import ResponseTemplate
 from protocol.grammar import Grammar, Json, JsonObject, JsonSchema, Rules

@@ -12,9 +12,10 @@ from functools import cache
 import pytest
 
 from engine_core.grammar.markers import is_marker
+from gateway.formats.answer_parser import AnswerSyntax
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.harmony import Harmony
-from gateway.formats.parser import AnswerSyntax, CallSyntax
 from gateway.formats.registry import TOOLS, Format, ToolSyntax
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.response_template_loader import load

@@ -11,10 +11,10 @@ import pytest
 from gateway.api.openai.prepare import Preparation
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import ToolPlan, tool_grammar
+from gateway.formats.call_parser import CallSyntax
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import pattern_not_starting_with, sequence
 from gateway.formats.lexicon import Lexicon
-from gateway.formats.parser import CallSyntax
 from gateway.formats.registry import TOOLS, BoundFormat, Format, preferred_opener
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
