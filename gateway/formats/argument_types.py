@@ -25,7 +25,9 @@ import msgspec
 
 from gateway.formats.call_parser import CallParser, CallParserState
 from gateway.formats.event_builder import BLANKS, EventBuilder
-from gateway.formats.json_scanner import Dialect, LiteralScan, json_number, string_json
+from gateway.formats.json_scanner import LiteralScan
+from gateway.formats.json_spelling import json_number, string_json
+from gateway.formats.literal_dialect import PYTHON
 
 ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
 MAX_REFS = 16
@@ -35,22 +37,6 @@ Trim = Literal["nothing", "newline", "blanks"]
 """What is stripped from both ends of a value: nothing, one newline, or all blanks."""
 
 JSON_START = re.compile(r'[{\["\-0-9tfn]')
-
-PYTHON = Dialect(
-    opens={"[": "[", "(": "[", "{": "{"},
-    closes={"]": "[", ")": "[", "}": "{"},
-    quotes="'\"",
-    tripled=True,
-    escapes={
-        **{letter: "\\" + letter for letter in 'nrtbf\\"'},
-        **{"'": "'", "v": "\\u000b", "a": "\\u0007", "\n": ""},
-    },
-    codes={"x": 2, "u": 4, "U": 8} | dict.fromkeys("01234567", 2),
-    word=re.compile(r"[^ \t\r\n,:=()\[\]{}'\"]*+"),
-    max_word_chars=4096,
-    prefixes=frozenset("rbfuRBFU"),
-)
-"""Literals of Python."""
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from gateway.formats.json_scanner import BROKEN, PLAIN, STRING, LiteralScan, object_scan
+from gateway.formats.json_scanner import BROKEN, STRING, LiteralScan, object_scan
+from gateway.formats.json_spelling import PLAIN
 
 INVALID_ARGUMENTS = "invalid_tool_arguments"
 UNKNOWN_TOOL = "unknown_tool"

@@ -33,7 +33,8 @@ from gateway.formats.call_parser import CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
 from gateway.formats.json_call import JsonExtent, text_of
-from gateway.formats.json_scanner import Dialect, LiteralScan
+from gateway.formats.json_scanner import LiteralScan
+from gateway.formats.literal_dialect import Dialect
 from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.value_syntax import BARE_KEY, MarkedStrings, Notation, Values, arguments_form

@@ -13,7 +13,8 @@ import re
 import msgspec
 
 from gateway.formats.event_builder import EventBuilder
-from gateway.formats.json_scanner import PLAIN, SPACE, Status, object_scan
+from gateway.formats.json_scanner import Status, object_scan
+from gateway.formats.json_spelling import PLAIN, SPACE
 from gateway.text.markers import match_end
 
 # ---- the end of a value

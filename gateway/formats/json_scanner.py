@@ -25,15 +25,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from json.encoder import encode_basestring
 from typing import Literal
 
 import msgspec
 
+from gateway.formats.json_spelling import (
+    BEGINS_CONSTANT,
+    BEGINS_NUMBER,
+    CONSTANTS,
+    ENDS_NUMBER,
+    NUMBER_PARTS,
+    SPACE,
+    string_json,
+    word_json,
+)
+from gateway.formats.literal_dialect import JSON, Dialect
 from gateway.text.markers import match_end
-
-string_json: Callable[[str], str] = encode_basestring
-"""Return a text as a JSON string, with its quotes."""
 
 Status = Literal["more", "end", "broken", "quote"]
 """Result of a scan: the value continues, it has ended, it cannot continue with the character at
@@ -42,107 +49,6 @@ this position, or a string starts here that the caller reads.
 
 MAX_DEPTH = 500
 """Largest number of open brackets in JSON."""
-
-SPACE = re.compile(r"[ \t\r\n]*+")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]*+')
-"""Text inside a JSON string that is passed on unchanged."""
-
-CONSTANTS = {
-    "true": "true", "false": "false", "null": "null",
-    "True": "true", "False": "false", "None": "null",
-}  # fmt: skip
-"""Word that is a value -> spelling of this value in JSON."""
-BEGINS_CONSTANT = frozenset(word[:n] for word in CONSTANTS for n in range(1, len(word)))
-
-
-# ---- numbers
-
-NUMBER = re.compile(
-    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?P<point>\.[0-9]*+)?(?P<exponent>[eE][+-]?[0-9]++)?"
-)
-BASED = re.compile(r"(?P<sign>[+-]?)0(?:[xX][0-9a-fA-F]{1,32}|[oO][0-7]{1,32}|[bB][01]{1,64})")
-
-_DIGITS = "0123456789"
-_DOT, _E = {".": "dot"}, {"e": "e", "E": "e"}
-NUMBER_PARTS: Mapping[str, Mapping[str, str]] = {
-    "minus": {"0": "zero"} | dict.fromkeys("123456789", "whole"),
-    "zero": _DOT | _E,
-    "whole": dict.fromkeys(_DIGITS, "whole") | _DOT | _E,
-    "dot": dict.fromkeys(_DIGITS, "fraction"),
-    "fraction": dict.fromkeys(_DIGITS, "fraction") | _E,
-    "e": dict.fromkeys(_DIGITS, "exponent") | {"+": "sign", "-": "sign"},
-    "sign": dict.fromkeys(_DIGITS, "exponent"),
-    "exponent": dict.fromkeys(_DIGITS, "exponent"),
-}
-"""Part of a JSON number -> the next character -> the next part."""
-ENDS_NUMBER = frozenset({"zero", "whole", "fraction", "exponent"})
-BEGINS_NUMBER = {"-": "minus"} | dict(NUMBER_PARTS["minus"])
-
-
-def json_number(text: str, *, whole: bool = False) -> str | None:
-    """Return a number in JSON's form, or None if `text` is not a number. If `whole`, return None
-    for a number with a fraction or exponent, too.
-    """
-    text = text.replace("_", "") if "__" not in text and text[-1:] != "_" else text
-    if BASED.fullmatch(text):
-        return str(int(text, 0))
-    match = NUMBER.fullmatch(text)
-    if match is None or not (match["whole"] or (match["point"] or ".") != "."):
-        return None
-    digits = match["whole"].lstrip("0") or "0"
-    point, exponent = match["point"] or "", match["exponent"] or ""
-    if whole:
-        if exponent or point.strip(".0"):
-            return None
-        point = ""
-    sign = "-" if match["sign"] == "-" else ""
-    return sign + digits + (point if point != "." else "") + exponent
-
-
-def word_json(word: str) -> str:
-    """Return a bare word as JSON: a constant, a number, or else a string."""
-    constant = CONSTANTS.get(word) or json_number(word)
-    return constant if constant is not None else string_json(word)
-
-
-# ---- dialects
-
-
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a syntax spells literals.
-
-    `opens` and `closes` map the syntax's brackets to symbols, of which the scanner keeps a stack,
-    one for each open bracket. A symbol decides what is written as JSON: `{` is an object, `[` an
-    array, and `(` an object that the syntax writes between parentheses.
-    """
-
-    #: Opening bracket -> its symbol.
-    opens: Mapping[str, str] = msgspec.field(default_factory=lambda: {"{": "{", "[": "["})
-    #: Closing bracket -> the symbols that it closes.
-    closes: Mapping[str, str] = msgspec.field(default_factory=lambda: {"}": "{", "]": "["})
-    #: Characters that start a string.
-    quotes: str = '"'
-    #: Whether three quotes may start and end a string, as one quote does.
-    tripled: bool = False
-    #: Whether the caller reads the strings.
-    outside_strings: bool = False
-    #: Letter after a backslash -> JSON that the escape stands for, inside a string.
-    escapes: Mapping[str, str] = {}
-    #: Letter after a backslash that starts a character's code -> number of digits that follow.
-    codes: Mapping[str, int] = {}
-    #: Characters of a bare word. None: the only words are JSON's constants and numbers.
-    word: re.Pattern[str] | None = None
-    #: Most characters of a word that are held back until the word ends. None: no limit.
-    max_word_chars: int | None = None
-    #: Words that may stand before a quote and have no meaning.
-    prefixes: frozenset[str] = frozenset()
-
-
-JSON = Dialect(
-    escapes={"'": "'"} | {letter: "\\" + letter for letter in '"\\/bfnrt'}, codes={"u": 4}
-)
-
-# ---- the scanner
 
 # States of a scan between tokens
 OBJECT = "object"  # before an object

@@ -35,7 +35,7 @@ from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import ANY_OBJECT, GrammarBuilder, optional, quoted, sequence
 from gateway.formats.json_call import CallKeys, CallScan
-from gateway.formats.json_scanner import SPACE
+from gateway.formats.json_spelling import SPACE
 from gateway.formats.named_json import CALL_ID_FORM
 from gateway.formats.parser import Moves
 from gateway.text.markers import match_end

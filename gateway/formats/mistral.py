@@ -22,7 +22,7 @@ from gateway.formats.call_parser import CallParser, CallSyntax
 from gateway.formats.event_builder import EventBuilder
 from gateway.formats.grammar_builder import GrammarBuilder
 from gateway.formats.json_call import CallKeys
-from gateway.formats.json_scanner import SPACE
+from gateway.formats.json_spelling import SPACE
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import ID_CHARS, NamedJson

@@ -44,7 +44,7 @@ from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import GrammarBuilder, optional, sequence
 from gateway.formats.json_call import JsonExtent
-from gateway.formats.json_scanner import PLAIN, SPACE
+from gateway.formats.json_spelling import PLAIN, SPACE
 from gateway.formats.parser import Moves
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern

@@ -56,7 +56,7 @@ from gateway.formats.grammar_builder import (
     optional,
     sequence,
 )
-from gateway.formats.json_scanner import string_json
+from gateway.formats.json_spelling import string_json
 from gateway.formats.parser import Moves
 from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything

@@ -27,11 +27,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.formats.argument_types import PYTHON
 from gateway.formats.call_parser import NO_CALL, CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
 from gateway.formats.json_scanner import LiteralScan
+from gateway.formats.literal_dialect import PYTHON
 from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.string_limits import CONTROLS, StringEscapes

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.formats.argument_types import PYTHON, python_to_json
+from gateway.formats.argument_types import python_to_json
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import (
     Content,
@@ -23,7 +23,9 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
-from gateway.formats.json_scanner import LiteralScan, json_number
+from gateway.formats.json_scanner import LiteralScan
+from gateway.formats.json_spelling import json_number
+from gateway.formats.literal_dialect import PYTHON
 from gateway.formats.pythonic import FORMATS
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
