@@ -24,17 +24,8 @@ and any other recipient is a tool.
 An answer that starts without a header is content. Two neighbouring messages of one kind are joined
 with a line break. A spelt-out marker inside a string of the arguments has no meaning.
 
-A model may leave out the markers between two messages. So a channel marker in a text starts the
-next header, if the text after it can be a header. A role at the end of the text (`assistant`,
-perhaps with a recipient) may belong to that header, so it is held back until something else
-follows. Between messages, a header need not start with `<|start|>`. If it starts with the role,
-`<|channel|>` may be missing as well:
-
-    <|end|>assistantfinal<|message|>Hello.<|return|>
-    <|end|>assistantcommentary to=functions.f json{"a": 1}<|call|>
-
-Such text is a header only if `<|message|>` follows it. In the header of any call, `<|message|>` may
-be missing: if the header names a declared function, the `{` of the arguments may follow instead.
+A model may leave out the markers between two messages. `harmony_header` describes how the next
+header is then found.
 
 The grammar starts after the part of the first header that the prompt has written. The marker that
 ends the last message may also be the token that ends the answer, which no grammar includes. So that
@@ -44,9 +35,6 @@ Sources: OpenAI's description of harmony; the response template of Muse's checkp
 """
 
 from __future__ import annotations
-
-import re
-from functools import cache
 
 import msgspec
 
@@ -62,28 +50,22 @@ from gateway.formats.grammar_builder import (
     optional,
     sequence,
 )
+from gateway.formats.harmony_header import (
+    FUNCTIONS,
+    HEADER_TEXT,
+    HEADER_WORDS,
+    MAX_HEADER_CHARS,
+    ROLE,
+    channel_in,
+    header_start,
+    recipient_in,
+    role_start,
+)
 from gateway.formats.json_call import JsonExtent
 from gateway.formats.parser import FormatParserState, Moves
 from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Repeat, Until
-
-MAX_HEADER_CHARS = 512
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-HEADER_TEXT = re.compile(r"\s*+\w*+(?:\s+to=[\w.\-*]*+)?(?:\s*+\w*+)?\s*+")
-"""Text that may follow a marker in a header. Every prefix of such a text matches, too."""
-ROLE = "assistant"
-HEADER_WORDS = (ROLE, "to=")
-ROLE_TEXT = re.compile(rf"{ROLE}(?:\s{{1,8}}(?:t|to|to=[\w.\-*]{{0,128}}\s{{0,8}})?)?")
-"""The role at the end of a text, possibly with a recipient or the start of one."""
-FUNCTIONS = "functions."
-
-
-@cache
-def _header_start(channels: tuple[str, ...] = ()) -> re.Pattern[str]:
-    """Return the pattern of a header before its first marker. A channel may follow the role."""
-    channel = rf"(?:(?:{'|'.join(channels)})\s*+)?+" if channels else ""
-    return re.compile(rf"\s*+(?:{ROLE}\s*+{channel})?+(?:to=[\w.\-*]*+\s*+\w*+\s*+)?+")
 
 
 class HarmonyState(FormatParserState):
@@ -162,7 +144,7 @@ class HarmonyParser(AnswerParser):
         """Add content or reasoning. Hold back its end if that may be the next header's role."""
         s = self.s
         text = s.role + text
-        end = _role_start(text)
+        end = role_start(text)
         s.role = text[end:]
         if end:
             self._emit(text[:end])
@@ -183,7 +165,7 @@ class HarmonyParser(AnswerParser):
         is_between = s.at == "between"
         before: str = s.header
         header = before + text
-        end = match_end(_header_start(self.syntax.channels if is_between else ()), header)
+        end = match_end(header_start(self.syntax.channels if is_between else ()), header)
         rest = header[end:]
         may_call = is_between and rest[:1] == "{" and header.lstrip().startswith(ROLE)
         if may_call and self._start_bare_call(header[:end]):
@@ -310,24 +292,16 @@ class HarmonyParser(AnswerParser):
     def _start_message(self, header: str) -> None:
         """Start a message of the kind that its complete header announces."""
         x = self.syntax
-        recipient = _recipient(header)
+        recipient = recipient_in(header)
         if not x.channel:
             self._start_body(self._kind_by_recipient(recipient))
         elif not recipient or recipient in x.user:
-            is_reasoning = self._channel(header).startswith(x.reasoning)
+            is_reasoning = channel_in(header, x.channel).startswith(x.reasoning)
             self._start_body("reasoning" if is_reasoning else "content")
         elif recipient.startswith(FUNCTIONS) or self.builder.declares(recipient):
             self._start_call(recipient.removeprefix(FUNCTIONS))
         else:
             self._start_body("reasoning")
-
-    def _channel(self, header: str) -> str:
-        """Return the header's text from the channel's name on.
-
-        The channel's marker may be missing after the role.
-        """
-        named = header.partition(self.syntax.channel)[2]
-        return (named or header.strip(BLANKS).removeprefix(ROLE)).strip(BLANKS)
 
     def _start_bare_call(self, header: str) -> bool:
         """Start the call whose arguments follow `header` without `<|message|>`. Return whether
@@ -335,7 +309,7 @@ class HarmonyParser(AnswerParser):
 
         The text may mean something else, so the tool must be a declared one.
         """
-        x, recipient = self.syntax, _recipient(header)
+        x, recipient = self.syntax, recipient_in(header)
         name = recipient.removeprefix(FUNCTIONS)
         if not x.channel or not recipient or recipient in x.user:
             return False
@@ -414,23 +388,6 @@ class HarmonyParser(AnswerParser):
         elif complete:
             self.builder.parse_failed("the last tool call is not finished")
         self.builder.abandon_call()
-
-
-def _recipient(header: str) -> str:
-    found = RECIPIENT.search(header)
-    return found[1] if found else ""
-
-
-def _role_start(text: str) -> int:
-    """Return where the role at the end of `text` starts. The role may be incomplete.
-
-    Return the length of `text` if there is no role at its end.
-    """
-    start = text.rfind(ROLE)
-    if start >= 0 and ROLE_TEXT.fullmatch(text, start):
-        return start
-    sizes = range(min(len(ROLE) - 1, len(text)), 0, -1)
-    return len(text) - next((n for n in sizes if text.endswith(ROLE[:n])), 0)
 
 
 class Harmony(AnswerSyntax, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from gateway.formats.harmony import FORMATS, MAX_HEADER_CHARS
+from gateway.formats.harmony import FORMATS
+from gateway.formats.harmony_header import MAX_HEADER_CHARS
 from gateway.formats.registry import Format
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain, tool
 from tests.support.formats import (
