@@ -38,10 +38,9 @@ from gateway.formats.gemma import Gemma
 from gateway.formats.json_call import CallKeys
 from gateway.formats.json_tags import JsonTags
 from gateway.formats.named_json import NamedJson
-from gateway.formats.response_template import (
-    NAMED,
+from gateway.formats.response_template import NAMED, ResponseTemplate
+from gateway.formats.response_template_regions import (
     RegionOpening,
-    ResponseTemplate,
     TemplateRegion,
     atom_letter,
     pattern_atoms,

@@ -13,8 +13,8 @@ import pytest
 from gateway.formats.events import ToolArguments, ToolCall, merged
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import Format
-from gateway.formats.response_template import RegionOpening
 from gateway.formats.response_template_loader import closings, load, openings
+from gateway.formats.response_template_regions import RegionOpening
 from gateway.formats.xml_parameters import XmlParameters
 from tests.property.test_tools_gemma import literal
 from tests.support.format_tools import TYPED_TOOLS, parsed_events, plain
