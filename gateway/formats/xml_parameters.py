@@ -36,7 +36,6 @@ others (dots, MiniCPM5, Muse, DeepSeek-V4 and V4.1, Step3) vLLM's published pars
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,13 +47,8 @@ from gateway.formats.parser import Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from gateway.formats.xml_tag import MAX_TAG_CHARS, attributes_in, plain_name, written_name
 from protocol.grammar import Form, LiteralForm
-
-MAX_TAG_CHARS = 1024
-"""Most characters of a tag. A longer text is not a tag."""
-
-ATTRIBUTE = re.compile(r'\s*([\w:.-]+)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'=]+))')
-PLAIN_NAME = re.compile(r"[^\s<>\"'=]+(?: [^\s<>\"'=]+)*")
 
 
 class XmlParametersState(TypedCallState):
@@ -159,14 +153,12 @@ class XmlParametersParser(TypedCallParser):
         `string_key`."""
         s, tag = self.s, self.s.tag.strip()
         if not self.syntax.quoted:
-            return tag if PLAIN_NAME.fullmatch(tag) else None
-        attributes, end = {}, 0
-        text = "name=" + tag
-        while match := ATTRIBUTE.match(text, end):
-            attributes[match[1]] = next(v for v in match.groups()[1:] if v is not None)
-            end = match.end()
+            return plain_name(tag)
+        attributes = attributes_in("name=" + tag)
+        if attributes is None:
+            return None
         s.string = attributes.get(self.syntax.string_key, "")
-        return attributes.get("name") if not text[end:].strip("/ \t") else None
+        return attributes.get("name")
 
     def _no_tag(self) -> None:
         """Handle text that looked like a tag but is not one. After the start of a call's tag it is
@@ -298,8 +290,6 @@ class XmlParametersParser(TypedCallParser):
 
 # ---- the syntax
 
-IN_QUOTES = re.compile(r'[^"<\r\n]+')
-
 
 class XmlParameters(CallSyntax, frozen=True, kw_only=True):
     """One model family's spelling of calls as tags with plain-text values."""
@@ -368,19 +358,11 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
         """Return the grammar of one call, from its name on."""
-        name = self._write_name(tool.name)
+        name = written_name(tool.name, quoted=self.quoted)
         if name is None:
             raise NotWritable(tool.name, "name", "this format cannot write it")
         inside = self.write_arguments(tool, grammar)
         return sequence(f"{name}>{self.line}", inside, self.call_close)
-
-    def _write_name(self, name: str) -> str | None:
-        """Return a name as it is written in a tag, or None if a tag cannot contain it."""
-        if len(name) > MAX_TAG_CHARS // 2:
-            return None
-        if self.quoted:
-            return f'"{name}"' if IN_QUOTES.fullmatch(name) else None
-        return name if PLAIN_NAME.fullmatch(name) else None
 
     def write_arguments(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
         """Return the grammar of a call's arguments: their tags and values, without the markup of
@@ -396,7 +378,7 @@ class XmlParameters(CallSyntax, frozen=True, kw_only=True):
         plain = PlainValues(values, ending)
 
         def write(key: str | None, schema: Any, path: str) -> Form | None:
-            name = ANY_KEY if key is None else self._write_name(key)
+            name = ANY_KEY if key is None else written_name(key, quoted=self.quoted)
             if name is None:
                 return None
             quote = '"' if key is None and self.quoted else ""
