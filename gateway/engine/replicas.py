@@ -1,6 +1,6 @@
 """The engine client of a server whose model is served by several engines, its replicas.
 
-Callers see one engine. This module chooses a replica for each prompt (`routing.py`) and moves
+Callers see one engine. This module sends each prompt to a replica (`replica_selector.py`) and moves
 requests away from replicas that refuse them or are lost; the states of a request are in
 `failover.py`. The rules:
 
@@ -44,14 +44,10 @@ from gateway.engine.failover import (
     FailoverState,
     usage_after_moves,
 )
+from gateway.engine.replica_selector import ReplicaSelector, cache_space
 from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
 from gateway.engine.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
-from gateway.engine.routing import (
-    PrefixHash,
-    Reason,
-    RoutingDecision,
-    prefix_hashes,
-)
+from gateway.engine.routing import Reason
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
@@ -101,11 +97,10 @@ class ReplicatedClient:
     ) -> None:
         self._replicas = ReplicaSet(engines, new_client)
         self._failover_s = failover_s
-        self._on_routed, self._on_moved = on_routed, on_moved
+        self._selector = ReplicaSelector(self._replicas, on_routed)
+        self._on_moved = on_moved
         self._requests: dict[int, ReplicatedRequest] = {}
         self._next_number = 1
-        #: The last prompt, its namespace, and where it was sent, for its other choices.
-        self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
         self._polled_at = float("-inf")
         self._clock: Any = None
 
@@ -223,7 +218,7 @@ class ReplicatedClient:
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         if params.seed is None:  # an engine would draw one that no other engine knows
             params = replace(params, seed=secrets.randbits(63))
-        namespace, session = _space(options), options.pop("session", "")
+        namespace, session = cache_space(options), options.pop("session", "")
         adapter = options.get("adapter", "")
         request = ReplicatedRequest(
             number=self._next_number,
@@ -231,7 +226,7 @@ class ReplicatedClient:
             params=params,
             subscriber=subscriber,
             options=options,
-            hashes=self._hashes(ids, namespace),
+            hashes=self._selector.hashes(ids, namespace),
             session=f"{namespace}/{session}" if session else "",
             digest=self._replicas.digest,
             adapter=next((info for info in self.adapters if info.name == adapter), None)
@@ -280,18 +275,11 @@ class ReplicatedClient:
         held = self._replicas.shortest_refusal(request.options.get("account"))
         return held or self.trouble() or EngineNotReady("no engine is ready", retry_after_s=1)
 
-    def _hashes(self, prompt: Int32, namespace: str) -> list[PrefixHash]:
-        if self._last is not None and self._last[0] is prompt and self._last[1] == namespace:
-            return self._last[2]
-        shown = self._replicas.shown
-        limits = None if shown is None else shown.limits
-        return [] if limits is None else prefix_hashes(prompt, namespace, limits.block_tokens)
-
     def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
         found = self._requests.get(request)
         if found is not None:
             found.on_freed = on_freed
-            self._answered(found, is_accepted=False)
+            found.on_answered(is_accepted=False)
             self._on_event(found, FailoverEvent.ABORT)
 
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
@@ -319,7 +307,7 @@ class ReplicatedClient:
             unknown=[label for label in labels if label not in aborted],
         )
 
-    # ---- choosing a replica
+    # ---- sending a request to a replica
 
     def _place(self, request: ReplicatedRequest) -> bool:
         """Send the request to the best replica that was not tried. Return False if none takes it.
@@ -327,7 +315,7 @@ class ReplicatedClient:
         This is also called in gevent's hub, so it does not block.
         """
         now = time.monotonic()
-        while (decision := self._choose(request)) is not None:
+        while (decision := self._selector.select(request)) is not None:
             replica = self._replicas.get(decision.replica)
             options = self._options_for(request, replica, now)
             on_report = partial(self._on_report, request)
@@ -340,31 +328,9 @@ class ReplicatedClient:
                 self._replicas.refresh()
                 continue
             request.replica = replica
-            self._note_sent(request, decision)
+            self._selector.on_sent(request, decision)
             return True
         return False
-
-    def _choose(self, request: ReplicatedRequest) -> RoutingDecision | None:
-        if request.num_losses:
-            excluded = self._replicas.unfit_to_continue(request.digest)
-        else:
-            excluded = self._replicas.unfit(request.digest, request.options.get("account"))
-        excluded |= request.tried
-        if request.adapter is not None:
-            excluded |= self._replicas.without_adapter(request.adapter)
-        if self._last is not None and self._last[0] is request.prompt and not request.tried:
-            decision = self._last[3]
-            if (
-                self._replicas.router.is_usable(decision.replica)
-                and decision.replica not in excluded
-            ):
-                return decision
-        found = self._replicas.router.choose(
-            request.hashes, session=request.session, exclude=excluded
-        )
-        if found is not None:
-            self._on_routed(found.reason)
-        return found
 
     def _options_for(
         self, request: ReplicatedRequest, replica: ConnectedReplica, now: float
@@ -384,32 +350,7 @@ class ReplicatedClient:
                 options["answer"] = Int32.of(request.answer)
         return options
 
-    def _note_sent(self, request: ReplicatedRequest, decision: RoutingDecision) -> None:
-        is_repeated = (
-            self._last is not None
-            and self._last[0] is request.prompt
-            and self._last[3].replica == decision.replica
-        )
-        num_cached = len(request.prompt) if is_repeated else decision.num_cached
-        request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
-        self._replicas.router.on_sent(
-            request.hashes,
-            decision.replica,
-            request.num_uncached,
-            prompt_tokens=len(request.prompt),
-            session=request.session,
-        )
-        request.unanswered = self._replicas.router.loads[decision.replica]
-        namespace = _space(request.options)
-        self._last = request.prompt, namespace, request.hashes, decision
-
     # ---- events
-
-    def _answered(self, request: ReplicatedRequest, *, is_accepted: bool) -> None:
-        """Update the load of the replica that the request was sent to."""
-        load, request.unanswered = request.unanswered, None
-        if load is not None:
-            load.on_answered(request.num_uncached, is_accepted=is_accepted)
 
     def _on_report(self, request: ReplicatedRequest, report: Report) -> None:
         """Handle a report of the replica that has the request."""
@@ -417,17 +358,17 @@ class ReplicatedClient:
             if report.finish is None:
                 self._on_tokens(request, report)
             elif report.error is not None and report.error.code == EngineLost.code:
-                self._answered(request, is_accepted=False)
+                request.on_answered(is_accepted=False)
                 self._on_loss(request, report)
             else:
-                self._answered(request, is_accepted=True)
+                request.on_answered(is_accepted=True)
                 self._on_event(request, FailoverEvent.FINISHED, self._merged(request, report))
         elif type(report) is Accepted:
             request.stranded_at = 0.0
-            self._answered(request, is_accepted=True)
+            request.on_answered(is_accepted=True)
             self._on_event(request, FailoverEvent.ACCEPTED, report)
         elif type(report) is Refused:
-            self._answered(request, is_accepted=False)
+            request.on_answered(is_accepted=False)
             self._on_refused(request, report)
 
     def _on_tokens(self, request: ReplicatedRequest, output: Output) -> None:
@@ -525,9 +466,3 @@ class ReplicatedClient:
         request.replica = None
         request.stranded_at = request.stranded_at or time.monotonic()
         self._on_event(request, FailoverEvent.UNPLACED)
-
-
-def _space(options: RoutedOptions) -> str:
-    """Return the part of the prefix cache that a request can use: its namespace and adapter."""
-    namespace, adapter = options.get("namespace", ""), options.get("adapter", "")
-    return f"{namespace}\0{adapter}" if adapter else namespace

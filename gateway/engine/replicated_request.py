@@ -84,6 +84,12 @@ class ReplicatedRequest:
     def labels(self) -> set[str]:
         return set(self.options.get("labels", []))
 
+    def on_answered(self, *, is_accepted: bool) -> None:
+        """Update the load of the replica that the request was sent to."""
+        load, self.unanswered = self.unanswered, None
+        if load is not None:
+            load.on_answered(self.num_uncached, is_accepted=is_accepted)
+
     def send(self, engine: RequestSender, on_report: Subscriber, options: RoutedOptions) -> int:
         """Send the request to the engine of a replica, and return its number there."""
         if self.inputs is None:

@@ -1,0 +1,80 @@
+"""Selects the replica for each request, so that all choices of one prompt get the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.engine.base import RoutedOptions
+from gateway.engine.replica_set import ReplicaSet
+from gateway.engine.replicated_request import ReplicatedRequest
+from gateway.engine.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
+from protocol.arrays import Int32
+
+
+class ReplicaSelector:
+    """Selects replicas with the router of `replicas`.
+
+    The choices of a prompt arrive one after the other. They are sent to the replica of the first
+    one, which computes the prompt once.
+
+    on_routed   called with the reason for the selection of a replica
+    """
+
+    def __init__(self, replicas: ReplicaSet, on_routed: Callable[[Reason], None]) -> None:
+        self._replicas = replicas
+        self._on_routed = on_routed
+        #: The last prompt, its namespace, and where it was sent, for its other choices.
+        self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
+
+    def hashes(self, prompt: Int32, namespace: str) -> list[PrefixHash]:
+        """Return the hashes of a new request's prompt in a namespace (`cache_space`)."""
+        if self._last is not None and self._last[0] is prompt and self._last[1] == namespace:
+            return self._last[2]
+        shown = self._replicas.shown
+        limits = None if shown is None else shown.limits
+        return [] if limits is None else prefix_hashes(prompt, namespace, limits.block_tokens)
+
+    def select(self, request: ReplicatedRequest) -> RoutingDecision | None:
+        """Return the best replica that was not tried, or None if there is none."""
+        if request.num_losses:
+            excluded = self._replicas.unfit_to_continue(request.digest)
+        else:
+            excluded = self._replicas.unfit(request.digest, request.options.get("account"))
+        excluded |= request.tried
+        if request.adapter is not None:
+            excluded |= self._replicas.without_adapter(request.adapter)
+        router = self._replicas.router
+        if self._last is not None and self._last[0] is request.prompt and not request.tried:
+            decision = self._last[3]
+            if router.is_usable(decision.replica) and decision.replica not in excluded:
+                return decision
+        found = router.choose(request.hashes, session=request.session, exclude=excluded)
+        if found is not None:
+            self._on_routed(found.reason)
+        return found
+
+    def on_sent(self, request: ReplicatedRequest, decision: RoutingDecision) -> None:
+        """Count a request that was sent to the replica of `decision`."""
+        is_repeated = (
+            self._last is not None
+            and self._last[0] is request.prompt
+            and self._last[3].replica == decision.replica
+        )
+        num_cached = len(request.prompt) if is_repeated else decision.num_cached
+        request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
+        self._replicas.router.on_sent(
+            request.hashes,
+            decision.replica,
+            request.num_uncached,
+            prompt_tokens=len(request.prompt),
+            session=request.session,
+        )
+        request.unanswered = self._replicas.router.loads[decision.replica]
+        namespace = cache_space(request.options)
+        self._last = request.prompt, namespace, request.hashes, decision
+
+
+def cache_space(options: RoutedOptions) -> str:
+    """Return the part of the prefix cache that a request can use: its namespace and adapter."""
+    namespace, adapter = options.get("namespace", ""), options.get("adapter", "")
+    return f"{namespace}\0{adapter}" if adapter else namespace
