@@ -6,8 +6,13 @@ longer than the budget is a step by itself.
 
 A request with many inputs takes many steps. So that short requests do not wait for all of them,
 steps take turns: one starts requests in the order of the waiting queue, the next continues those
-that are started. Whatever room is left goes to the other kind. While other requests generate, steps
-that generate and steps that encode take turns as well.
+that are started. Whatever room is left goes to the other kind.
+
+While other requests generate, steps that generate and steps that encode take turns as well. If
+several accounts send requests, a step that encodes has only the share of prompts
+(`FairShare.shared_prefill_budget`), so that it does not stretch the time between the tokens of
+others. An input that is longer than the share is followed by as many steps that generate as make up
+for it.
 """
 
 from __future__ import annotations
@@ -99,8 +104,8 @@ class EncodeScheduler:
         self.inflight: deque[EncodeStep] = deque()
         #: Number of requests that were added and have not ended.
         self.num_open = 0
-        #: Whether the next step encodes, if there is work of both kinds.
-        self.is_next = True
+        #: Tokens of the last step that encodes for which no step that generates has made up.
+        self.debt = 0
         #: Whether the next step first continues started requests.
         self.continues = False
         self._fair_share = fair_share
@@ -109,6 +114,11 @@ class EncodeScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.started or len(self.waiting))
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the next step encodes, if there is work of both kinds."""
+        return not self.debt
 
     @property
     def num_started(self) -> int:
@@ -134,16 +144,26 @@ class EncodeScheduler:
         elif request in self.started:
             self.started.remove(request)
 
-    def plan(self, step: int) -> EncodePlan:
-        """Return the plan of the next step, which is number `step`. There must be work."""
-        new = _StepInputs(self._token_budget)
+    def plan(self, step: int, *, has_share: bool = False) -> EncodePlan:
+        """Return the plan of the next step, which is number `step`. There must be work.
+
+        `has_share` is whether the step has only the share of prompts. If not, the next step that
+        generates makes up for it, however long it is.
+        """
+        share = self._fair_share.shared_prefill_budget
+        new = _StepInputs(min(share, self._token_budget) if has_share else self._token_budget)
         turns = (self._continue, self._start)
         for add in turns if self.continues else reversed(turns):
             add(new)
         self.continues = not self.continues
+        self.debt = len(new.tokens) if has_share else 1
         plan = EncodePlan(step=step, inputs=new.inputs())
         self.inflight.append(EncodeStep(plan, new.parts))
         return plan
+
+    def on_generation_planned(self) -> None:
+        """Make up for tokens of a step that encodes, because a step that generates is planned."""
+        self.debt = max(0, self.debt - self._fair_share.shared_prefill_budget)
 
     def _start(self, new: _StepInputs) -> None:
         """Add inputs of waiting requests to a step."""

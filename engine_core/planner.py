@@ -36,15 +36,17 @@ class StepPlanner:
             return self._plan_encoding()
         plan = self._plan_generation()
         if plan is not None:
-            encoding.is_next = True
+            encoding.on_generation_planned()
         elif encoding.has_work and not self._inflight:  # all that generate wait for K/V
             return self._plan_encoding()
         return plan
 
     def _plan_encoding(self) -> EncodePlan:
-        self._parts.totals.step += 1
-        self._encoding.is_next = False
-        return self._encoding.plan(self._parts.totals.step)
+        parts, scheduler = self._parts, self._scheduler
+        parts.totals.step += 1
+        is_shared = scheduler.fair_share.is_shared(parts.clock.now)
+        has_share = is_shared and scheduler.has_work
+        return self._encoding.plan(parts.totals.step, has_share=has_share)
 
     def _plan_generation(self) -> StepPlan | None:
         parts, scheduler, totals = self._parts, self._scheduler, self._parts.totals

@@ -188,7 +188,7 @@ def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> E
             for step in encoding.inflight
         ],
         num_open=encoding.num_open,
-        is_next=encoding.is_next,
+        debt=encoding.debt,
         continues=encoding.continues,
     )
 

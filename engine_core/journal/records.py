@@ -23,7 +23,7 @@ from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapt
 from protocol.model_card import ModelCard
 from protocol.steps import AdapterReport, EncodeResult, StepResult
 
-FORMAT = 6
+FORMAT = 7
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 

@@ -190,7 +190,7 @@ def _restore_encoding(
         EncodeStep(_ENCODE_PLAN.decode(step.plan), [(requests[i], n) for i, n in step.parts])
         for step in part.inflight
     )
-    encoding.is_next, encoding.continues = part.is_next, part.continues
+    encoding.debt, encoding.continues = part.debt, part.continues
     encoding.num_open = part.num_open
 
 

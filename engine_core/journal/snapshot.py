@@ -148,7 +148,7 @@ class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
     #: Steps in flight, oldest first.
     inflight: list[EncodeStepSnapshot]
     num_open: int
-    is_next: bool
+    debt: int
     continues: bool
 
 

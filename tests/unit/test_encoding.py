@@ -68,6 +68,54 @@ def test_steps_that_encode_take_turns_with_steps_that_generate() -> None:
     assert kinds == [EncodePlan, StepPlan] * 3
 
 
+def crowd(bench: Bench) -> Account:
+    """Let an account decode in `bench`. Return another account, which has sent a request too."""
+    bench.add([1] * 4, max_tokens=100, ignore_eos=True, account=Account(name="alice"))
+    return Account(name="bob")
+
+
+LINEAR_COSTS = ((1, 0.001), (256, 0.256))
+"""Step costs for which the share of prompts is 16 tokens while accounts share the engine."""
+
+
+def kinds(bench: Bench, num_steps: int) -> list[int]:
+    """Run some steps. Return the number of tokens of each that encodes, and 0 for each other."""
+    found = []
+    for _ in range(num_steps):
+        plan = bench.plan()
+        found.append(plan.inputs.tokens.shape[0] if isinstance(plan, EncodePlan) else 0)
+        bench.finish()
+    return found
+
+
+def test_encoding_takes_its_share_of_a_step_while_another_account_decodes() -> None:
+    bench = Bench(token_budget=256, step_costs=LINEAR_COSTS)
+    bob = crowd(bench)
+    bench.encode(*[[2] * 4] * 100, account=bob)
+    assert kinds(bench, 8) == [16, 0] * 4
+
+
+def test_an_input_above_the_share_is_followed_by_more_steps_that_generate() -> None:
+    bench = Bench(token_budget=256, step_costs=LINEAR_COSTS)
+    bob = crowd(bench)
+    bench.encode(*[[2] * 40] * 3, account=bob)
+    assert kinds(bench, 8) == [40, 0, 0, 0] * 2
+
+
+def test_encoding_takes_whole_steps_if_one_account_sends_everything() -> None:
+    bench = Bench(token_budget=256, step_costs=LINEAR_COSTS)
+    crowd(bench)
+    bench.encode(*[[2] * 4] * 128, account=Account(name="alice"))
+    assert kinds(bench, 4) == [256, 0] * 2
+
+
+def test_encoding_takes_whole_steps_if_nothing_generates() -> None:
+    bench = Bench(token_budget=256, step_costs=LINEAR_COSTS)
+    for name in ("alice", "bob"):
+        bench.encode(*[[2] * 4] * 64, account=Account(name=name))
+    assert kinds(bench, 2) == [256] * 2
+
+
 def test_two_steps_can_be_in_flight() -> None:
     bench = Bench(token_budget=8, steps_in_flight=2)
     number = bench.encode([1] * 8, [2] * 8, [3] * 8)

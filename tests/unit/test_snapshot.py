@@ -144,7 +144,7 @@ STORED = {
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
-    "EncodeScheduler": "continues inflight is_next num_open started",
+    "EncodeScheduler": "continues debt inflight num_open started",
     "EncodeStep": "parts plan",
     "EngineAdapter": "client digest generation name num_requests path rank request row state",
     "EngineClock": "now",
