@@ -20,7 +20,8 @@ Its main methods and their results:
     drain_adapter_commands()         -> commands about LoRA adapters, to send before the next plan
     on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
 
-The engine has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
+`parts.py` builds its parts, `planner.py` plans, `committer.py` applies results, and every request
+ends in `endings.py`. It has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
 flight (schedule/), so a step can be planned before the tokens of the previous one are known. A
 slot or block that a step in flight may still write to is not reused until that step has committed.
 A request that ends earlier keeps its slot and blocks until then.
@@ -44,6 +45,7 @@ from engine_core.adapters import AdapterCommand, AdapterReply
 from engine_core.committer import StepCommitter
 from engine_core.endings import RequestEndings
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.history.history import TimelineWork
 from engine_core.invariants import check_encoding, check_invariants
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.fetches import FetchState as FetchState
@@ -80,7 +82,6 @@ from protocol.messages import (
 from protocol.model_card import ModelCard
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
-from protocol.timeline import EngineTimeline
 
 
 def draw_seed() -> int:
@@ -375,12 +376,12 @@ class Engine:
         """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
         return status_rows(self.open_requests, self.scheduler.lack, max_rows)
 
-    def timelines(
+    def compute_timelines(
         self, names: Iterable[str], client_name: Callable[[bytes], str]
-    ) -> list[EngineTimeline]:
-        """Return the timelines of the open and recently ended requests with these names.
+    ) -> TimelineWork:
+        """Compute the timelines of the open and recently ended requests with these names.
         `client_name` returns the name of a client."""
-        return self.history.timelines(names, self.open_requests.find_by_name, client_name)
+        return self.history.compute_timelines(names, self.open_requests.find_by_name, client_name)
 
     @property
     def block_counts(self) -> BlockCounts:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from engine_core.engine import Engine
 from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
-from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
+from engine_core.history.queue import TimelineQueue, timelines_answer
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
@@ -56,7 +56,6 @@ from protocol.messages import (
     Profile,
     Refused,
     ReleaseKV,
-    RequestTimelines,
     ResourcesFreed,
     SessionLost,
     ToEngine,
@@ -81,6 +80,8 @@ TICK_MS = 250
 
 The loop wakes earlier for a request's deadline.
 """
+TIMELINES_S = 0.001
+"""Seconds that one turn spends on timelines at most, and so delays the next step."""
 
 
 class StoppedBySignal(Exception):
@@ -128,9 +129,10 @@ class EngineLoop:
         self.drained_by = ""
         #: Number of requests that gateways rejected from a cached refusal.
         self._num_refused_early = 0
-        self._watch = WorkerWatch(config, self._worker)
+        self._worker_watch = WorkerWatch(config, self._worker)
         self._grammars = GrammarService(config.grammar_timeout_s)
         self._profiling = Profiling()
+        self._timelines = TimelineQueue()
         self._journal = journal
 
     def run(self) -> None:
@@ -170,7 +172,7 @@ class EngineLoop:
             # The worker's last message, if there is one, is more precise than its exit code.
             self._on_worker_message(now)
             raise self._worker.exit_error()
-        if self._watch.check_health(self._engine, now):
+        if self._worker_watch.check_health(self._engine, now):
             self._mailbox.broadcast(Pong(epoch=self._epoch, stats=self._stats()))
         if self._mailbox.socket in ready:
             for client, message in self._mailbox.receive(now):
@@ -178,6 +180,8 @@ class EngineLoop:
         self._mailbox.check_clients(now)
         self._compile_grammars(ready, now)
         self._next_step(now)
+        for client, answer in self._timelines.run(TIMELINES_S, time.monotonic):
+            self._mailbox.send(client, answer)
         if self._engine is not None:
             self._send_freed(self._engine)
         if self._publisher is not None and self._engine is not None:
@@ -186,10 +190,13 @@ class EngineLoop:
     def _poll_timeout_ms(self, now: float) -> int:
         """Return the longest sleep in poll, in milliseconds.
 
-        It is TICK_MS, or the time until the next deadline of a request if that is shorter.
+        It is TICK_MS, or the time until the next deadline of a request if that is shorter, or 0 if
+        a client waits for timelines.
         """
         if self._engine is None:
             return TICK_MS
+        if self._timelines.is_busy:
+            return 0
         left_s = min(self._engine.next_deadline - now, TICK_MS / 1000)
         return math.ceil(max(left_s, 0.0) * 1000)
 
@@ -219,7 +226,7 @@ class EngineLoop:
             case GetStatus():
                 self._mailbox.send(client, self._status(message, now))
             case GetTimeline():
-                self._mailbox.send(client, self._timelines(message))
+                self._add_timelines(client, message)
             case Abort(requests=requests):
                 self._profiling.cancel(client, requests)
                 if self._engine is not None:
@@ -328,6 +335,7 @@ class EngineLoop:
 
     def _on_client_lost(self, client: bytes) -> None:
         self._profiling.cancel(client)
+        self._timelines.remove(client)
         if self._engine is not None:
             self._engine.on_client_lost(client)
 
@@ -390,7 +398,7 @@ class EngineLoop:
         engine = self._engine
         if engine is None:
             return
-        self._watch.check_limits(engine, now)
+        self._worker_watch.check_limits(engine, now)
         self._send_adapter_commands(engine)
         while True:
             plan = engine.plan()
@@ -398,11 +406,11 @@ class EngineLoop:
             if plan is None:
                 break
             self._send_trace_command()
-            self._watch.on_sent(now)
+            self._worker_watch.on_sent(now)
             self._worker.send(plan)
             self._send_masks(engine)
         if not engine.num_in_flight:
-            self._watch.on_idle()
+            self._worker_watch.on_idle()
             self._send_trace_command()
 
     def _send_trace_command(self) -> None:
@@ -439,7 +447,7 @@ class EngineLoop:
 
     def _on_step_result(self, result: StepResult | EncodeResult, now: float) -> None:
         assert self._engine is not None
-        elapsed_s = self._watch.on_result(now)
+        elapsed_s = self._worker_watch.on_result(now)
         if isinstance(result, EncodeResult):
             outputs = self._engine.commit_encoded(result, elapsed_s)
         else:
@@ -476,17 +484,19 @@ class EngineLoop:
             gaps=history.gaps,
         )
 
-    def _timelines(self, message: GetTimeline) -> RequestTimelines:
-        engine, names = self._engine, message.names
-        found = [] if engine is None else engine.timelines(names, self._clients.get_name)
-        return RequestTimelines(
-            request=message.request, timelines=found, kept=MAX_ENDED, kept_s=MAX_ENDED_S
-        )
+    def _add_timelines(self, client: bytes, message: GetTimeline) -> None:
+        """Compute timelines in the next turns. Without a model, there are none."""
+        if self._engine is None:
+            self._mailbox.send(client, timelines_answer(message.request, []))
+            return
+        work = self._engine.compute_timelines(message.names, self._clients.get_name)
+        if (refusal := self._timelines.add(client, message, work)) is not None:
+            self._mailbox.send(client, refusal)
 
     def _stats(self) -> EngineStats:
         own = EngineStats(clients=len(self._clients))
         if self._engine is not None:
             wire_errors = self._mailbox.num_wire_errors + self._worker.num_foreign_messages
             own = self._engine.stats(clients=len(self._clients), wire_errors=wire_errors)
-        worker = self._watch.status(self._engine, time.monotonic())
+        worker = self._worker_watch.status(self._engine, time.monotonic())
         return replace(own, num_refused_early=self._num_refused_early, worker=worker)

@@ -211,7 +211,7 @@ class GetStatus(Message, frozen=True, kw_only=True, tag="look"):
 
 class GetTimeline(Message, frozen=True, kw_only=True):
     """Client -> engine. Request the timelines of the requests with one of these names (see
-    AbortByLabel). The engine answers with RequestTimelines."""
+    AbortByLabel). The engine answers with RequestTimelines, or with Refused if too many wait."""
 
     request: int
     names: list[str]

@@ -103,7 +103,7 @@ REPLY_TYPES: dict[type, tuple[type, ...]] = {
     LoadAdapter: (AdapterChanged, Refused),
     UnloadAdapter: (AdapterChanged, Refused),
     GetStatus: (EngineStatus,),
-    GetTimeline: (RequestTimelines,),
+    GetTimeline: (RequestTimelines, Refused),
 }
 """Command -> the reports that may answer it."""
 
@@ -229,8 +229,8 @@ class Session:
         )
 
     def get_timeline(self, names: Sequence[str]) -> GetTimeline:
-        """Open a request for timelines, which ends with RequestTimelines. Return the message to
-        send."""
+        """Open a request for timelines, which ends with RequestTimelines or Refused. Return the
+        message to send."""
         return self._opened(GetTimeline(request=self._next_request, names=list(names)))
 
     def _opened(self, message: Command) -> Command:

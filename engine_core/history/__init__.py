@@ -8,4 +8,5 @@ steps      the last steps, equal ones in one entry
 requests   the open requests, the ended ones, and who had which slot when
 timeline   builds the timeline of one request from both (pure)
 history    the one object that the engine calls
+queue      computes the timelines that clients wait for, in slices between the steps
 """

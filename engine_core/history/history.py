@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, islice
 
 from engine_core.encoding import EncodeStep
 from engine_core.history.requests import RequestHistories, RequestHistory
-from engine_core.history.steps import StepLog
+from engine_core.history.steps import StepLog, between
 from engine_core.history.timeline import build_timeline
 from engine_core.request import Request
 from engine_core.schedule.commit import request_usage
@@ -19,6 +19,9 @@ from protocol.usage import Usage
 
 MAX_TIMELINES = 16
 """Most timelines in one answer. All choices of an HTTP request have the same names."""
+TimelineWork = Generator[None, None, list[EngineTimeline]]
+"""The computation of timelines. Each `next` processes one entry of the log of steps. The generator
+returns the timelines."""
 
 
 class EngineHistory:
@@ -62,43 +65,48 @@ class EngineHistory:
     def on_end(self, request: Request, finish: str, usage: Usage | None) -> None:
         self._requests.on_end(request, finish, usage, self._clock.now)
 
-    def timelines(
+    def compute_timelines(
         self,
         names: Iterable[str],
         find_open: Callable[[str], Iterable[Request]],
         client_name: Callable[[bytes], str],
-    ) -> list[EngineTimeline]:
-        """Return the timelines of the requests with these names, open ones first, at most
-        MAX_TIMELINES.
+    ) -> TimelineWork:
+        """Compute the timelines of the requests with these names, open ones first, at most
+        MAX_TIMELINES. They describe the requests at the time of the first `next`.
 
         - find_open: returns the open requests with a name
         - client_name: returns the name of a client
         """
-        self._requests.forget_old(self._clock.now)
-        wanted = list(names)
-        opened = chain.from_iterable(map(find_open, wanted))
-        known = [(self._requests.get(r), request_usage(r)) for r in dict.fromkeys(opened)]
-        ended = dict.fromkeys(chain.from_iterable(map(self._requests.ended, wanted)))
-        known += [(history, history.usage) for history in ended if history.usage is not None]
-        return [
-            self._timeline(history, usage, client_name(history.client))
-            for history, usage in islice(known, MAX_TIMELINES)
+        now, runs = self._clock.now, self.steps.snapshot()
+        found = [
+            (history.snapshot(), usage)
+            for history, usage in islice(self._find([*names], find_open), MAX_TIMELINES)
         ]
+        timelines: list[EngineTimeline] = []
+        for history, usage in found:
+            ended_at = now if history.ended_at is None else history.ended_at
+            timeline = yield from build_timeline(
+                history,
+                usage,
+                between(runs, history.arrived_at, ended_at),
+                self._requests.owner,
+                now=now,
+                client=client_name(history.client),
+                slots=self._slots,
+                has_lost_steps=bool(runs)
+                and runs[0].first > 1
+                and runs[0].started_at > history.arrived_at,
+            )
+            timelines.append(timeline)
+        return timelines
 
-    def _timeline(self, history: RequestHistory, usage: Usage, client: str) -> EngineTimeline:
-        now = self._clock.now
-        ended_at = now if history.ended_at is None else history.ended_at
-        runs = self.steps.between(history.arrived_at, ended_at)
-        first = next(iter(self.steps), None)
-        return build_timeline(
-            history,
-            usage,
-            runs,
-            self._requests.owner,
-            now=now,
-            client=client,
-            slots=self._slots,
-            has_lost_steps=first is not None
-            and first.first > 1
-            and first.started_at > history.arrived_at,
-        )
+    def _find(
+        self, names: list[str], find_open: Callable[[str], Iterable[Request]]
+    ) -> Iterator[tuple[RequestHistory, Usage]]:
+        """Yield the requests with these names and their usage until now, open ones first."""
+        self._requests.forget_old(self._clock.now)
+        for request in dict.fromkeys(chain.from_iterable(map(find_open, names))):
+            yield self._requests.get(request), request_usage(request)
+        for history in dict.fromkeys(chain.from_iterable(map(self._requests.ended, names))):
+            if history.usage is not None:
+                yield history, history.usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from engine_core.request import Request
@@ -70,6 +70,10 @@ class RequestHistory:
             arrived_at=request.arrived_at,
             spans=request.stage_timer.spans,
         )
+
+    def snapshot(self) -> RequestHistory:
+        """Return a copy that shows the request as it is now, even if it continues."""
+        return replace(self, spans=list(self.spans), binds=list(self.binds))
 
     def slot_in(self, step: int) -> int | None:
         """Return the slot that the request had in this step; None if it had none."""

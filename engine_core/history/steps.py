@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine_core.encoding import EncodeStep
@@ -181,12 +182,17 @@ class StepLog:
             found.append(run.summary())
         return found[::-1]
 
-    def between(self, started_at: float, ended_at: float) -> Iterable[StepRun]:
-        """Return the entries that overlap this period, oldest first."""
-        found: list[StepRun] = []
-        for run in reversed(self._runs):
-            if run.ended_at <= started_at:
-                break
-            if run.started_at < ended_at:
-                found.append(run)
-        return found[::-1]
+    def snapshot(self) -> list[StepRun]:
+        """Return all entries, oldest first. They do not change any more."""
+        runs = list(self._runs)
+        if runs:
+            runs[-1] = replace(runs[-1])  # only the last entry is ever extended
+        return runs
+
+
+def between(runs: Sequence[StepRun], started_at: float, ended_at: float) -> Sequence[StepRun]:
+    """Return those of `runs` that overlap this period. It takes O(log runs), because each step
+    starts after the one before has ended."""
+    first = bisect_right(runs, started_at, key=lambda run: run.ended_at)
+    end = bisect_left(runs, ended_at, lo=first, key=lambda run: run.started_at)
+    return runs[first:end]

@@ -1,8 +1,13 @@
-"""Builds the timeline of one request from the log of steps and the histories of requests. Pure."""
+"""Builds the timeline of one request from the log of steps and the histories of requests. Pure.
+
+A timeline may cover thousands of entries of the log. So it is built by a generator, which yields
+after each entry: the caller decides how many entries one turn of its loop processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from engine_core.history.requests import RequestHistory
@@ -11,6 +16,7 @@ from protocol.timeline import (
     MAX_GROUPS,
     MAX_SHARES,
     EngineTimeline,
+    Lack,
     PromptShare,
     StageSpan,
     StepGroup,
@@ -24,15 +30,15 @@ FindOwner = Callable[[int, int], RequestHistory | None]
 def build_timeline(
     history: RequestHistory,
     usage: Usage,
-    runs: Iterable[StepRun],
+    runs: Sequence[StepRun],
     find_owner: FindOwner,
     *,
     now: float,
     client: str,
     slots: int,
     has_lost_steps: bool,
-) -> EngineTimeline:
-    """Return the timeline of a request.
+) -> Generator[None, None, EngineTimeline]:
+    """Build the timeline of a request, one entry of the log per `next`.
 
     - usage: its usage until now or until its end
     - runs: the steps between its arrival and now or its end
@@ -40,7 +46,16 @@ def build_timeline(
     - has_lost_steps: whether the log does not reach back to its arrival
     """
     start, end = history.arrived_at, now if history.ended_at is None else history.ended_at
-    groups = [_group(run, history, find_owner) for run in runs]
+    stages = _stages(history, end)
+    groups: list[StepGroup] = []
+    size = max(1, -(-len(runs) // MAX_GROUPS))  # entries of each group
+    for first in range(0, len(runs), size):
+        sums = _GroupSums()
+        entries = runs[first : first + size]
+        for run in entries:
+            sums.add(run, history, find_owner)
+            yield
+        groups.append(sums.group(entries, start))
     return EngineTimeline(
         name=history.name,
         client=client,
@@ -57,8 +72,8 @@ def build_timeline(
         accepted_tokens=usage.accepted_tokens,
         first_token_s=_since(history.first_token_at, start),
         slots=slots,
-        stages=_stages(history, end),
-        groups=merged(groups, MAX_GROUPS),
+        stages=stages,
+        groups=groups,
         has_lost_steps=has_lost_steps,
     )
 
@@ -78,39 +93,73 @@ def _stages(history: RequestHistory, end: float) -> list[StageSpan]:
     ]
 
 
-def _group(run: StepRun, history: RequestHistory, find_owner: FindOwner) -> StepGroup:
-    """Return what an entry of the log computed for the request of `history` and for others."""
-    slots, tokens = run.slots.tolist(), run.tokens.tolist()
-    drafts = [0] * len(slots) if run.drafts is None else run.drafts.tolist()
-    row = _own_row(run, slots, history)
-    own_drafts = 0 if row is None else drafts[row]
-    own_decodes = int(row is not None and (row < run.num_decodes or own_drafts > 0))
-    own_prefill = 0 if row is None or own_decodes else tokens[row]
-    own_encoded = all_encoded = 0
-    if run.encoded:
-        own_encoded = sum(count for order, count in run.parts if order == history.order)
-        all_encoded = sum(count for _, count in run.parts)
-    first_prompt = run.num_decodes + run.num_drafted
-    shares = [
-        (slots[other], tokens[other]) for other in range(first_prompt, len(slots)) if other != row
-    ]
-    start = history.arrived_at
-    return StepGroup(
-        start_s=run.started_at - start,
-        end_s=run.ended_at - start,
-        first_step=run.first,
-        steps=run.count,
-        busy_s=run.busy_s,
-        longest_s=run.longest_s,
-        own_prefill=own_prefill + own_encoded,
-        own_decodes=own_decodes * run.count,
-        own_drafts=own_drafts,
-        other_decodes=(first_prompt - own_decodes) * run.count,
-        other_prefill=sum(count for _, count in shares) + all_encoded - own_encoded,
-        other_drafts=sum(drafts) - own_drafts,
-        lack=run.lack,
-        prompts=_largest(_share(find_owner(slot, run.first), count) for slot, count in shares),
-    )
+@dataclass(slots=True)
+class _GroupSums:
+    """What the entries of one group computed, for the request of a timeline and for others."""
+
+    own_prefill: int = 0
+    own_decodes: int = 0
+    own_drafts: int = 0
+    other_decodes: int = 0
+    other_prefill: int = 0
+    other_drafts: int = 0
+    #: Owner of each other prompt -> the tokens of it that were computed, and of the largest chunk.
+    #: None: the owner is forgotten.
+    shares: dict[RequestHistory | None, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, run: StepRun, history: RequestHistory, find_owner: FindOwner) -> None:
+        """Add an entry of the log. Lists are made only of the columns that it needs."""
+        slots = run.slots.tolist()
+        row = _own_row(run, slots, history)
+        first_prompt = run.num_decodes
+        row_drafts = 0
+        if run.drafts is not None:
+            drafts = run.drafts.tolist()
+            first_prompt += run.num_drafted
+            row_drafts = 0 if row is None else drafts[row]
+            self.own_drafts += row_drafts
+            self.other_drafts += sum(drafts) - row_drafts
+        is_decode = row is not None and row < first_prompt
+        self.own_decodes += is_decode * run.count
+        self.other_decodes += (first_prompt - is_decode) * run.count
+        if first_prompt < len(slots):
+            tokens = run.tokens.tolist()
+            for other in range(first_prompt, len(slots)):
+                if other == row:
+                    self.own_prefill += tokens[other]
+                else:
+                    self._share(find_owner(slots[other], run.first), tokens[other])
+        if run.encoded:
+            for order, count in run.parts:
+                if order == history.order:
+                    self.own_prefill += count
+                else:
+                    self.other_prefill += count
+
+    def _share(self, owner: RequestHistory | None, tokens: int) -> None:
+        self.other_prefill += tokens
+        total, largest = self.shares.get(owner, (0, 0))
+        self.shares[owner] = total + tokens, max(largest, tokens)
+
+    def group(self, runs: Sequence[StepRun], start: float) -> StepGroup:
+        """Return the group of `runs`, which were all added. Times are relative to `start`."""
+        lacks: list[Lack] = [run.lack for run in runs]
+        return StepGroup(
+            start_s=runs[0].started_at - start,
+            end_s=runs[-1].ended_at - start,
+            first_step=runs[0].first,
+            steps=sum(run.count for run in runs),
+            busy_s=sum(run.busy_s for run in runs),
+            longest_s=max(run.longest_s for run in runs),
+            own_prefill=self.own_prefill,
+            own_decodes=self.own_decodes,
+            own_drafts=self.own_drafts,
+            other_decodes=self.other_decodes,
+            other_prefill=self.other_prefill,
+            other_drafts=self.other_drafts,
+            lack=max(lacks, key=lacks.count),
+            prompts=_largest(self.shares),
+        )
 
 
 def _own_row(run: StepRun, slots: Sequence[int], history: RequestHistory) -> int | None:
@@ -119,56 +168,16 @@ def _own_row(run: StepRun, slots: Sequence[int], history: RequestHistory) -> int
     return slots.index(slot) if slot is not None and slot in slots else None
 
 
-def _share(owner: RequestHistory | None, tokens: int) -> PromptShare:
-    if owner is None:
-        return PromptShare(name="", tokens=tokens, prompt_tokens=tokens)
-    return PromptShare(
-        name=owner.name,
-        account=owner.account,
-        tokens=tokens,
-        prompt_tokens=owner.prompt_tokens,
-    )
-
-
-def _largest(shares: Iterable[PromptShare]) -> list[PromptShare]:
-    """Return the largest shares, with one entry for each request."""
-    by_name: dict[tuple[str, str], PromptShare] = {}
-    for share in shares:
-        key = share.account, share.name
-        before = by_name.get(key)
-        by_name[key] = PromptShare(
-            name=share.name,
-            account=share.account,
-            tokens=share.tokens + (before.tokens if before else 0),
-            prompt_tokens=max(share.prompt_tokens, before.prompt_tokens if before else 0),
-        )
-    return sorted(by_name.values(), key=lambda share: -share.tokens)[:MAX_SHARES]
-
-
-def merged(groups: Sequence[StepGroup], most: int) -> list[StepGroup]:
-    """Return at most `most` groups: as many neighbours as necessary are merged, always the same
-    number."""
-    size = -(-len(groups) // most)
-    if size <= 1:
-        return list(groups)
-    return [_merge(groups[start : start + size]) for start in range(0, len(groups), size)]
-
-
-def _merge(groups: Sequence[StepGroup]) -> StepGroup:
-    lacks = [group.lack for group in groups]
-    return StepGroup(
-        start_s=groups[0].start_s,
-        end_s=groups[-1].end_s,
-        first_step=groups[0].first_step,
-        steps=sum(group.steps for group in groups),
-        busy_s=sum(group.busy_s for group in groups),
-        longest_s=max(group.longest_s for group in groups),
-        own_prefill=sum(group.own_prefill for group in groups),
-        own_decodes=sum(group.own_decodes for group in groups),
-        own_drafts=sum(group.own_drafts for group in groups),
-        other_decodes=sum(group.other_decodes for group in groups),
-        other_prefill=sum(group.other_prefill for group in groups),
-        other_drafts=sum(group.other_drafts for group in groups),
-        lack=max(lacks, key=lacks.count),
-        prompts=_largest(share for group in groups for share in group.prompts),
-    )
+def _largest(shares: dict[RequestHistory | None, tuple[int, int]]) -> list[PromptShare]:
+    """Return the largest shares, with one entry for each name of an account."""
+    by_name: dict[tuple[str, str], tuple[int, int]] = {}
+    for owner, (tokens, largest) in shares.items():
+        key = ("", "") if owner is None else (owner.account, owner.name)
+        length = largest if owner is None else owner.prompt_tokens
+        total, longest = by_name.get(key, (0, 0))
+        by_name[key] = total + tokens, max(longest, length)
+    found = sorted(by_name.items(), key=lambda item: -item[1][0])[:MAX_SHARES]
+    return [
+        PromptShare(name=name, account=account, tokens=tokens, prompt_tokens=length)
+        for (account, name), (tokens, length) in found
+    ]

@@ -186,7 +186,8 @@ class ZmqEngineClient:
 
     def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
         """Return the timelines of the open and recently ended requests of all clients with these
-        names. Raises EngineNotReady or EngineLost if the engine cannot be reached."""
+        names. Raises EngineNotReady or EngineLost if the engine cannot be reached, Overloaded if it
+        computes too many timelines already."""
         self.start()
         return self._reply(self.session.get_timeline(names), RequestTimelines)
 
@@ -200,13 +201,14 @@ class ZmqEngineClient:
         self._with_ping.append(message)
 
     def _reply(self, message: AbortByLabel | GetTimeline, kind: type[Reply]) -> Reply:
-        """Send a command, and wait for its reply, which is of this kind."""
+        """Send a command, and wait for its reply, which is of this kind. Raises the engine's
+        refusal."""
         result: AsyncResult[Report] = AsyncResult()
         self._open(message, result.set)
         report = result.get()
         if isinstance(report, kind):
             return report
-        assert isinstance(report, Output)
+        assert isinstance(report, Output | Refused)
         assert report.error is not None
         raise error_from(report.error)
 

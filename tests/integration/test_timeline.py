@@ -15,6 +15,7 @@ import pytest
 import requests
 
 from protocol.api_keys import KeyEntry, digest_of
+from protocol.errors import Overloaded
 from protocol.timeline import EngineTimeline
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post
@@ -233,6 +234,15 @@ def test_the_engine_of_a_replicated_request_is_found(tmp_path: Path) -> None:
         assert [each["engine"] for each in moved] == [0, 1]
         first.is_silent = True
         assert requests.get(f"{url}/one/timeline", timeout=20).status_code == 200
+
+
+def test_an_engine_that_computes_too_many_timelines_refuses(engine: ScriptedEngine) -> None:
+    engine.timelines_error = Overloaded("64 are waiting already", retry_after_s=1).info()
+    with GatewayProcess(engine=engine.address) as gateway:
+        url = f"{gateway.await_ready().url}/v1/requests/x/timeline"
+        reply = requests.get(url, timeout=20)
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+    assert reply.json()["error"]["message"] == "64 are waiting already"
 
 
 def test_a_server_without_its_engine_says_so(engine: ScriptedEngine) -> None:

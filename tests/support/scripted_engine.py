@@ -292,6 +292,7 @@ class ScriptedEngine:
     kv_lease_s: float = 3.0
     adapters: list[AdapterInfo] = field(default_factory=list)
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
+    timelines_error: ErrorInfo | None = None
     rows: list[RequestStatus] = field(default_factory=list)
     num_polls: int = 0
     num_pings: int = 0
@@ -424,6 +425,8 @@ class ScriptedEngine:
             case Goodbye():
                 self.goodbyes += 1
                 self._talks = {key: t for key, t in self._talks.items() if key[0] != client}
+            case GetTimeline() if self.timelines_error is not None:
+                self._send(client, Refused(request=message.request, error=self.timelines_error))
             case GetTimeline():
                 found = [self.timelines[name] for name in message.names if name in self.timelines]
                 self._send(

@@ -11,34 +11,14 @@ import pytest
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.requests import SlotBind
-from engine_core.history.timeline import merged
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.latency import bounds_s, bucket, grown, quantiles
 from protocol.messages import Account
-from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
-from tests.support.engines import CLIENT, Bench, repetitive_token
+from protocol.timeline import PromptShare, StageSpan
+from tests.support.engines import CLIENT, repetitive_token
+from tests.support.timelines import TimedBench, finish
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")
-
-
-class TimedBench(Bench):
-    """A bench whose steps take a given time by the engine's clock."""
-
-    now = 100.0
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.tick(self.now)
-
-    def timed_step(self, seconds: float = 0.25) -> None:
-        while self.plan() is not None:
-            pass
-        self.pass_time(seconds)
-        self.finish(seconds)
-
-    def timeline(self, name: str) -> EngineTimeline:
-        (found,) = self.engine.timelines([name], lambda client: client.decode())
-        return found
 
 
 def a_bench(**options: object) -> TimedBench:
@@ -206,10 +186,10 @@ def test_a_timeline_is_kept_after_the_end_and_then_forgotten(
     bench.pass_time(10.0)
     assert bench.timeline("c").ended_ago_s == 10.0
     assert bench.timeline("c").took_s == 0.5
-    assert bench.engine.timelines(["a"], str) == []
-    assert [found.name for found in bench.engine.timelines(["all", "c"], str)] == ["c", "b"]
+    assert bench.timelines("a") == []
+    assert [found.name for found in bench.timelines("all", "c")] == ["c", "b"]
     bench.pass_time(histories.MAX_ENDED_S)
-    assert bench.engine.timelines(["all"], str) == []
+    assert bench.timelines("all") == []
 
 
 def test_a_request_that_never_had_a_slot_has_a_timeline() -> None:
@@ -310,33 +290,6 @@ def test_blocks_are_counted_by_owner() -> None:
 # ---- the pure parts
 
 
-def test_many_groups_are_merged_and_lose_no_token() -> None:
-    groups = [
-        StepGroup(
-            start_s=i,
-            end_s=i + 1,
-            first_step=i,
-            steps=1,
-            busy_s=1.0,
-            longest_s=float(i % 7),
-            own_decodes=1,
-            other_prefill=2,
-            lack="slot" if i < 500 else "",
-            prompts=[PromptShare(name=str(i % 3), tokens=2, prompt_tokens=9)],
-        )
-        for i in range(1001)
-    ]
-    fewer = merged(groups, 200)
-    assert 100 <= len(fewer) <= 200
-    for name in ("steps", "busy_s", "own_decodes", "other_prefill"):
-        assert sum(getattr(g, name) for g in fewer) == sum(getattr(g, name) for g in groups)
-    assert (fewer[0].start_s, fewer[-1].end_s) == (0, 1001)
-    assert (fewer[0].lack, fewer[-1].lack) == ("slot", "")
-    assert max(g.longest_s for g in fewer) == 6.0
-    assert sum(share.tokens for share in fewer[0].prompts) == 2 * fewer[0].steps
-    assert merged(groups[:5], 200) == groups[:5]
-
-
 @pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.01, 0.25, 3.0, 700.0])
 def test_a_latency_lies_within_the_bounds_of_its_bucket(seconds: float) -> None:
     low, high = bounds_s(bucket(seconds))
@@ -362,7 +315,8 @@ def test_quantiles_are_read_from_counts() -> None:
 def test_the_client_of_a_timeline_is_named() -> None:
     bench = a_bench()
     bench.add([1, 2], client=CLIENT, labels=["x"])
-    assert bench.engine.timelines(["x"], {CLIENT: "gateway-7"}.__getitem__)[0].client == "gateway-7"
+    work = bench.engine.compute_timelines(["x"], {CLIENT: "gateway-7"}.__getitem__)
+    assert finish(work)[0].client == "gateway-7"
 
 
 def test_steps_that_encode_are_recorded_between_those_that_generate() -> None:

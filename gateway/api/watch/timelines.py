@@ -11,7 +11,7 @@ from gateway.api.watch.responses import ChoiceTimeline, Kept, TimelineAnswer
 from gateway.auth.caller import Caller
 from gateway.engine.client import ConnectedEngine
 from gateway.service import Service
-from protocol.errors import EngineError, ServingError, UnknownRequest
+from protocol.errors import EngineError, Overloaded, ServingError, UnknownRequest
 from protocol.explain import explain, headline
 from protocol.messages import RequestTimelines
 from protocol.timeline import ClientTimes, EngineTimeline, redacted
@@ -36,8 +36,9 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
     """Return the timeline of the request with the public id `name`.
 
     A caller with the scope `admin` sees all requests and all names, any other its own requests
-    without the names of others. Raises UnknownRequest if no engine knows the request, and the
-    trouble of the server if no engine can be reached.
+    without the names of others. Raises UnknownRequest if no engine knows the request, Overloaded if
+    an engine computes too many timelines already, and the trouble of the server if no engine can be
+    reached.
     """
     label = caller.abort_label(name)
     sources = list(_ask_all(service, label))
@@ -88,7 +89,8 @@ def of_last_request(
 
 
 def _ask_all(service: Service, label: str) -> Iterator[AskedEngine]:
-    """Ask all engines at once, and yield each with its reply."""
+    """Ask all engines at once, and yield each with its reply. Raises Overloaded if one of them
+    computes too many timelines already."""
     places = [
         (host.name, number, connection)
         for host in service.hosts
@@ -97,14 +99,19 @@ def _ask_all(service: Service, label: str) -> Iterator[AskedEngine]:
     asked = [gevent.spawn(_ask, connection, label) for _, _, connection in places]
     gevent.joinall(asked)
     for (model, number, connection), greenlet in zip(places, asked, strict=True):
-        yield AskedEngine(model, number, connection, greenlet.value)
+        reply = greenlet.value
+        if isinstance(reply, Overloaded):
+            raise reply
+        yield AskedEngine(model, number, connection, reply)
 
 
-def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | None:
+def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | Overloaded | None:
     try:
         return connection.client.get_timelines([label])
     except EngineError:  # it is loading, unloaded or lost
         return None
+    except Overloaded as error:  # returned, because gevent prints the errors of greenlets
+        return error
 
 
 def _kept(service: Service, sources: list[AskedEngine]) -> Kept:
