@@ -21,10 +21,12 @@ Its main methods and their results:
     on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
 
 `parts.py` builds its parts, `planner.py` plans, `committer.py` applies results, and every request
-ends in `endings.py`. It has no socket and no clock; times are arguments. At most `steps_in_flight` plans are in
-flight (schedule/), so a step can be planned before the tokens of the previous one are known. A
-slot or block that a step in flight may still write to is not reused until that step has committed.
-A request that ends earlier keeps its slot and blocks until then.
+ends in `endings.py`. The engine has no socket and no clock; times are arguments.
+
+At most `steps_in_flight` plans are in flight (schedule/), so a step can be planned before the
+tokens of the previous one are known. A slot or block that a step in flight may still write to is
+not reused until that step has committed. A request that ends earlier keeps its slot and blocks
+until then.
 
 These invariants are checked by `check()` and by the property tests:
 
@@ -56,10 +58,8 @@ from engine_core.planner import StepPlanner
 from engine_core.policy.deadlines import has_started, timeout_error
 from engine_core.schedule.commit import CommittedTokens
 from engine_core.status import (
-    block_counts,
     engine_load,
     engine_stats,
-    status_rows,
     worker_status,
 )
 from protocol.adapters import AdapterInfo
@@ -76,11 +76,10 @@ from protocol.messages import (
     Output,
     Outputs,
     Refused,
-    RequestStatus,
     UnloadAdapter,
 )
 from protocol.model_card import ModelCard
-from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
+from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 
 
@@ -372,20 +371,12 @@ class Engine:
         """The name of each open request; `abort_by_label` accepts these names."""
         return [request.name for request in self.open_requests]
 
-    def status_rows(self, max_rows: int) -> list[tuple[bytes, RequestStatus]]:
-        """Return (client, row) of the `max_rows` oldest requests, at most MAX_STATUS_ROWS."""
-        return status_rows(self.open_requests, self.scheduler.lack, max_rows)
-
     def compute_timelines(
         self, names: Iterable[str], client_name: Callable[[bytes], str]
     ) -> TimelineWork:
         """Compute the timelines of the open and recently ended requests with these names.
         `client_name` returns the name of a client."""
         return self.history.compute_timelines(names, self.open_requests.find_by_name, client_name)
-
-    @property
-    def block_counts(self) -> BlockCounts:
-        return block_counts(self.parts)
 
     def worker_view(self) -> WorkerStatus:
         """Describe the step that the worker computes. The caller adds the measured times."""

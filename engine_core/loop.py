@@ -25,6 +25,7 @@ from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
 from engine_core.startup import build_engine
+from engine_core.status import engine_status
 from engine_core.worker_link import WorkerLink
 from engine_core.worker_watch import WorkerWatch
 from protocol.cluster_key import ClusterKey
@@ -470,18 +471,8 @@ class EngineLoop:
         engine = self._engine
         if engine is None:
             return EngineStatus(request=message.request, now_s=now, stats=self._stats())
-        after, history = message.after_step, engine.history
-        rows = engine.status_rows(message.max_rows)
-        return EngineStatus(
-            request=message.request,
-            now_s=now,
-            stats=self._stats(),
-            num_open=engine.num_open,
-            rows=[replace(row, client=self._clients.get_name(owner)) for owner, row in rows],
-            blocks=engine.block_counts,
-            steps=[] if after is None else history.steps.after(after),
-            first_tokens=history.first_tokens,
-            gaps=history.gaps,
+        return engine_status(
+            engine.parts, message, now=now, stats=self._stats(), client_name=self._clients.get_name
         )
 
     def _add_timelines(self, client: bytes, message: GetTimeline) -> None:

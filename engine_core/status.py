@@ -6,14 +6,17 @@ These functions only read. Nothing that the engine decides depends on them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
+
+from msgspec.structs import replace
 
 from engine_core.open_requests import OpenRequests
 from engine_core.parts import EngineParts
 from engine_core.policy.throughput import Throughput
 from engine_core.schedule.commit import status_row
 from engine_core.schedule.inflight import InflightSteps
-from protocol.messages import RequestStatus
+from protocol.messages import EngineStatus, GetStatus, RequestStatus
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
 from protocol.timeline import Lack
 
@@ -118,4 +121,28 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         num_accepted_tokens=counts["accepted_tokens"],
         num_wire_errors=wire_errors,
         busy_s=parts.throughput.busy_s,
+    )
+
+
+def engine_status(
+    parts: EngineParts,
+    message: GetStatus,
+    *,
+    now: float,
+    stats: EngineStats,
+    client_name: Callable[[bytes], str],
+) -> EngineStatus:
+    """Return the answer to a GetStatus. `client_name` returns the name of a client."""
+    after, history = message.after_step, parts.history
+    rows = status_rows(parts.open_requests, parts.scheduler.lack, message.max_rows)
+    return EngineStatus(
+        request=message.request,
+        now_s=now,
+        stats=stats,
+        num_open=len(parts.open_requests),
+        rows=[replace(row, client=client_name(owner)) for owner, row in rows],
+        blocks=block_counts(parts),
+        steps=[] if after is None else history.steps.after(after),
+        first_tokens=history.first_tokens,
+        gaps=history.gaps,
     )

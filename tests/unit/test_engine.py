@@ -10,6 +10,7 @@ import pytest
 from engine_core.policy.check_generate import new_request
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from engine_core.stage_timer import EngineClock
+from engine_core.status import status_rows
 from protocol.arrays import Float32, Int32
 from protocol.messages import Account, Generate, RequestStatus
 from protocol.steps import Logprobs, StepResult
@@ -376,7 +377,11 @@ def test_status_rows_show_each_open_request() -> None:
     bench.step()
     bench.engine.tick(12.0)
     bench.step()
-    (mine, first), (theirs, second) = bench.engine.status_rows(10)
+
+    def rows(most: int) -> list[tuple[bytes, RequestStatus]]:
+        return status_rows(bench.engine.open_requests, bench.engine.scheduler.lack, most)
+
+    (mine, first), (theirs, second) = rows(10)
     assert (mine, theirs) == (CLIENT, b"\x01other")
     assert first == RequestStatus(
         name="chat-1",
@@ -392,9 +397,9 @@ def test_status_rows_show_each_open_request() -> None:
     )
     assert (second.name, second.stage) == ("016f74686572.2", "queued")
     assert second.waits_for == "slot"
-    assert [row for _, row in bench.engine.status_rows(1)] == [first]
-    assert bench.engine.status_rows(0) == bench.engine.status_rows(-1) == []
-    assert len(bench.engine.status_rows(1 << 63)) == 2
+    assert [row for _, row in rows(1)] == [first]
+    assert rows(0) == rows(-1) == []
+    assert len(rows(1 << 63)) == 2
 
 
 def test_a_request_without_labels_is_aborted_by_the_name_in_its_status_row() -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.requests import SlotBind
+from engine_core.status import block_counts
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.latency import bounds_s, bucket, grown, quantiles
 from protocol.messages import Account
@@ -275,14 +276,14 @@ def test_the_wait_after_a_preemption_is_a_gap() -> None:
 
 def test_blocks_are_counted_by_owner() -> None:
     bench = a_bench(num_blocks=33, prefix_cache=True)
-    counts = bench.engine.block_counts
+    counts = block_counts(bench.engine.parts)
     assert (counts.requests, counts.leased, counts.cached, counts.free) == (0, 0, 0, 32)
     bench.add([1] * 16, max_tokens=30, ignore_eos=True)
     bench.timed_step()
-    assert bench.engine.block_counts.requests == 4
+    assert block_counts(bench.engine.parts).requests == 4
     bench.abort(1)
     bench.run()
-    counts = bench.engine.block_counts
+    counts = block_counts(bench.engine.parts)
     assert (counts.requests, counts.cached) == (0, 4)
     assert counts.free == 28
 
