@@ -18,6 +18,8 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("Tidegate's wire format is little-endian and read in place")
 
 MAX_DIMS = 4
+_CHECKED_BYTES = 1 << 16
+"""`find_outside` checks so many bytes at once: few enough for a processor's first caches."""
 
 
 class Array:
@@ -95,6 +97,35 @@ class Int32(Array):
     __slots__ = ()
     typecode = "i"
     itemsize = 4
+
+    def to_array(self) -> array[int]:
+        """Return a copy of all items, in row order."""
+        items = array(self.typecode)
+        items.frombytes(self.data)
+        return items
+
+    def find_outside(self, limit: int) -> int | None:
+        """Return the index of the first item that is not in `range(limit)`, in row order; None if
+        there is none. `limit` is from 0 to 2**31.
+
+        Thousands of items are checked at once, as the digits of a large integer to the base 2**32.
+        The digit of a negative item has its top bit set. If no item is negative, adding
+        2**31 - limit to each digit sets the top bit of those that are `limit` or more, and no digit
+        overflows into the next.
+        """
+        size, addend, top_bits = 0, 0, 0
+        for start in range(0, self.data.nbytes, _CHECKED_BYTES):
+            part = self.data[start : start + _CHECKED_BYTES]
+            if len(part) != size:
+                size = len(part)
+                ones = int.from_bytes(b"\1\0\0\0" * (size // self.itemsize), "little")
+                addend, top_bits = ones * ((1 << 31) - limit), ones << 31
+            digits = int.from_bytes(part, "little")
+            if (digits | digits + addend) & top_bits:
+                items = part.cast("i")
+                found = next(i for i, item in enumerate(items) if not 0 <= item < limit)
+                return start // self.itemsize + found
+        return None
 
 
 class Float32(Array):

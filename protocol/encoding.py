@@ -6,6 +6,7 @@ slot and no K/V blocks.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 import msgspec
@@ -31,7 +32,7 @@ Similarity = Literal["cosine", "dot"]
 
 class EncodeInputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Inputs to encode. T tokens in N inputs. The constructor raises ValueError if the arrays
-    contradict each other."""
+    contradict each other, or if there are more than MAX_INPUTS inputs."""
 
     #: [T] the token ids of all inputs.
     tokens: Int32
@@ -42,6 +43,10 @@ class EncodeInputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     splits: Int32 | None = None
 
     def __post_init__(self) -> None:
+        if prod(self.lengths.shape) > MAX_INPUTS:  # before they become objects
+            raise ValueError(
+                f"{prod(self.lengths.shape):,} inputs; a request can have at most {MAX_INPUTS:,}"
+            )
         lengths = self.lengths.tolist()
         if len(self.tokens.shape) != 1 or len(self.lengths.shape) != 1 or not lengths:
             raise ValueError("an encode request needs at least one input")
@@ -49,10 +54,10 @@ class EncodeInputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
             raise ValueError("the lengths of the inputs do not match their tokens")
         if self.splits is None:
             return
+        if self.splits.shape != self.lengths.shape:
+            raise ValueError("the splits of the inputs do not match their lengths")
         splits = self.splits.tolist()
-        if len(splits) != len(lengths) or any(
-            not 0 <= split <= length for split, length in zip(splits, lengths, strict=True)
-        ):
+        if any(not 0 <= split <= length for split, length in zip(splits, lengths, strict=True)):
             raise ValueError("the splits of the inputs do not match their lengths")
 
 

@@ -7,30 +7,32 @@ from array import array
 from engine_core.encoding import EncodeProgress
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock, StageTimer
-from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
+from protocol.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Encode, Limits
 from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams, check_token_ids
+from protocol.sampling import SamplingParams, check_token_array
 
 
 def check_encode(
     message: Encode, lengths: list[int], model: ModelCard, limits: Limits
-) -> list[int]:
+) -> array[int]:
     """Return the tokens of a request that encodes.
 
     Raises InvalidRequest if the model does not encode, if there are too many inputs or results, or
-    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long.
+    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long. There
+    may be MAX_REQUEST_TOKENS tokens, and the streams of others wait meanwhile: no Python loop
+    handles single tokens.
     """
     encoding = model.encoding
     if encoding is None:
         raise InvalidRequest(f"{model.name} has no embeddings and no scores", param="model")
-    most = min(MAX_INPUTS, MAX_RESULT_NUMBERS // encoding.size)
+    most = MAX_RESULT_NUMBERS // encoding.size
     if len(lengths) > most:
         raise InvalidRequest(
             f"input: {len(lengths):,} inputs; a request can have at most {most:,}", param="input"
         )
-    tokens: list[int] = message.inputs.tokens.tolist()
+    tokens = message.inputs.tokens
     if len(tokens) > MAX_REQUEST_TOKENS:
         raise InvalidRequest(
             f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
@@ -45,14 +47,14 @@ def check_encode(
                 f"input[{index}] is {length:,} tokens; {whose} takes {longest:,} tokens per input",
                 param=f"input[{index}]",
             )
-    check_token_ids(tokens, model.vocab_size, "input")
-    return tokens
+    check_token_array(tokens, model.vocab_size, "input")
+    return tokens.to_array()
 
 
 def new_encode_request(
     client: bytes,
     message: Encode,
-    tokens: list[int],
+    tokens: array[int],
     lengths: list[int],
     order: int,
     clock: EngineClock,
@@ -65,7 +67,7 @@ def new_encode_request(
         number=message.request,
         order=order,
         namespace="",
-        tokens=array("i", tokens),
+        tokens=tokens,
         prompt_tokens=len(tokens),
         params=SamplingParams(max_tokens=0),
         seed=0,

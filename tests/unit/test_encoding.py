@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine_core.encoding import MAX_STARTED
-from protocol.encoding import MAX_INPUTS
+from protocol.arrays import Int32
+from protocol.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs, EncodingCard
 from protocol.messages import Account, Output, Refused
 from protocol.steps import EncodePlan, StepPlan
 from tests.support.engines import FAILING_SUM, MAX_INPUT, Bench, a_card, echo_vector
@@ -213,12 +214,25 @@ def test_a_key_can_lower_the_limit_of_an_input() -> None:
 
 
 def test_too_many_inputs_are_refused() -> None:
-    error = refused(Bench(), *[[1]] * (MAX_INPUTS + 1)).error
-    assert error.message == "input: 4,097 inputs; a request can have at most 4,096"
+    with pytest.raises(ValueError, match=r"4,097 inputs; a request can have at most 4,096"):
+        Bench().try_encode(*[[1]] * (MAX_INPUTS + 1))
+
+
+def test_inputs_with_too_many_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding = EncodingCard(task="embed", max_tokens=MAX_INPUT, size=MAX_RESULT_NUMBERS // 5)
+    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(encoding=encoding))
+    error = refused(Bench(), *[[1]] * 6).error
+    assert error.message == "input: 6 inputs; a request can have at most 5"
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     assert refused(Bench(), [1, 97]).error.param == "input[1]"
+
+
+@pytest.mark.parametrize("splits", [[1], [1, 1, 1], [-1, 1], [1, 3]])
+def test_splits_that_do_not_fit_the_inputs_are_refused(splits: list[int]) -> None:
+    with pytest.raises(ValueError, match="splits"):
+        EncodeInputs(tokens=Int32.of([5] * 4), lengths=Int32.of([2, 2]), splits=Int32.of(splits))
 
 
 def test_a_full_queue_returns_when_to_try_again() -> None:

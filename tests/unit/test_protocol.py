@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol import errors, sockets
 from protocol.arrays import Float32, Int32, UInt8
@@ -45,6 +47,24 @@ def test_an_array_refuses_numbers_that_do_not_fit() -> None:
         Int32.of([1 << 31])
     with pytest.raises(TypeError):
         Int32.of([1.5])
+
+
+INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@given(
+    items=st.lists(INT32 | st.integers(0, 9), max_size=9),
+    limit=st.integers(0, 1 << 31) | st.integers(0, 9),
+    num_before=st.sampled_from([0, 1, 16_379, 16_384, 40_000]),
+    after=st.sampled_from([[], [0], [-1]]),
+)
+def test_the_first_item_outside_a_range_is_found_as_by_a_loop(
+    items: list[int], limit: int, num_before: int, after: list[int]
+) -> None:
+    before = [max(limit - 1, 0)] * num_before
+    values = [*before, *items, *after]
+    outside = (i for i, value in enumerate(values) if not 0 <= value < limit)
+    assert Int32.of(values).find_outside(limit) == next(outside, None)
 
 
 def test_every_error_survives_the_wire() -> None:
