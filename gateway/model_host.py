@@ -1,5 +1,4 @@
-"""One model of this server: its engine client, the served model that is prepared from the engine's
-card, and the refusals that still hold.
+"""One model of this server: its engine client, its state, and the requests that wait for it.
 
 The service has a `ModelHost` for each model. A request looks its host up once, by name, and keeps
 the result as a `ModelUse` until its end. If the model is not loaded, the request waits for it.
@@ -7,8 +6,6 @@ the result as a `ModelUse` until its end. If the model is not loaded, the reques
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +15,6 @@ from typing import Any
 
 import gevent
 from gevent.event import Event
-from gevent.lock import Semaphore
 
 from gateway.context import RequestContext
 from gateway.engine.base import EngineClient
@@ -27,13 +23,14 @@ from gateway.formats.model_format import ModelOutputFormat
 from gateway.generation.group import ClientGone
 from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
-from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
-from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
+from gateway.model_preparation import ModelPreparation
+from gateway.sandbox.clients import TemplateProcesses
+from gateway.served_model import ServedModel
 from protocol.adapters import AdapterInfo
 from protocol.config.gateway import ModelConfig
 from protocol.control import LoadState
 from protocol.errors import EngineNotReady, InvalidRequest, QueueTimeout, ServingError, TimedOut
-from protocol.messages import Account, Limits
+from protocol.messages import Account
 from protocol.model_card import ModelCard, SamplingDefaults, read_card
 
 log = logging.getLogger(__name__)
@@ -67,23 +64,15 @@ class ModelHost:
         on_unservable: Callable[[ValueError], None],
     ) -> None:
         self.config = config
-        self.options = ModelOptions.from_config(config, templates)
+        self._preparation = ModelPreparation(
+            config, templates, describe_writing=describe_writing, on_unservable=on_unservable
+        )
         self.engine = engine
-        self._templates = templates
         self._link = link
         self._key = config.supervised_name  # the model's name in the supervisor
         if link is not None:
             link.loads.add(self._key, is_unloaded=config.load == "first-use")
         self._end_of_service = end_of_service
-        self._describe_writing = describe_writing
-        self._on_unservable = on_unservable
-        self._preparing = Semaphore(1)
-        self._trial = trial_process()
-        #: The newest text side: that of the served model, or of the model being loaded.
-        self._text: ModelText | None = None
-        self._served: ServedModel | None = None
-        self._served_card: ModelCard | None = None
-        self._unservable: tuple[ModelCard, ValueError] | None = None
         self._created_at = int(time.time())
         #: Set when something has changed for requests that wait. Then it is replaced by a new one.
         self._changed = Event()
@@ -92,13 +81,12 @@ class ModelHost:
     def start(self) -> None:
         """Start the trial of the tokenizer, if one is needed, and the engine client. Call this
         after the fork."""
-        if not self.config.tried_tokenizer:
-            self._trial.start()
+        self._preparation.start()
         self.engine.start()
 
     def close(self) -> None:
         self.engine.close()
-        self._trial.close()
+        self._preparation.close()
 
     # ---- the model
 
@@ -108,12 +96,14 @@ class ModelHost:
         while that is unknown."""
         if self.config.served_name:
             return self.config.served_name[0]
-        return self._served.names[0] if self._served is not None else ""
+        served = self._preparation.served
+        return served.names[0] if served is not None else ""
 
     @property
     def names(self) -> Sequence[str]:
         """All names of the model, the main one first; empty while they are unknown."""
-        return self.config.served_name or (self._served.names if self._served else ())
+        served = self._preparation.served
+        return self.config.served_name or (served.names if served else ())
 
     @property
     def adapters(self) -> Sequence[AdapterInfo]:
@@ -131,12 +121,12 @@ class ModelHost:
     @property
     def has_served(self) -> bool:
         """Whether the model has become available since the start."""
-        return self._served is not None
+        return self._preparation.served is not None
 
     @property
     def served(self) -> ServedModel | None:
         """The model that was prepared last, whether its engine still runs or not."""
-        return self._served
+        return self._preparation.served
 
     @property
     def is_unloaded(self) -> bool:
@@ -146,14 +136,14 @@ class ModelHost:
     def facts(self) -> ListedModel | None:
         """Return the facts about the model for a list of models. Before its engine has reported it,
         they come from the card of the expected model; without one the result is None."""
-        served, fills = self._served, None
+        served, fills = self.served, None
         if served is not None:
             card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
             fills, max_slots = served.infill is not None, served.limits.max_slots
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
-            defaults, output_format = self.options.defaults_of(card), None
+            defaults, output_format = self._preparation.options.defaults_of(card), None
             max_slots = 0
         else:
             return None
@@ -318,7 +308,7 @@ class ModelHost:
     @property
     def _is_unservable(self) -> bool:
         """Whether the engine's current model cannot be served by this process."""
-        return self._unservable is not None and self._unservable[0] is self.engine.model
+        return self._preparation.has_failed(self.engine.model)
 
     def sleep(self) -> None:
         """Have the supervisor unload the model, and wait until that is done. Raises EngineNotReady
@@ -336,17 +326,12 @@ class ModelHost:
         if not self.is_unloaded:
             raise EngineNotReady(f"the model {self.name} is {self.state} again", retry_after_s=1)
 
-    # ---- preparing the model
+    # ---- the prepared model
 
     def prepare_expected(self) -> None:
         """Prepare the text side of the model that the engine is loading, if it is known. If that
         fails, the model is prepared when the engine reports it, and the error is reported then."""
-        if not self.config.expected_card:
-            return
-        with self._preparing, contextlib.suppress(ValueError):
-            card = read_card(self.config.expected_card).card
-            if self._text is None and self._is_tried(card.tokenizer):
-                self._text = ModelText.from_card(card, self.options, self._templates)
+        self._preparation.prepare_expected()
 
     def _current_model(self) -> ServedModel:
         """Return the served model, prepared from the engine's last Welcome message.
@@ -357,58 +342,7 @@ class ModelHost:
         card, limits = self.engine.model, self.engine.limits
         assert card is not None
         assert limits is not None
-        with self._preparing:  # loading a template switches greenlets
-            return self._prepare_once(card, limits)
-
-    def _prepare_once(self, card: ModelCard, limits: Limits) -> ServedModel:
-        """Prepare the model unless that was done before. Return it, or raise the same error again.
-        So a model that cannot be served is prepared and logged only once, not at each request."""
-        if self._unservable is not None and self._unservable[0] is card:
-            raise self._unservable[1]
-        served = self._served
-        if served is None or served.limits is not limits or self._served_card is not card:
-            served = self._served = self._prepare(card, limits)
-            self._served_card = card
-        return served
-
-    def _prepare(self, card: ModelCard, limits: Limits) -> ServedModel:
-        """Return a new served model, and log its formats. Raises ValueError."""
-        started_at = time.monotonic()
-        try:
-            self._try_tokenizer(card.tokenizer)
-            if self._text is None or not self._text.fits(card):
-                self._text = ModelText.from_card(card, self.options, self._templates)
-            served = ServedModel.from_text(self._text, card, limits, self.options)
-        except ValueError as error:
-            self._unservable = card, error
-            log.error("the engine's model cannot be served: %s", error)
-            if self._served is None:
-                self._on_unservable(error)
-            raise
-        return_free_memory()
-        log.info(
-            "serving %s after %.2f s of preparation; formats: %s; %s",
-            served.names[0],
-            time.monotonic() - started_at,
-            served.output_format.why,
-            self._describe_writing(),
-        )
-        if (why := served.renderer.why_unusable) is not None:
-            log.warning("chat requests will be refused: %s", why)
-        return served
-
-    def _try_tokenizer(self, tokenizer: bytes) -> None:
-        """Raise ValueError if the tokenizer cannot be used. A tokenizer that `tidegate serve` tried
-        before it started this process is not tried again."""
-        trial, self._trial = self._trial, trial_process()
-        if self._is_tried(tokenizer):
-            trial.close()
-        else:
-            try_tokenizer(tokenizer, trial)
-
-    def _is_tried(self, tokenizer: bytes) -> bool:
-        """Return whether `tidegate serve` has tried this tokenizer."""
-        return hashlib.sha256(tokenizer).hexdigest() == self.config.tried_tokenizer
+        return self._preparation.served_model(card, limits)
 
     # ---- refusals that still hold
 

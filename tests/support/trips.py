@@ -20,6 +20,7 @@ LAST = "text/tokenizer.py"
 ASIDES = {
     "service.py": "which model is served, and whether the engine may be asked now",
     "model_host.py": "the same, for one model",
+    "model_preparation.py": "the same",
     "engine/client.py": "the same",
     "engine/refusal_cache.py": "the same",
     "auth/caller.py": "the limits of the caller",

@@ -62,7 +62,7 @@ PURE = ("prompt", "text", "formats")
 LEVELS = (
     {"app", "gunicorn_conf", "unparsed", "check", "offline"},
     {"api"},
-    {"service", "model_host", "context"},
+    {"service", "model_host", "model_preparation", "context"},
     {"store", "observe"},
     {"generation", "served_model"},
     {"prompt", "formats", "sandbox"},
