@@ -19,7 +19,8 @@ from engine_core.adapters import EngineAdapter
 from engine_core.grammar.matcher import Matcher
 from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
-from protocol.messages import Account, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Account
 from protocol.sampling import SamplingParams
 from protocol.steps import NULL_BLOCK
 

@@ -25,7 +25,8 @@ from engine_core.request import RequestPhase
 from engine_core.speculation.drafting import AcceptanceTally
 from engine_core.speculation.overhead import StepTimes
 from engine_core.stage_timer import RequestStage
-from protocol.messages import Account, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Account
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotRelease
 

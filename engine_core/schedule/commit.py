@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.errors import ServingError
-from protocol.messages import FinishReason, Output, RequestStatus, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import FinishReason, Output, RequestStatus, Usage
 from protocol.model_card import ModelCard
 from protocol.timeline import Lack
 

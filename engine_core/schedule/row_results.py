@@ -7,7 +7,7 @@ from itertools import islice
 
 from engine_core.request import Request
 from protocol.errors import InvalidRequest, ServingError, StepFailed
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 from protocol.steps import Logprobs, StepPlan, StepResult
 
 

@@ -40,7 +40,8 @@ from gateway.text.detokenizer import DetokenizerState
 from gateway.text.stop import StopMatcher, StopState, compile_stops
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
-from protocol.messages import Output, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from protocol.errors import ErrorInfo
-from protocol.messages import FinishReason, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import FinishReason
 
 
 class Content(msgspec.Struct, frozen=True, gc=False, tag=True):

@@ -16,7 +16,8 @@ from gateway.formats.events import Finished, OutputDelta, OutputWarning, ToolCal
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from protocol.encoding import EncodeInputs
 from protocol.grammar import Grammar
-from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams
 
 NOT_CALLED = "tool_choice_not_followed"

@@ -16,7 +16,8 @@ from gateway.engine.coalesce import merge_outputs
 from gateway.formats.events import OutputDelta, merged
 from gateway.generation.request import Choice
 from protocol.errors import ServingError
-from protocol.messages import Output, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output
 
 MAX_PENDING = 1 << 14
 """Maximum number of tokens, including alternative tokens in logprobs, that are kept for one client:

@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.text.detokenizer import Detokenizer, DetokenizerState
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 
 IMPOSSIBLE = -9999.0
 

@@ -14,7 +14,7 @@ import torch
 
 from protocol.config.worker import WorkerConfig
 from protocol.kv_window import max_held_blocks, num_column_blocks
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import expected, some_tokens

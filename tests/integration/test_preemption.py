@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from protocol.grammar import Body, Grammar, Regex
-from protocol.messages import Output, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from tests.support.recording import tiny_model
 from tests.support.replica import Replica

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.grammar import ChoiceGrammar, Grammar
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.grammars import signs_tokenizer
 from tests.support.replica import Replica, load

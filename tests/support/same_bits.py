@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import native_kernels

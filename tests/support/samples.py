@@ -48,6 +48,7 @@ from protocol.kv_peers import (
     ZmqOffer,
 )
 from protocol.kv_window import KVGroups
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     Abort,
     AbortByLabel,
@@ -83,7 +84,6 @@ from protocol.messages import (
     ResourcesFreed,
     SessionLost,
     Times,
-    TokenLogprobs,
     UnloadAdapter,
     Usage,
     Welcome,

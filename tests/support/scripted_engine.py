@@ -32,6 +32,7 @@ from protocol import sockets, wire
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32
 from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -62,7 +63,6 @@ from protocol.messages import (
     ResourcesFreed,
     Times,
     ToEngine,
-    TokenLogprobs,
     UnloadAdapter,
     Usage,
     Welcome,

@@ -12,7 +12,8 @@ from gateway.formats.events import Event, merged
 from gateway.formats.registry import bind, format_of
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
-from protocol.messages import Output, Outputs, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output, Outputs, Usage
 from tests.support.scripted_engine import marked_ids, thinking_card
 
 TEXT = (

@@ -26,7 +26,8 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.http.errors import fault_of
 from protocol.errors import ErrorInfo, StepFailed
-from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output, Usage
 from tests.support.http import events_of
 from tests.support.scripted_engine import EOS, scripted_card, scripted_logprob
 from tests.support.served import served

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import astuple, replace
 
 from engine_core.schedule.row_results import row_results
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.support.distributions import filtered_distribution
 from tests.support.plans import GREEDY, slot_init, step_plan

@@ -12,7 +12,8 @@ from gateway.formats.choice_parser import ParserFactory, ParserState, ReadOption
 from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta, merged
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ErrorInfo
-from protocol.messages import Output, TokenLogprobs
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output
 from tests.support.tokenizers import cuts, tokenizer_of
 
 EOS = 2  # <|im_end|>

@@ -18,7 +18,8 @@ from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import CollectSink, PendingOutput
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import EngineLost, ErrorInfo, ServingError
-from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output, Usage
 from protocol.sampling import SamplingParams
 from tests.support.scripted_engine import EOS, ids_of, scripted_card, scripted_logprob
 

@@ -13,7 +13,8 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice, PromptRequest
 from gateway.served_model import ServedModel
 from protocol.errors import InvalidRequest
-from protocol.messages import Output, TokenLogprobs, Usage
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import Output, Usage
 from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
 
 

@@ -32,7 +32,7 @@ from gateway.store.runs import DetachedRun
 from gateway.text.logprobs import ChatLogprob, chat_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ServingError
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 
 MAX_WAITING = 64
 """Maximum number of tokens that are kept until their text arrives. Older ones are dropped."""

@@ -44,7 +44,7 @@ from gateway.served_model import ServedModel
 from gateway.text.logprobs import chat_logprobs, json_logprob, prompt_token_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import ServingError
-from protocol.messages import TokenLogprobs
+from protocol.logprobs import TokenLogprobs
 
 encode = msgspec.json.encode
 _HOLE = [-1]
