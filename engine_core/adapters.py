@@ -8,7 +8,7 @@ first. Its name is free at once, so another adapter may be loaded under it, in a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,9 @@ class EngineAdapter:
     rank: int = 0
     #: Number of requests that were accepted with it.
     num_requests: int = 0
+    #: The requests that are open or still own a slot, and use the adapter. Only `add_user` and
+    #: `remove_user` change it.
+    users: set[Request] = field(default_factory=set)
     #: The client that waits for the adapter to be loaded or unloaded, and its request's number.
     client: bytes = b""
     request: int = -1
@@ -105,8 +108,8 @@ class AdapterRegistry:
         #: Row -> its generation, which increases each time an adapter gets the row.
         self._generations = [0] * num_rows
         self._adapters: list[EngineAdapter] = []
-        #: Commands for the worker that the loop has not sent yet.
-        self.commands: list[AdapterCommand] = []
+        #: Commands that `drain_commands` has not returned yet.
+        self._commands: list[AdapterCommand] = []
         #: Whether the list of usable adapters has changed since clients were last sent it.
         self.has_changed = False
         for info in started:
@@ -162,7 +165,7 @@ class AdapterRegistry:
                 raise InvalidRequest.at("lora_name", f"an adapter {message.name!r} {state} already")
         adapter = self._new(message.name, message.path)
         adapter.client, adapter.request = client, message.request
-        self.commands.append(
+        self._commands.append(
             AdapterLoad(row=adapter.row, generation=adapter.generation, path=adapter.path)
         )
 
@@ -177,13 +180,27 @@ class AdapterRegistry:
         adapter.client, adapter.request = client, message.request
         self.has_changed = True
 
-    def unload_unused(self, used: Collection[EngineAdapter]) -> None:
-        """Have the worker free the rows of adapters that leave and are not in `used`: the adapters
-        of all requests that are open or still own a slot."""
+    def add_user(self, request: Request) -> None:
+        """Record that an open request uses its adapter, if it has one. Adding it again changes
+        nothing."""
+        if request.adapter is not None:
+            request.adapter.users.add(request)
+
+    def remove_user(self, request: Request) -> None:
+        """Record that a request has ended and owns no slot."""
+        if request.adapter is not None:
+            request.adapter.users.discard(request)
+
+    def drain_commands(self) -> list[AdapterCommand]:
+        """Return the commands for the worker since the last call. They free the rows of the
+        adapters that leave and that no request uses any more. It takes O(adapters), because the
+        loop calls it on each turn."""
         for adapter in self._adapters:
-            if adapter.state is AdapterState.LEAVING and adapter not in used:
+            if adapter.state is AdapterState.LEAVING and not adapter.users:
                 adapter.move(AdapterEvent.UNUSED)
-                self.commands.append(AdapterUnload(row=adapter.row, generation=adapter.generation))
+                self._commands.append(AdapterUnload(row=adapter.row, generation=adapter.generation))
+        commands, self._commands = self._commands, []
+        return commands
 
     def on_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
         """Apply the worker's report. Return the client that waits for it, and the reply. Raises
@@ -206,14 +223,21 @@ class AdapterRegistry:
         return adapter.client, reply
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError if an open request uses an adapter that may not be used, or if two
-        adapters own one row; for tests and replays."""
+        """Raise AssertionError if a request that is open or owns a slot uses an adapter that may
+        not be used, if the users of an adapter are others than these requests, or if two adapters
+        own one row; for tests and replays."""
         rows = [adapter.row for adapter in self._adapters]
         assert len(set(rows)) == len(rows), "two adapters own one row"
         usable = (AdapterState.READY, AdapterState.LEAVING)
-        for adapter in (request.adapter for request in requests if request.adapter is not None):
+        users: dict[EngineAdapter, set[Request]] = {}
+        for request in requests:
+            if request.adapter is not None:
+                users.setdefault(request.adapter, set()).add(request)
+        for adapter in users:
             assert adapter in self._adapters, "a request's adapter owns no row"
             assert adapter.state in usable, "a request uses an adapter that is not loaded"
+        for adapter in self._adapters:
+            assert adapter.users == users.get(adapter, set()), "wrong users of an adapter"
 
     def _at(self, row: int, generation: int) -> EngineAdapter:
         for adapter in self._adapters:

@@ -71,6 +71,7 @@ class RequestEndings:
             self._parts.scheduler.finish(request)
         else:
             self._parts.encoding.finish(request)
+        self._parts.adapters.remove_user(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)

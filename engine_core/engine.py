@@ -348,11 +348,7 @@ class Engine:
     def drain_adapter_commands(self) -> list[AdapterCommand]:
         """Return the commands about adapters for the worker since the last call, in order. The
         caller must send them before any later plan."""
-        if self.adapters.is_leaving:
-            owners = [*self.open_requests, *self.scheduler.running, *self.scheduler.unbound]
-            self.adapters.unload_unused({each.adapter for each in owners if each.adapter})
-        commands, self.adapters.commands = self.adapters.commands, []
-        return commands
+        return self.adapters.drain_commands()
 
     def on_adapter_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
         """Apply the worker's answer to a command. Return the client that waits for it, and the
@@ -393,7 +389,8 @@ class Engine:
     def check(self) -> None:
         """Check every invariant of slots, blocks and the prefix cache by brute force; for tests and
         replays."""
-        self.adapters.check(self.open_requests)
+        owners = [*self.open_requests, *self.scheduler.running, *self.scheduler.unbound]
+        self.adapters.check(owners)
         check_invariants(
             self.scheduler,
             self.kv_transfers.leases,

@@ -79,6 +79,8 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     ]
     engine.adapters._generations = snapshot.adapter_generations
     requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
+    for request in requests:
+        engine.adapters.add_user(request)
     for request in requests[: snapshot.num_open]:
         engine.open_requests.add(request)
         engine.parts.deadlines.add(request)

@@ -147,6 +147,7 @@ class Admission:
             except ServingError as error:
                 self._open.remove(request)
                 self._deadlines.remove(request)
+                self._adapters.remove_user(request)
                 request.move(RequestEvent.FINISH)
                 replies.append((request.client, self._refuse(request.number, error)))
             else:
@@ -171,6 +172,7 @@ class Admission:
             self._grammars.add_waiter(request, request.grammar, grammar)
             self._open.add(request)
             self._deadlines.add(request)
+            self._adapters.add_user(request)
             return None
         request.matcher = start_matcher(template, request)
         return self._accept(request)
@@ -180,6 +182,7 @@ class Admission:
         self._speculation.start(request)
         self._open.add(request)
         self._deadlines.add(request)
+        self._adapters.add_user(request)
         self._waiting.push(request)
         self.num_accepted += 1
         if request.adapter is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from engine_core.adapters import (
     AdapterState,
     EngineAdapter,
 )
+from engine_core.open_requests import OpenRequests
+from engine_core.request import Request
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.grammar import Regex
@@ -142,6 +145,35 @@ def test_unloading_waits_for_running_and_waiting_requests():
     assert [scene.last_output(number).finish for number in (first, second)] == ["length"] * 2
     assert scene.engine.adapters.is_empty
     assert isinstance(scene.adapters.replies[-1][1], AdapterChanged)
+
+
+def test_waiting_for_the_last_request_of_an_adapter_looks_at_no_other_request(monkeypatch):
+    scene = bench("fr", max_slots=2)
+    for name in ("fr", "", "", ""):
+        scene.add(PROMPT, adapter=name, max_tokens=3)
+    scene.step()
+    assert scene.unload_adapter("fr") is None
+
+    def refuse(self: OpenRequests) -> Iterator[Request]:
+        raise AssertionError("this takes a time that grows with the number of requests")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenRequests, "__iter__", refuse)
+        assert scene.engine.drain_adapter_commands() == []
+    scene.run()
+    scene.run_adapter()
+    assert scene.engine.adapters.is_empty
+
+
+def test_a_request_whose_grammar_fails_uses_its_adapter_no_more():
+    scene = bench("fr")
+    scene.add(PROMPT, adapter="fr", grammar=Regex(pattern="(a"), max_tokens=3)
+    assert scene.unload_adapter("fr") is None
+    assert scene.engine.drain_adapter_commands() == []
+    scene.compile()
+    assert len(scene.refusals) == 1
+    scene.run_adapter()
+    assert scene.engine.adapters.is_empty
 
 
 def test_unloading_waits_for_a_request_whose_grammar_is_being_compiled():

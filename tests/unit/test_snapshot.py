@@ -183,6 +183,7 @@ STORED = {
 DERIVED = {
     "BlockPool": "num_cached",
     "Deadlines": "_heap _requests",
+    "EngineAdapter": "users",
     "Fetches": "_jobs_by_request",
     "KVTransfers": "_now",
     "Matcher": "_budget_tracker _inner",
@@ -242,7 +243,7 @@ PARTS = {
 CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_readers lease"}
 """Class -> attributes that are used only in a cluster, whose engines have no journal."""
 SENT = {
-    "AdapterRegistry": "commands has_changed",
+    "AdapterRegistry": "_commands has_changed",
     "KVTransfers": "commands",
     "Fetch": "error seconds",
     "RequestEndings": "_aborted freed",
