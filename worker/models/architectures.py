@@ -81,12 +81,13 @@ OWN_ATTENTION: dict[str, str] = {
     "GPTNeoForCausalLM": "",
     "GPTNeoXJapaneseForCausalLM": "norm_factor",
 }
-"""Architectures whose attention modules call their own method `_attn`, which hf.py replaces. The
-value is the module's attribute that divides the scores; empty: they are not divided."""
+"""Architectures whose attention modules call their own method `_attn`, which hf_attention.py
+replaces. The value is the module's attribute that divides the scores; empty: they are not
+divided."""
 
 INLINE_ATTENTION = {"FalconForCausalLM": "FalconAttention"}
-"""Architectures whose attention modules, of the given class, call torch's attention directly. hf.py
-intercepts that call."""
+"""Architectures whose attention modules, of the given class, call torch's attention directly.
+hf_attention.py intercepts that call."""
 
 BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
 """Architecture of a family -> a key of its config, and the value of the key that the family does
@@ -96,8 +97,8 @@ MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
     "PhimoeForCausalLM": "config",
     "Qwen2MoeForCausalLM": "module",
 }
-"""Architectures whose windows are only in their masks, not in the arguments of attention. hf.py
-reads `sliding_window` of the config, or of each attention module."""
+"""Architectures whose windows are only in their masks, not in the arguments of attention.
+hf_attention.py reads `sliding_window` of the config, or of each attention module."""
 
 _REFUSED: dict[str, str] = {
     "it uses multi-head latent attention, which has no plain keys and values": """

@@ -2,36 +2,25 @@
 without a family of ours. architectures.py lists them.
 
 The tokens of a step form one sequence [1, T] with explicit positions and without a mask.
-Transformers calls an attention function that it finds by name. Each model registers its own
-function, which writes the layer's keys and values to the paged cache and reads them through the
-worker's attention. So chunks, batches, cached prefixes and drafts work as in other models.
-
-A model must call this function once per layer, in order, with plain keys and values, and without
-anything that our attention does not compute. Every step checks this, so the warm-up step refuses a
-model that does not fit.
+hf_attention.py computes the attention.
 
 No code of a model's directory is run: configs and classes are transformers' own, and weights are
 read from safetensors only.
 
-Legend: T tokens in the step, S rows that need logits, H query heads, H_kv key/value heads, D head
-dim, V vocabulary.
+Legend: T tokens in the step, S rows that need logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -44,25 +33,19 @@ from worker.kv.cache import KVCache
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.lora.table import StepAdapters
 from worker.models.architectures import (
-    INLINE_ATTENTION,
-    MASKED_WINDOWS,
-    OWN_ATTENTION,
     TransformersArchitecture,
     TransformersSpec,
 )
+from worker.models.hf_attention import (
+    PagedFunction,
+    PagedStep,
+    initial_attention,
+    install_attention,
+    misfit,
+    registered,
+)
 from worker.startup.postponed import TORCH_SHAPES, load_postponed
 
-AttentionFunction = Callable[..., tuple[Tensor, None]]
-
-IGNORED_ARGUMENTS = frozenset(
-    {
-        *("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "max_length_k"),
-        *("max_length_q", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *("past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"),
-    }
-)
-"""Arguments of an attention function that do not change its result. Other arguments that
-PagedFunction does not support must be None."""
 OUTPUTS = {
     "output_attentions": False,
     "output_hidden_states": False,
@@ -70,122 +53,6 @@ OUTPUTS = {
     "return_dict": True,
 }
 """Options that add outputs to those of a class. These values replace those of config.json."""
-NUMBERS = itertools.count()
-"""Numbers for the names under which attention functions are registered."""
-
-
-@dataclass(slots=True)
-class PagedStep:
-    """The input of the step in progress, and how many of the model's layers have been computed."""
-
-    batch: AttentionBatch
-    cache: KVCache
-    attention: Attention
-    #: Window -> the attention's plan.
-    plans: dict[int | None, Any] = field(default_factory=dict)
-    #: Layers that have computed their attention.
-    num_done: int = 0
-
-    def plan(self, window: int | None) -> Any:
-        if window not in self.plans:
-            self.plans[window] = self.attention.plan(self.batch, window)
-        return self.plans[window]
-
-
-class PagedFunction:
-    """The attention function of one model. Transformers finds it by `name` and calls it once per
-    layer."""
-
-    def __init__(self, spec: TransformersSpec) -> None:
-        #: The name under which transformers finds it.
-        self.name = _registered(self)
-        #: None between steps.
-        self.step: PagedStep | None = None
-        self._spec = spec
-
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        s_aux: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        """Return the attention [1, T, H, D] of one layer, and None in place of its weights.
-
-        query        [1, H, T, D]
-        key, value   [1, H_kv, T, D]
-        s_aux        [H]: sinks (attention/base.py)
-
-        Writes the keys and values to the cache. Raises UnusableModel for an argument that our
-        attention does not compute.
-        """
-        step = self.step
-        if step is None:
-            raise RuntimeError("attention was called outside a step")
-        self._check_call(module, step)
-        if attention_mask is not None:
-            raise self.misfit("it passes a mask to attention")
-        if is_causal is False or getattr(module, "is_causal", True) is False:
-            raise self.misfit("its attention sees later tokens")
-        for name, argument in others.items():
-            if argument is not None and name not in IGNORED_ARGUMENTS:
-                raise self.misfit(f"it passes {name!r} to attention")
-        self._check_shapes(query, key, value, s_aux)
-        dtype = value.dtype if step.cache.is_rounded else step.cache.k.dtype
-        q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
-        step.cache.write(step.num_done, k, v, step.batch.slot_mapping)
-        caches = step.cache.layer(step.num_done)
-        plan = step.plan(self._window(module, sliding_window))
-        sinks = None if s_aux is None else s_aux.float().contiguous()
-        out = step.attention.run(
-            q.contiguous(), *caches, plan, scale=scaling, soft_cap=softcap, sinks=sinks
-        )
-        step.num_done += 1
-        return out[None].to(value.dtype), None
-
-    def check_complete(self, step: PagedStep) -> None:
-        """Raise UnusableModel unless every layer has computed its attention."""
-        if step.num_done != self._spec.num_layers:
-            raise self.misfit(f"{step.num_done} of {self._spec.num_layers} layers use attention")
-
-    def misfit(self, reason: str) -> UnusableModel:
-        return _misfit(self._spec.architecture, reason)
-
-    def _check_call(self, module: Any, step: PagedStep) -> None:
-        index = getattr(module, "layer_idx", None)
-        if index not in (None, step.num_done) or step.num_done == self._spec.num_layers:
-            raise self.misfit("its layers do not compute attention once each, in order")
-
-    def _window(self, module: Any, argument: int | None) -> int | None:
-        """Return the layer's window. `argument` is the one that the module passes."""
-        window, place = argument, MASKED_WINDOWS.get(self._spec.architecture)
-        if window is None and place is not None:
-            owner = module.config if place == "config" else module
-            window = getattr(owner, "sliding_window", None)
-        if window is not None and window < 1:
-            raise self.misfit(f"a window of {window} tokens is not possible")
-        return window
-
-    def _check_shapes(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> None:
-        spec, tokens = self._spec, query.shape[2]
-        if query.shape != (1, spec.num_heads, tokens, spec.head_dim):
-            raise self.misfit(f"its layers have queries of different shapes: {list(query.shape)}")
-        if not key.shape == value.shape == (1, spec.num_kv_heads, tokens, spec.head_dim):
-            raise self.misfit(
-                f"keys have the shape {list(key.shape)} and values {list(value.shape)}; "
-                f"{spec.num_kv_heads} heads of {spec.head_dim} are expected"
-            )
-        if sinks is not None and sinks.shape != (spec.num_heads,):
-            raise self.misfit(f"it has {list(sinks.shape)} sinks for {spec.num_heads} heads")
 
 
 class DecoderOutput(MoeModelOutputWithPast):
@@ -223,7 +90,7 @@ class TransformersModel:
         self._given = GivenStates()
         path = next(path for path, each in model.named_modules() if each is self._decoder)
         model.set_submodule(path, self._given)
-        _install(function, function.name, spec.architecture, model.config, self._decoder)
+        install_attention(function, function.name, spec.architecture, model.config, self._decoder)
 
     @torch.inference_mode()
     def __call__(
@@ -275,21 +142,21 @@ def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) 
     _silence()
     load_postponed(TORCH_SHAPES)
     config, name = _config(architecture, values), architecture.name
-    probe = _registered(_probe)
+    probe = registered(_probe)
     try:
         with torch.device("meta"), MetaValues(), torch.inference_mode():
-            config._attn_implementation = _initial(name, probe)
+            config._attn_implementation = initial_attention(name, probe)
             model = getattr(transformers, name)(config)
             decoder = _decoder(model)
-            _install(_probe, probe, name, config, decoder)
+            install_attention(_probe, probe, name, config, decoder)
             ids = torch.zeros(2, dtype=torch.int64)
             _forward(decoder, ids, ids)
     except Probed as probed:
         query, key = probed.query, probed.key
     except Exception as error:
-        raise _misfit(name, f"transformers failed: {_one_line(error)}") from error
+        raise misfit(name, f"transformers failed: {_one_line(error)}") from error
     else:
-        raise _misfit(name, "it does not use transformers' attention interface")
+        raise misfit(name, "it does not use transformers' attention interface")
     parameters = list(model.parameters())
     return TransformersSpec(
         architecture=name,
@@ -326,7 +193,7 @@ def load(
             path,
             config=_config(architecture, values),
             dtype=dtype,
-            attn_implementation=_initial(name, function.name),
+            attn_implementation=initial_attention(name, function.name),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -386,79 +253,6 @@ def _forward(decoder: Any, token_ids: Tensor, positions: Tensor) -> Any:
     return decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
 
-def _initial(architecture: str, registered: str) -> str:
-    """Return the name of the attention with which a model has to be built. Classes that do not look
-    their attention up by name accept only transformers' own names."""
-    if architecture in INLINE_ATTENTION:
-        return "sdpa"
-    return "eager" if architecture in OWN_ATTENTION else registered
-
-
-def _install(
-    function: AttentionFunction, registered: str, architecture: str, config: Any, decoder: Any
-) -> None:
-    """Make the attention of every layer of `decoder` call `function`, whose registered name is
-    `registered`."""
-    if architecture not in INLINE_ATTENTION:
-        config._attn_implementation = registered
-    for module in decoder.modules():
-        if architecture in OWN_ATTENTION and hasattr(module, "_attn"):
-            divisor = OWN_ATTENTION[architecture]
-            scale = 1.0 / float(getattr(module, divisor)) if divisor else 1.0
-            module._attn = partial(_own_attention, function, module, scale)
-        if type(module).__name__ == INLINE_ATTENTION.get(architecture):
-            module.forward = partial(_inline_attention, function, module, module.forward)
-
-
-def _inline_attention(
-    function: AttentionFunction, module: Any, forward: Any, *positional: Any, **named: Any
-) -> Any:
-    """Return the output of an attention module of INLINE_ATTENTION, computed with our attention."""
-    with InlineAttention(function, module):
-        return forward(*positional, **named)
-
-
-class InlineAttention(TorchFunctionMode):
-    """While active, passes calls of torch's scaled_dot_product_attention on to `function`. The
-    causal mask in a call is dropped, because `function` masks by itself."""
-
-    def __init__(self, function: AttentionFunction, module: Any) -> None:
-        super().__init__()
-        self._function = function
-        self._module = module
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        query, key, value = args
-        scale = (kwargs or {}).get("scale")
-        out, _weights = self._function(self._module, query, key, value, scaling=scale)
-        return out.transpose(1, 2)
-
-
-def _own_attention(
-    function: AttentionFunction,
-    module: Any,
-    scale: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention [1, H, T, D] as the method `_attn` of OWN_ATTENTION does. The mask that
-    `_attn` receives is not needed. The local layers of GPT-Neo have windows."""
-    is_local = getattr(module, "attention_type", "") == "local"
-    out, _weights = function(
-        module,
-        query,
-        key,
-        value,
-        scaling=scale,
-        sliding_window=module.config.window_size if is_local else None,
-    )
-    return out.transpose(1, 2), None
-
-
 class Probed(Exception):
     """Raised at a model's first attention call, to end the probe. It has the call's query and
     key."""
@@ -492,13 +286,6 @@ def _silence() -> None:
     logging.disable_progress_bar()
 
 
-def _registered(function: AttentionFunction) -> str:
-    """Register an attention function in transformers. Return its name."""
-    name = f"tidegate-{next(NUMBERS)}"
-    transformers.AttentionInterface.register(name, function)
-    return name
-
-
 def _context(config: Any) -> int:
     """Return the longest context, in tokens. With LongRoPE it ends where the second list of factors
     would apply, because the keys of a longer text would differ from those of its prefix."""
@@ -523,10 +310,6 @@ def _positive(config: Any, key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnusableModel(f"config.json: {key!r} is {value!r:.80}, not a positive integer")
     return value
-
-
-def _misfit(architecture: str, reason: str) -> UnusableModel:
-    return UnusableModel(f"{architecture} does not fit our paged attention: {reason}")
 
 
 def _one_line(error: Exception) -> str:
