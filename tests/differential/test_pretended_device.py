@@ -44,7 +44,8 @@ from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.load import load_model
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import ModelTensors, names_of
+from worker.models.tensor_names import names_of
+from worker.models.tensors import ModelTensors
 from worker.sampling.base import Sampling
 from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.fields import slot_fields

@@ -17,7 +17,8 @@ from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from worker.models.tensors import ModelTensors, names_of
+from worker.models.tensor_names import names_of
+from worker.models.tensors import ModelTensors
 from worker.models.weight_layout import layout
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 96, 6, 2, 32, 160, 70

@@ -37,7 +37,8 @@ from worker.lora.table import AdapterTable
 from worker.models.decoder import DecoderModel
 from worker.models.load import load_model
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import ModelTensors, names_of
+from worker.models.tensor_names import names_of
+from worker.models.tensors import ModelTensors
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.startup.assembly import RunnerParts

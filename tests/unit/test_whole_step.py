@@ -29,7 +29,8 @@ from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.rope_config import LinearScaling, RopeConfig
 from worker.models.spec import LayerSpec, ModelSpec, NormSpec
-from worker.models.tensors import ModelTensors, names_of
+from worker.models.tensor_names import names_of
+from worker.models.tensors import ModelTensors
 from worker.models.whole_step import PassMemory
 from worker.startup.memory_plan import PROCESS_BYTES, PlannedModel, weights_bytes, work_bytes
 from worker.startup.step_limits import STEP_TOKENS, StepLimits

@@ -21,7 +21,7 @@ from worker.loading.fields import Fields
 from worker.loading.gguf_config import Metadata
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import gguf_text
-from worker.models.tensors import TensorNames
+from worker.models.tensor_names import TensorNames
 
 LAYER = "blk.{i}."
 ROLES = {

@@ -18,7 +18,7 @@ from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.tensors import without_prefix
+from worker.models.tensor_names import without_prefix
 
 DEFAULT_VECTORS = VectorSpec(pooling="mean")
 """The vectors of an encoder whose files do not describe them. The pooling is that of

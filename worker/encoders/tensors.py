@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 from worker.encoders.spec import OFFSET_BUCKETS, EncoderSpec
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.models.tensors import (
-    FusedMatrix,
-    MatrixPart,
-    NormTensor,
-    Shape,
-    TensorNames,
-)
+from worker.models.tensor_names import TensorNames
+from worker.models.tensors import FusedMatrix, MatrixPart, NormTensor, Shape
 
 
 @dataclass(frozen=True, slots=True)

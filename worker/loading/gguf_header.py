@@ -23,7 +23,7 @@ from worker.loading.gguf_file import GGUFFile
 from worker.models.families.registry import find_family
 from worker.models.rope_config import FactorScaling, LinearScaling, RopeConfig
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import RowOrder, TensorNames, interleaved
+from worker.models.tensor_names import RowOrder, TensorNames, interleaved
 
 LAYER = "blk.{i}."
 ROLES = {

@@ -41,7 +41,8 @@ from worker.loading.text import TextFacts, directory_name, directory_text
 from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
-from worker.models.tensors import ModelTensors, Shape, without_prefix
+from worker.models.tensor_names import without_prefix
+from worker.models.tensors import ModelTensors, Shape
 
 log = logging.getLogger(__name__)
 

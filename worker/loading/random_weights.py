@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.loading.quant_blocks import QuantBlocks
-from worker.models.tensors import ENDINGS
+from worker.models.tensor_names import ENDINGS
 
 
 class RandomWeights:

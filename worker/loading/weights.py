@@ -22,13 +22,13 @@ from worker.layers.norm import Norm
 from worker.loading.quant_blocks import QuantBlocks
 from worker.models.decoder import DecoderLayer, DecoderWeights
 from worker.models.spec import LayerSpec, NormSpec
+from worker.models.tensor_names import RowOrder
 from worker.models.tensors import (
     FusedMatrix,
     LayerTensors,
     MatrixPart,
     ModelTensors,
     NormTensor,
-    RowOrder,
     VectorTensor,
 )
 from worker.parallel.group import Group

@@ -14,7 +14,8 @@ from typing import get_args
 from worker.lora.errors import UnusableAdapter
 from worker.models.families.registry import FAMILIES
 from worker.models.spec import AdaptedLinear, ModelFacts, ModelSpec
-from worker.models.tensors import FusedMatrix, ModelTensors, RowOrder
+from worker.models.tensor_names import RowOrder
+from worker.models.tensors import FusedMatrix, ModelTensors
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
 """The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from worker.loading.weights import WeightSource, read_part
-from worker.models.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor, RowOrder
+from worker.models.tensor_names import RowOrder
+from worker.models.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor
 
 Shape = tuple[int, ...]
 

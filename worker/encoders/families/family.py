@@ -16,7 +16,7 @@ from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.models.families.family import ConfigFields
 from worker.models.spec import NormSpec
-from worker.models.tensors import TensorNames
+from worker.models.tensor_names import TensorNames
 
 COMPUTED = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 """Ends of names of tensors that older checkpoints store although the config determines them."""

@@ -9,7 +9,7 @@ from worker.encoders.spec import EncoderSpec
 from worker.loading.errors import UnusableModel
 from worker.models.families.family import FULL, SLIDING
 from worker.models.rope_config import RopeConfig, layered_rope_config
-from worker.models.tensors import TensorNames
+from worker.models.tensor_names import TensorNames
 
 LAYER = "layers.{i}."
 ROLES = {

@@ -24,7 +24,7 @@ from worker.models.spec import (
     NormSpec,
     checked_layers,
 )
-from worker.models.tensors import TensorNames
+from worker.models.tensor_names import TensorNames
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

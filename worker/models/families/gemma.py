@@ -12,7 +12,7 @@ from typing import Any
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.rope_config import RopeConfig, layered_rope_config
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def read_gemma2(config: ConfigFields) -> ModelSpec:

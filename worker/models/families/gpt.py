@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.models.families.family import DEFAULTS, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.spec import LayerOrder, LayerSpec, ModelSpec
-from worker.models.tensors import RowOrder, TensorNames, interleaved, names_of
+from worker.models.tensor_names import RowOrder, TensorNames, interleaved, names_of
 
 
 def read_gpt2(config: ConfigFields) -> ModelSpec:

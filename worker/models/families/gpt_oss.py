@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from worker.models.families.family import DEFAULTS, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import RowOrder, TensorNames, names_of
+from worker.models.tensor_names import RowOrder, TensorNames, names_of
 
 ROPE = {
     "rope_type": "yarn",

@@ -8,7 +8,7 @@ from worker.loading.errors import UnusableModel
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.rope_config import RopeConfig
 from worker.models.spec import AttentionSpec, LayerSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def read_llama(config: ConfigFields) -> ModelSpec:

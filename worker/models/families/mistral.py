@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def read_mistral(config: ConfigFields) -> ModelSpec:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.models.rope_config import layered_rope_config
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def read_olmo2(config: ConfigFields) -> ModelSpec:

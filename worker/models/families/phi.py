@@ -6,7 +6,7 @@ from __future__ import annotations
 from worker.loading.errors import UnusableModel
 from worker.models.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def read_phi3(config: ConfigFields) -> ModelSpec:

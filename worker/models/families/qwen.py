@@ -6,7 +6,7 @@ from __future__ import annotations
 from worker.loading.errors import UnusableModel
 from worker.models.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
 from worker.models.spec import LayerSpec, MlpSpec, ModelSpec
-from worker.models.tensors import names_of
+from worker.models.tensor_names import names_of
 
 
 def _windows(config: ConfigFields) -> list[int | None]:

@@ -1,0 +1,102 @@
+"""The names of a model's tensors in its files, and the orders in which the files store their rows.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Order of a tensor's rows in a file that differs from the model's order. To get the model's
+    order, reshape the rows to `shape` and transpose its axes to `axes`."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def interleaved(heads: int, width: int) -> RowOrder:
+    """Return the row order of a projection whose file alternates between the rows of the first and
+    the second half of each head.
+
+    heads   number of heads
+    width   rows of a head
+    """
+    return RowOrder((heads, width // 2, 2), (0, 2, 1))
+
+
+Endings = tuple[str, str]
+ENDINGS: Endings = (".weight", ".bias")
+"""Ends of the names of weights and biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of a model's tensors in its files.
+
+    `roles` maps a role, which is a tensor's place in the model, to a name. In the name, `{i}` is
+    the index of the layer and `{e}` that of the expert. If the name of an expert's role has no
+    `{e}`, one tensor holds all experts, with the expert as its first axis. Names have no ending:
+    ENDINGS, or the role's entry in `endings`, is added.
+    """
+
+    roles: Mapping[str, str]
+    #: Role -> order of its rows in the file.
+    orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    #: Roles of matrices that the file stores as [in, out].
+    transposed: frozenset[str] = frozenset()
+    #: Names of weights that the file stores as [out, in] although `transposed` has their role.
+    by_rows: frozenset[str] = frozenset()
+    #: Role -> ends of the names of its weight and its bias.
+    endings: Mapping[str, Endings] = field(default_factory=dict)
+    #: Ends of names of tensors that older checkpoints store although the config determines them.
+    computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    #: Prefix of names. Some files leave it out.
+    prefix: str = ""
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.roles
+
+
+def names_of(*changes: Mapping[str, str], **options: object) -> TensorNames:
+    """Return the usual tensor names of Hugging Face checkpoints, with `changes` (role -> name) and
+    with `options`, which are fields of TensorNames."""
+    roles = dict(USUAL)
+    for change in changes:
+        roles |= change
+    return TensorNames(roles, **options)  # type: ignore[arg-type]
+
+
+USUAL = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "model.layers.{i}.input_layernorm",
+    "q": "model.layers.{i}.self_attn.q_proj",
+    "k": "model.layers.{i}.self_attn.k_proj",
+    "v": "model.layers.{i}.self_attn.v_proj",
+    "q_norm": "model.layers.{i}.self_attn.q_norm",
+    "k_norm": "model.layers.{i}.self_attn.k_norm",
+    "sinks": "model.layers.{i}.self_attn.sinks",
+    "output": "model.layers.{i}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "gate": "model.layers.{i}.mlp.gate_proj",
+    "up": "model.layers.{i}.mlp.up_proj",
+    "down": "model.layers.{i}.mlp.down_proj",
+    "router": "model.layers.{i}.mlp.gate",
+    "expert_gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "expert_up": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "expert_down": "model.layers.{i}.mlp.experts.{e}.down_proj",
+}
+
+
+def without_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
+    """Return `names` as the files spell them: without their prefix, if no tensor has it."""
+    prefix = names.prefix
+    if not prefix or any(name.startswith(prefix) for name in found):
+        return names
+    roles = {role: name.removeprefix(prefix) for role, name in names.roles.items()}
+    return replace(names, roles=roles)
