@@ -41,7 +41,7 @@ from worker.models.tensor_names import names_of
 from worker.models.tensors import ModelTensors
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.assembly import RunnerParts
+from worker.startup.runner_parts import RunnerParts
 from worker.step import Runner
 
 BLOCK_TOKENS, MAX_SLOTS, MAX_LEN = 4, 7, 24

@@ -30,7 +30,6 @@ from worker.sampling import features
 from worker.sampling.features import features_of
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.assembly import RunnerParts, measured_memory
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
 from worker.startup.kv_budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.startup.profile_run import (
@@ -40,6 +39,8 @@ from worker.startup.profile_run import (
     largest_steps,
     measure,
 )
+from worker.startup.reserve import measured_memory
+from worker.startup.runner_parts import RunnerParts
 from worker.startup.step_limits import StepLimits, step_limits
 from worker.startup.warm_up import warm_up
 from worker.step import Runner, no_masks

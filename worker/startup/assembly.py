@@ -7,41 +7,31 @@ blocks) go into WorkerReady, never back into the config.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from protocol.config.worker import Poisoning, WorkerConfig
-from protocol.kv_window import KVGroups, num_column_blocks
+from protocol.config.worker import WorkerConfig
 from protocol.model_card import ModelCard
 from protocol.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.batch.decode_fast_path import PlainDecode
-from worker.batch.decode_graph import Capture, CudaGraphs, GraphDecode
-from worker.draft.model import DraftModel
-from worker.encoders.runner import EncodeRunner
+from worker.batch.decode_graph import CudaGraphs
 from worker.kernels import cpuinfo
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
 from worker.kernels.select import ChooseKernels, select_kernels
-from worker.kv.cache import KVCache, block_bytes, layer_places
-from worker.kv.transfer.shared_memory import SharedMemory
-from worker.loading.errors import UnusableModel
+from worker.kv.cache import KVCache
 from worker.loading.header import encoder_header
 from worker.loading.text import check_draft
-from worker.lora.startup import kept_bytes, load_adapters
-from worker.lora.table import AdapterTable
+from worker.lora.startup import load_adapters
 from worker.models.load import LoadedModel, load_model
-from worker.models.spec import ModelFacts
 from worker.parallel.group import Group
-from worker.sampling.select import select_sampling
-from worker.slots.fields import slot_fields
-from worker.slots.table import SlotField, SlotTable
+from worker.slots.table import SlotTable
 from worker.startup import device as devices
 from worker.startup import machine, malloc
 from worker.startup.attention_needs import attention_needs
@@ -51,18 +41,15 @@ from worker.startup.encoding import (
     Assembled,
     assemble_encoder,
     assemble_vectors,
-    encode_longest,
-    longest_input,
     pooling_runner,
     tokenizer_read,
     with_input_limit,
 )
 from worker.startup.environment import visible_devices
-from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
-from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
-from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
-from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
-from worker.startup.step_limits import StepLimits, step_limits
+from worker.startup.kv_budget import in_gib
+from worker.startup.reserve import ReservedMemory, reserve_memory
+from worker.startup.runner_parts import RunnerParts
+from worker.startup.step_limits import step_limits
 from worker.startup.timing import StartupTiming
 from worker.startup.warm_up import warm_up
 from worker.step import Runner
@@ -80,10 +67,7 @@ def assemble(
     `on_tokenizer` is called with the model's tokenizer before the weights are loaded.
     """
     devices.set_threads(_threads(config))
-    device = devices.choose_device(config.device, devices.gpu_of_rank(config))
-    devices.make_current(device)
-    if config.device == "auto" and device.type == "cpu" and (why := unused_gpu(visible_devices())):
-        log.warning("the CPU computes, although there is a GPU: %s", why)
+    device = _device(config)
     if (header := encoder_header(Path(config.model))) is not None:
         return assemble_encoder(config, timing, header, device, on_tokenizer)
     cpu_flags = cpuinfo.cpu_flags()
@@ -102,39 +86,49 @@ def assemble(
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         models = [loaded] if draft is None else [loaded, draft]
-        window, groups = _windows(config, loaded.spec)
-        shapes = [_cache_shape(model.spec, config, groups) for model in models]
         attentions = [_attention(model, config, dtype, device) for model in models]
         parts = RunnerParts(models, attentions, adapters)
         encoder = pooling_runner(config, loaded, attentions[0], dtype, device, limits.token_budget)
-        make_caches = partial(_caches, models, shapes, groups, device)
-        demand = KVDemand(
-            context_tokens=loaded.card.context_tokens,
-            block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
-            limits=limits,
-            window=window,
-            groups=groups,
-        )
-        if device.type == "cpu":
-            free = free_bytes(device) // config.local_size
-            kept = kept_bytes(config, loaded.spec, dtype)
-            budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
-        else:
-            memory = measured_memory(config, parts, make_caches, limits, device, encoder)
-            budget = gpu_kv_budget(config, demand, memory)
-        num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
-        caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
-        columns = -(-budget.max_len // config.block_tokens)
-        fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
-        others = [*(each.model for each in models), caches, parts.attentions, adapters]
-        slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
+        memory = reserve_memory(config, parts, limits, dtype, device, encoder)
+    max_len, caches = memory.max_len, memory.caches
     with timing("warm up"):
-        warm_up(parts.runner(SlotTable(fields, 1, device), caches), caches, budget.max_len)
+        warm_up(parts.runner(memory.slots_of_one(device), caches), caches, max_len)
     decode = None
     if device.type == "cuda" and config.decode_graphs == "auto" and group is None:
         with timing("capture graphs"):
-            decode = _captured_decode(parts, slots, caches, device)
+            decode = _captured_decode(parts, memory.slots, caches, device)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
+    _log_model(loaded, device, memory)
+    ready = WorkerReady(
+        model=_with_recommended_sampling(loaded.card, config),
+        max_len=max_len,
+        max_slots=limits.max_slots,
+        token_budget=limits.token_budget,
+        block_tokens=config.block_tokens,
+        num_blocks=memory.num_blocks,
+        rank=config.rank,
+        phases=timing.phases,
+        draft_cost=None if draft is None else _cost(draft.card, loaded.card),
+        step_costs=loaded.step_costs,
+        kv_window=memory.window,
+        kv_groups=memory.groups,
+        max_adapters=adapters.num_rows,
+        adapters=infos,
+    )
+    runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
+    return Assembled(runner, encoder, with_input_limit(ready))
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    """Choose the device and make it the current one."""
+    device = devices.choose_device(config.device, devices.gpu_of_rank(config))
+    devices.make_current(device)
+    if config.device == "auto" and device.type == "cpu" and (why := unused_gpu(visible_devices())):
+        log.warning("the CPU computes, although there is a GPU: %s", why)
+    return device
+
+
+def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory) -> None:
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
         "max_len=%d",
@@ -145,78 +139,9 @@ def assemble(
         loaded.model.kernels.name,
         loaded.card.weights_bytes >> 20,
         torch.get_num_threads(),
-        budget.num_blocks,
-        budget.max_len,
+        memory.num_blocks,
+        memory.max_len,
     )
-    ready = WorkerReady(
-        model=_with_recommended_sampling(loaded.card, config),
-        max_len=budget.max_len,
-        max_slots=limits.max_slots,
-        token_budget=limits.token_budget,
-        block_tokens=config.block_tokens,
-        num_blocks=budget.num_blocks,
-        rank=config.rank,
-        phases=timing.phases,
-        draft_cost=None if draft is None else _cost(draft.card, loaded.card),
-        step_costs=loaded.step_costs,
-        kv_window=window,
-        kv_groups=groups,
-        max_adapters=adapters.num_rows,
-        adapters=infos,
-    )
-    runner = parts.runner(slots, caches, _runner_class(config), decode)
-    return Assembled(runner, encoder, with_input_limit(ready))
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerParts:
-    """The model, and the draft model if there is one, each with its attention. Adapters change only
-    the model."""
-
-    models: Sequence[LoadedModel]
-    attentions: Sequence[Attention]
-    adapters: AdapterTable = field(default_factory=AdapterTable)
-
-    def runner(
-        self,
-        slots: SlotTable,
-        caches: Sequence[KVCache],
-        kind: type[Runner] = Runner,
-        decode: PlainDecode | None = None,
-    ) -> Runner:
-        """Return a runner with these slots, and with one cache for each model."""
-        model, draft_model = self.models[0], None
-        if len(self.models) > 1:
-            draft = self.models[1].model
-            draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
-        return kind(
-            model.model,
-            slots,
-            caches[0],
-            self.attentions[0],
-            draft_model=draft_model,
-            decode=decode,
-            sampling=select_sampling(model.model.kernels),
-            adapters=self.adapters,
-        )
-
-    def captured_decode(
-        self, slots: SlotTable, caches: Sequence[KVCache], capture: Capture
-    ) -> PlainDecode | None:
-        """Return captured decode steps, or None if those of the model cannot be captured. No slot
-        may be bound. Raises UnusableModel if the capture fails."""
-        model, attention = self.models[0].model, self.attentions[0]
-        decode = GraphDecode.for_model(model, slots, caches[0], attention, capture)
-        if decode is None:
-            return None
-        try:
-            decode.prepare()
-        except RuntimeError as error:
-            raise UnusableModel(
-                f"decode steps cannot be captured: {str(error).partition(chr(10))[0]}",
-                remedy="serve with --decode-graphs off",
-            ) from error
-        return decode
 
 
 def _captured_decode(
@@ -229,53 +154,6 @@ def _captured_decode(
         taken = in_gib(before - free_bytes(device))
         log.info("decode steps are captured as graphs, which take %s", taken)
     return decode
-
-
-def measured_memory(
-    config: WorkerConfig,
-    parts: RunnerParts,
-    make_caches: Callable[[int], list[KVCache]],
-    limits: StepLimits,
-    device: torch.device,
-    encoder: EncodeRunner | None = None,
-) -> GpuMemory:
-    """Return the memory of a GPU that holds the weights, with the result of a profile run.
-
-    encoder   encodes with the model, whose longest step counts too; None: the model only generates
-    """
-    card = parts.models[0].card
-
-    def run() -> None:
-        caches = make_caches(CACHE_BLOCKS)
-        profile = ProfileRun(
-            limits,
-            max_len=min(config.max_len or card.context_tokens, card.context_tokens),
-            vocab_size=card.vocab_size,
-            block_tokens=config.block_tokens,
-            num_entries=caches[0].num_entries,
-            has_draft=len(caches) > 1,
-        )
-        slots = SlotTable(profile.slot_fields(), limits.max_slots, device)
-        profile.run(parts.runner(slots, caches))
-        if encoder is not None:
-            encode_longest(encoder, longest_input(config, card))
-
-    allocator = CudaAllocator(device)
-    step_bytes = measure(run, allocator, limits)
-    now_free, total = torch.cuda.mem_get_info(device)
-    memory = GpuMemory(
-        total_bytes=total,
-        free_bytes=now_free,
-        weights_bytes=allocator.allocated(),
-        step_bytes=step_bytes,
-        reserve_bytes=reserve_bytes(limits, card.vocab_size)
-        + kept_bytes(config, parts.models[0].spec, getattr(torch, card.dtype)),
-    )
-    log.info(
-        "GPU memory: %s in total, %s free; %s for weights, %s for the largest step, %s in reserve",
-        *map(in_gib, (total, now_free, memory.weights_bytes, step_bytes, memory.reserve_bytes)),
-    )
-    return memory
 
 
 def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
@@ -392,64 +270,6 @@ def _cost(draft: ModelCard, model: ModelCard) -> float:
     return draft.weights_bytes / model.weights_bytes
 
 
-def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGroups | None]:
-    """Return the window outside of which all K/V blocks are freed, and the K/V groups; None for
-    whichever does not apply. Log them, or why blocks are kept although layers have windows."""
-    window, groups = kv_window(config, [spec]), kv_groups(config, [spec])
-    windows = [each for each in spec.layer_windows if each is not None]
-    if not windows:
-        return None, None
-    count, longest = f"{len(windows)} of {spec.num_layers}", max(windows)
-    if groups is not None:
-        log.info("K/V blocks of %s layers are freed once they are %d tokens back", count, longest)
-    elif window is not None:
-        log.info("K/V blocks are freed once they are %d tokens back", window)
-    else:
-        log.info(
-            "%s layers have a window of at most %d tokens, but all K/V blocks are kept until the "
-            "request ends, because of %s",
-            count,
-            longest,
-            reason_against_groups(config, spec),
-        )
-    return window, groups
-
-
-def _shared_memory(
-    config: WorkerConfig, device: torch.device, num_bytes: int
-) -> SharedMemory | None:
-    """Return memory for the model's cache that other workers can map, or None if it is not needed
-    or not possible. Raises UnusableModel if the configuration requires it and it is not
-    possible."""
-    if not config.kv_export or config.kv_mover not in ("auto", "shm"):
-        return None
-    if device.type == "cpu":
-        return SharedMemory(num_bytes)
-    if config.kv_mover == "shm":
-        raise UnusableModel(
-            f"kv_mover is shm, but the KV cache is on device {device}; serve with --kv-mover auto"
-        )
-    return None
-
-
-def _slot_table(
-    fields: Iterable[SlotField],
-    max_slots: int,
-    poisoning: Poisoning,
-    device: torch.device,
-    *others: object,
-) -> SlotTable:
-    """Return the slot table. The number of rows of a poisoned table equals no dimension of the
-    tensors in `others`, so that a search can recognise per-slot tensors
-    (debug/slot_registry.py)."""
-    if poisoning == "off":
-        return SlotTable(fields, max_slots, device)
-    from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
-
-    rows = rows_for(max_slots, others)
-    return PoisonedSlots(fields, rows, device, poison=Poison[poisoning.upper()])
-
-
 def _runner_class(config: WorkerConfig) -> type[Runner]:
     if config.poison_slots == "off":
         return Runner
@@ -465,35 +285,3 @@ def _threads(config: WorkerConfig) -> int:
         quota=machine.cpu_quota(),
         local_size=config.local_size,
     )
-
-
-def _cache_shape(
-    model: ModelFacts, config: WorkerConfig, groups: KVGroups | None
-) -> tuple[int, int, int, int]:
-    """Return (layers of a block, tokens per block, K/V heads, head dim)."""
-    num_layers = num_block_layers(model, groups)
-    return num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
-
-
-def _caches(
-    models: Sequence[LoadedModel],
-    shapes: Sequence[tuple[int, int, int, int]],
-    groups: KVGroups | None,
-    device: torch.device,
-    num_blocks: int,
-    shared: SharedMemory | None = None,
-) -> list[KVCache]:
-    """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
-    spec, dtype = models[0].spec, models[0].kv_dtype
-    return [
-        KVCache(
-            shape[0],
-            num_blocks,
-            *shape[1:],
-            dtype,
-            device,
-            shared=memory,
-            places=layer_places(spec.layer_windows) if groups is not None else (),
-        )
-        for shape, memory in zip(shapes, (shared, None), strict=False)
-    ]

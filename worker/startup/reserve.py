@@ -1,0 +1,248 @@
+"""Reserves the memory that steps need: one K/V cache for each model, and the slots.
+
+The caches get what the weights and the largest step leave. On a GPU a profile run measures that
+step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from protocol.config.worker import Poisoning, WorkerConfig
+from protocol.kv_window import KVGroups, num_column_blocks
+from worker.encoders.runner import EncodeRunner
+from worker.kv.cache import KVCache, block_bytes, layer_places
+from worker.kv.transfer.shared_memory import SharedMemory
+from worker.loading.errors import UnusableModel
+from worker.lora.startup import kept_bytes
+from worker.models.load import LoadedModel
+from worker.models.spec import ModelFacts
+from worker.slots.fields import slot_fields
+from worker.slots.table import SlotField, SlotTable
+from worker.startup.device import free_bytes
+from worker.startup.encoding import encode_longest, longest_input
+from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
+from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
+from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
+from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
+from worker.startup.runner_parts import RunnerParts
+from worker.startup.step_limits import StepLimits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedMemory:
+    """The caches and slots of a worker, and the sizes that were found for them.
+
+    num_blocks   blocks of each cache
+    max_len      most tokens of a request
+    window       window outside of which all K/V blocks are freed; None: none
+    groups       the K/V groups; None: none
+    caches       a cache for each model
+    fields       the fields of `slots`
+    """
+
+    num_blocks: int
+    max_len: int
+    window: int | None
+    groups: KVGroups | None
+    caches: list[KVCache]
+    fields: Sequence[SlotField]
+    slots: SlotTable
+
+    def slots_of_one(self, device: torch.device) -> SlotTable:
+        """Return another table with the same fields, for one request."""
+        return SlotTable(self.fields, 1, device)
+
+
+def reserve_memory(
+    config: WorkerConfig,
+    parts: RunnerParts,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+    encoder: EncodeRunner | None,
+) -> ReservedMemory:
+    """Reserve the caches and slots of a worker.
+
+    encoder   encodes with the model; None: the model only generates
+
+    Raises NotEnoughMemory if there is no room for them, and UnusableModel if the configuration
+    requires something impossible.
+    """
+    loaded = parts.models[0]
+    window, groups = _windows(config, loaded.spec)
+    shapes = [_cache_shape(model.spec, config, groups) for model in parts.models]
+    make_caches = partial(_caches, parts.models, shapes, groups, device)
+    demand = KVDemand(
+        context_tokens=loaded.card.context_tokens,
+        block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
+        limits=limits,
+        window=window,
+        groups=groups,
+    )
+    if device.type == "cpu":
+        free = free_bytes(device) // config.local_size
+        kept = kept_bytes(config, loaded.spec, dtype)
+        budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
+    else:
+        memory = measured_memory(config, parts, make_caches, limits, device, encoder)
+        budget = gpu_kv_budget(config, demand, memory)
+    num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
+    caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
+    columns = -(-budget.max_len // config.block_tokens)
+    fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
+    others = [*(each.model for each in parts.models), caches, parts.attentions, parts.adapters]
+    slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
+    return ReservedMemory(
+        num_blocks=budget.num_blocks,
+        max_len=budget.max_len,
+        window=window,
+        groups=groups,
+        caches=caches,
+        fields=fields,
+        slots=slots,
+    )
+
+
+def measured_memory(
+    config: WorkerConfig,
+    parts: RunnerParts,
+    make_caches: Callable[[int], list[KVCache]],
+    limits: StepLimits,
+    device: torch.device,
+    encoder: EncodeRunner | None = None,
+) -> GpuMemory:
+    """Return the memory of a GPU that holds the weights, with the result of a profile run.
+
+    encoder   encodes with the model, whose longest step counts too; None: the model only generates
+    """
+    card = parts.models[0].card
+
+    def run() -> None:
+        caches = make_caches(CACHE_BLOCKS)
+        profile = ProfileRun(
+            limits,
+            max_len=min(config.max_len or card.context_tokens, card.context_tokens),
+            vocab_size=card.vocab_size,
+            block_tokens=config.block_tokens,
+            num_entries=caches[0].num_entries,
+            has_draft=len(caches) > 1,
+        )
+        slots = SlotTable(profile.slot_fields(), limits.max_slots, device)
+        profile.run(parts.runner(slots, caches))
+        if encoder is not None:
+            encode_longest(encoder, longest_input(config, card))
+
+    allocator = CudaAllocator(device)
+    step_bytes = measure(run, allocator, limits)
+    now_free, total = torch.cuda.mem_get_info(device)
+    memory = GpuMemory(
+        total_bytes=total,
+        free_bytes=now_free,
+        weights_bytes=allocator.allocated(),
+        step_bytes=step_bytes,
+        reserve_bytes=reserve_bytes(limits, card.vocab_size)
+        + kept_bytes(config, parts.models[0].spec, getattr(torch, card.dtype)),
+    )
+    log.info(
+        "GPU memory: %s in total, %s free; %s for weights, %s for the largest step, %s in reserve",
+        *map(in_gib, (total, now_free, memory.weights_bytes, step_bytes, memory.reserve_bytes)),
+    )
+    return memory
+
+
+def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGroups | None]:
+    """Return the window outside of which all K/V blocks are freed, and the K/V groups; None for
+    whichever does not apply. Log them, or why blocks are kept although layers have windows."""
+    window, groups = kv_window(config, [spec]), kv_groups(config, [spec])
+    windows = [each for each in spec.layer_windows if each is not None]
+    if not windows:
+        return None, None
+    count, longest = f"{len(windows)} of {spec.num_layers}", max(windows)
+    if groups is not None:
+        log.info("K/V blocks of %s layers are freed once they are %d tokens back", count, longest)
+    elif window is not None:
+        log.info("K/V blocks are freed once they are %d tokens back", window)
+    else:
+        log.info(
+            "%s layers have a window of at most %d tokens, but all K/V blocks are kept until the "
+            "request ends, because of %s",
+            count,
+            longest,
+            reason_against_groups(config, spec),
+        )
+    return window, groups
+
+
+def _shared_memory(
+    config: WorkerConfig, device: torch.device, num_bytes: int
+) -> SharedMemory | None:
+    """Return memory for the model's cache that other workers can map, or None if it is not needed
+    or not possible. Raises UnusableModel if the configuration requires it and it is not
+    possible."""
+    if not config.kv_export or config.kv_mover not in ("auto", "shm"):
+        return None
+    if device.type == "cpu":
+        return SharedMemory(num_bytes)
+    if config.kv_mover == "shm":
+        raise UnusableModel(
+            f"kv_mover is shm, but the KV cache is on device {device}; serve with --kv-mover auto"
+        )
+    return None
+
+
+def _slot_table(
+    fields: Iterable[SlotField],
+    max_slots: int,
+    poisoning: Poisoning,
+    device: torch.device,
+    *others: object,
+) -> SlotTable:
+    """Return the slot table. The number of rows of a poisoned table equals no dimension of the
+    tensors in `others`, so that a search can recognise per-slot tensors
+    (debug/slot_registry.py)."""
+    if poisoning == "off":
+        return SlotTable(fields, max_slots, device)
+    from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
+
+    rows = rows_for(max_slots, others)
+    return PoisonedSlots(fields, rows, device, poison=Poison[poisoning.upper()])
+
+
+def _cache_shape(
+    model: ModelFacts, config: WorkerConfig, groups: KVGroups | None
+) -> tuple[int, int, int, int]:
+    """Return (layers of a block, tokens per block, K/V heads, head dim)."""
+    num_layers = num_block_layers(model, groups)
+    return num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
+
+
+def _caches(
+    models: Sequence[LoadedModel],
+    shapes: Sequence[tuple[int, int, int, int]],
+    groups: KVGroups | None,
+    device: torch.device,
+    num_blocks: int,
+    shared: SharedMemory | None = None,
+) -> list[KVCache]:
+    """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
+    spec, dtype = models[0].spec, models[0].kv_dtype
+    return [
+        KVCache(
+            shape[0],
+            num_blocks,
+            *shape[1:],
+            dtype,
+            device,
+            shared=memory,
+            places=layer_places(spec.layer_windows) if groups is not None else (),
+        )
+        for shape, memory in zip(shapes, (shared, None), strict=False)
+    ]

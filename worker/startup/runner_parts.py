@@ -1,0 +1,69 @@
+"""A runner without its slots and caches: the runs of the start have others than the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from worker.attention.base import Attention
+from worker.batch.decode_fast_path import PlainDecode
+from worker.batch.decode_graph import Capture, GraphDecode
+from worker.draft.model import DraftModel
+from worker.kv.cache import KVCache
+from worker.loading.errors import UnusableModel
+from worker.lora.table import AdapterTable
+from worker.models.load import LoadedModel
+from worker.sampling.select import select_sampling
+from worker.slots.table import SlotTable
+from worker.step import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """The model, and the draft model if there is one, each with its attention. Adapters change only
+    the model."""
+
+    models: Sequence[LoadedModel]
+    attentions: Sequence[Attention]
+    adapters: AdapterTable = field(default_factory=AdapterTable)
+
+    def runner(
+        self,
+        slots: SlotTable,
+        caches: Sequence[KVCache],
+        kind: type[Runner] = Runner,
+        decode: PlainDecode | None = None,
+    ) -> Runner:
+        """Return a runner with these slots, and with one cache for each model."""
+        model, draft_model = self.models[0], None
+        if len(self.models) > 1:
+            draft = self.models[1].model
+            draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
+        return kind(
+            model.model,
+            slots,
+            caches[0],
+            self.attentions[0],
+            draft_model=draft_model,
+            decode=decode,
+            sampling=select_sampling(model.model.kernels),
+            adapters=self.adapters,
+        )
+
+    def captured_decode(
+        self, slots: SlotTable, caches: Sequence[KVCache], capture: Capture
+    ) -> PlainDecode | None:
+        """Return captured decode steps, or None if those of the model cannot be captured. No slot
+        may be bound. Raises UnusableModel if the capture fails."""
+        model, attention = self.models[0].model, self.attentions[0]
+        decode = GraphDecode.for_model(model, slots, caches[0], attention, capture)
+        if decode is None:
+            return None
+        try:
+            decode.prepare()
+        except RuntimeError as error:
+            raise UnusableModel(
+                f"decode steps cannot be captured: {str(error).partition(chr(10))[0]}",
+                remedy="serve with --decode-graphs off",
+            ) from error
+        return decode
