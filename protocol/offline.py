@@ -140,7 +140,6 @@ class LLM:
         self._next_request = 1
         with contextlib.ExitStack() as opened:
             log = opened.enter_context(_open_log(log_file))
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-llm-"))
             own, theirs = socket.socketpair()
             opened.enter_context(own)
             with theirs:
@@ -148,7 +147,6 @@ class LLM:
                     model=model,
                     options=options,
                     socket=theirs.fileno(),
-                    directory=str(Path(folder) / "run"),
                     start_timeout_s=start_timeout_s,
                 )
                 starter = _Starter(config, log)

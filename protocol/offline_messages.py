@@ -29,8 +29,6 @@ class OfflineConfig(Config, frozen=True, kw_only=True):
     options: dict[str, Any]
     #: Descriptor of the text process's socket.
     socket: int
-    #: Directory for the sockets of the engine and the worker.
-    directory: str
     start_timeout_s: float
 
 

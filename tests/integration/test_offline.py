@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -172,7 +174,7 @@ def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import os, sys, threading
+import gc, os, sys, threading
 from protocol.offline import LLM
 
 def main():
@@ -201,18 +203,40 @@ for line in sys.stdin:
             llm.close()
             llm.close()
             print("closed", flush=True)
+        case "forget":
+            del llm
+            gc.collect()
+            print("forgotten", flush=True)
 """
 
 
 @pytest.fixture
-def script(model: Path) -> Iterator[Program]:
+def temporary() -> Iterator[Path]:
+    """The directory for the temporary files of a script. Its path is short, as sockets need."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def script(model: Path, temporary: Path) -> Iterator[Program]:
     arguments = ["-P", "-c", textwrap.dedent(SCRIPT), str(model)]
-    program = Program(arguments, environment={"PYTHONPATH": str(ROOT)}, has_stdin=True)
+    environment = {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    program = Program(arguments, environment=environment, has_stdin=True)
     with program:
         program.line_with("ready")
         program.send_line("generate")
         program.line_with("text ")
         yield program
+
+
+def files_in(temporary: Path) -> list[str]:
+    """Return the names of all sockets and files that lie in the directory of temporary files."""
+    return sorted(path.name for path in temporary.rglob("*") if not path.is_dir())
+
+
+def leaves_nothing(temporary: Path) -> bool:
+    """Return whether no file and no directory of an LLM is left, except their common parent."""
+    return eventually(lambda: not list(temporary.glob("*/*")))
 
 
 def family_of(program: Program) -> list[int]:
@@ -225,26 +249,59 @@ def all_ended(pids: list[int]) -> bool:
     return eventually(lambda: not any(map(is_alive, pids)))
 
 
-def test_close_ends_the_processes(script: Program) -> None:
+@pytest.mark.parametrize(("order", "answer"), [("close", "closed"), ("forget", "forgotten")])
+def test_close_and_garbage_collection_end_the_processes(
+    script: Program, temporary: Path, order: str, answer: str
+) -> None:
     family = family_of(script)
-    script.send_line("close")
-    script.line_with("closed")
+    assert "engine.sock" in files_in(temporary)
+    script.send_line(order)
+    script.line_with(answer)
     assert all_ended(family)
+    assert leaves_nothing(temporary)
 
 
-def test_the_processes_end_with_the_script(script: Program) -> None:
+@pytest.mark.parametrize("order", ["fail", "end"])
+def test_the_processes_end_with_the_script(script: Program, temporary: Path, order: str) -> None:
     family = family_of(script)
-    script.send_line("fail")
-    assert script.end() == 3
+    if order == "fail":
+        script.send_line(order)
+    else:
+        script.end_input()
+    assert script.end() == (3 if order == "fail" else 0)
     assert all_ended(family)
+    assert leaves_nothing(temporary)
 
 
-def test_the_processes_end_if_the_script_is_killed(script: Program) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_processes_end_if_a_signal_ends_the_script(
+    script: Program, temporary: Path, number: signal.Signals
+) -> None:
     family = family_of(script)
     script.send_line("long")
     script.line_with("asking")
+    script.signal(number)
+    assert script.end() == -number
+    assert all_ended(family)
+    assert leaves_nothing(temporary)
+
+
+def test_the_next_llm_removes_the_directory_of_one_whose_processes_were_all_killed(
+    model: Path, script: Program, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_of(script)
+    script.process.send_signal(signal.SIGSTOP)  # it does not see that the others end
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     script.process.kill()
     assert all_ended(family)
+    assert "engine.sock" in files_in(temporary)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with LLM(str(model), **OPTIONS):
+        assert files_in(temporary).count("engine.sock") == 1
+    assert leaves_nothing(temporary)
 
 
 def test_an_interrupted_call_aborts_its_requests_and_the_llm_can_be_used_again(

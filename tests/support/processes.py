@@ -101,6 +101,10 @@ class Program:
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
+    def end_input(self) -> None:
+        assert self.process.stdin is not None, "started without has_stdin"
+        self.process.stdin.close()
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

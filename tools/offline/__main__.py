@@ -5,14 +5,19 @@
 The config is an `OfflineConfig`. The process does what `tidegate serve` does, without a port and
 without HTTP. It ends when the script ends or when one of its processes ends. The last line on
 stderr has the reason.
+
+The sockets of the processes lie in a directory that this process removes at its end. If it is
+killed, the next LLM of this user removes the directory.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +39,11 @@ from tools.http.web import ServerReadiness
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_device, check_models, without_trial
 from tools.models.trials import PassedTrials
+from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command
 from tools.processes.start_checks import check_installation, check_kv_disk
 from tools.processes.topology import with_model
-from tools.processes.watch import supervise
+from tools.processes.watch import STOP_SIGNALS, supervise
 from tools.terminal import Terminal
 
 MODEL_OPTIONS = frozenset(ModelConfig.__struct_fields__) | {"max_n", "max_prompts", "max_body_mib"}
@@ -47,10 +53,18 @@ STOP_S = 5.0
 C = TypeVar("C", bound=msgspec.Struct)
 
 
-def plan(config: OfflineConfig) -> tuple[GatewayConfig, EngineConfig]:
-    """Return the configs that the options describe. Raises Failure for a wrong option."""
-    directory = Path(config.directory)
-    directory.mkdir(mode=0o700, exist_ok=True)
+def new_directory() -> Path:
+    """Return the path of a new run directory. It does not exist yet. Its parent is that of the
+    directories of all LLMs of this user."""
+    base = Path(tempfile.gettempdir()) / f"tidegate-llm-{os.getuid()}"
+    return base / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def plan(config: OfflineConfig, directory: Path) -> tuple[GatewayConfig, EngineConfig]:
+    """Return the configs that the options describe. Raises Failure for a wrong option.
+
+    directory   for the sockets of the engine and the worker
+    """
     address = f"ipc://{directory / 'engine.sock'}"
     left = dict(config.options)
     worker = _build(
@@ -85,7 +99,8 @@ def _build(
 def run(config: OfflineConfig) -> int:
     """Start the processes, and watch them until they end. Return the exit code. Raises Failure if
     the model cannot be served."""
-    gateway, engine = plan(config)
+    directory = new_directory()
+    gateway, engine = plan(config, directory)
     check_installation(["flask", "gevent", "gunicorn", "torch"])
     check_kv_disk(engine.worker.kv_disk)
     check_device(engine.worker.device)
@@ -101,35 +116,45 @@ def run(config: OfflineConfig) -> int:
         with ModelCheck(gateway) as check:
             check.run(card)
         trials.add(engine.worker.model, card.tokenizer)
-    return supervise(
-        _commands(config, without_trial(gateway, card), engine),
-        _EngineWatch(engine.address),
-        Terminal(),
-        start_timeout_s=config.start_timeout_s,
-        drain_s=STOP_S,
-        on_started=_ignore,
-        on_listening=lambda: None,
-        on_ready=_ignore,
-    )
+    with run_lock.holding(directory) as lock:
+        code = supervise(
+            _commands(config.socket, lock, without_trial(gateway, card), engine),
+            _EngineWatch(engine.address),
+            Terminal(),
+            start_timeout_s=config.start_timeout_s,
+            drain_s=STOP_S,
+            on_started=_ignore,
+            on_listening=lambda: None,
+            on_ready=_ignore,
+        )
+        for number in (*STOP_SIGNALS, signal.SIGQUIT):  # none may interrupt the removal
+            signal.signal(number, signal.SIG_IGN)
+    return code
 
 
 def _ignore(value: Sequence[Child] | str | None) -> None:
     pass
 
 
-def _commands(config: OfflineConfig, gateway: GatewayConfig, engine: EngineConfig) -> list[Command]:
+def _commands(
+    socket: int, lock: int, gateway: GatewayConfig, engine: EngineConfig
+) -> list[Command]:
+    """Return the text process and the engine.
+
+    socket   descriptor of the text process's socket
+    lock     descriptor of the lock of the run directory
+    """
     environment: Mapping[str, str] = gateway.to_environment()
     text = Command(
         "text process",
-        module_command("gateway.offline", str(config.socket)),
+        module_command("gateway.offline", str(socket)),
         environment=environment,
-        directory=Path(config.directory),
-        keeps_open=[config.socket],
+        directory=Path(engine.address.removeprefix("ipc://")).parent,
+        keeps_open=[socket, lock],
         exit_code=ExitCode.GATEWAY_LOST,
         exit_codes={ExitCode.USAGE: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL},
     )
-    own = replace(engine_command("engine", engine, config.socket), keeps_open=())
-    return [text, own]
+    return [text, engine_command("engine", engine, lock)]
 
 
 class _EngineWatch:
