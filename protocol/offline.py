@@ -45,16 +45,14 @@ from protocol.errors import (
 )
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
+from protocol.offline_link import FrameLink
 from protocol.offline_messages import (
-    FrameReader,
     FromText,
     OfflineAbort,
     OfflineAnswer,
     OfflineConfig,
     OfflineReady,
     OfflineRequest,
-    ToText,
-    to_frame,
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -67,6 +65,7 @@ PROGRESS_EVERY_S = 0.2
 OPEN_PER_SLOT = 2
 """Requests that are open at the same time, for each slot of the engine. Those that wait for a slot
 follow without a pause."""
+CLOSED = "this LLM is closed"
 _REFUSED = 400
 
 Prompt = str | Sequence[int]
@@ -138,27 +137,30 @@ class LLM:
     ) -> None:
         self._lock = threading.Lock()
         self._next_request = 1
-        with contextlib.ExitStack() as opened:
-            log = opened.enter_context(_open_log(log_file))
+        self._process_id = os.getpid()
+        opened = contextlib.ExitStack()
+        self._close = weakref.finalize(self, opened.close)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._close)
+            self._log = opened.enter_context(_open_log(log_file))
             own, theirs = socket.socketpair()
-            opened.enter_context(own)
             with theirs:
+                self._link = FrameLink(own, FromText)
+                opened.callback(self._link.close)
                 config = OfflineConfig(
                     model=model,
                     options=options,
                     socket=theirs.fileno(),
                     start_timeout_s=start_timeout_s,
                 )
-                starter = _Starter(config, log)
-            opened.callback(starter.stop)
-            self._log, self._starter, self._socket = log, starter, own
-            self._reader = FrameReader(own, FromText)
-            ready = self._receive()
+                self._starter = _Starter(config, self._log)
+            opened.callback(self._starter.stop)
+            ready = self._link.receive()
             if not isinstance(ready, OfflineReady):
                 raise self._lost(EngineNotReady)
             #: The first message of the text process: the model's name and its limits.
             self.facts: OfflineReady = ready
-            self._close = weakref.finalize(self, opened.pop_all().close)
+            on_failure.pop_all()
 
     def close(self) -> None:
         """End the processes. May be called twice."""
@@ -266,7 +268,9 @@ class LLM:
     ) -> list[OfflineResult | ServingError]:
         """Send requests, at most OPEN_PER_SLOT for each slot at a time, and return the results."""
         if not self._close.alive:
-            raise EngineError("this LLM is closed")
+            raise EngineError(CLOSED)
+        if os.getpid() != self._process_id:
+            raise EngineError("this LLM belongs to another process; create one after the fork")
         if any(body.get("stream") for body in bodies):
             raise InvalidRequest.at("stream", "an LLM returns whole answers")
         results: list[OfflineResult | ServingError | None] = [None] * len(bodies)
@@ -280,7 +284,7 @@ class LLM:
                 if len(places) >= num_open:
                     break
             while places:
-                answer = self._receive()
+                answer = self._link.receive()
                 if not isinstance(answer, OfflineAnswer):
                     raise self._lost(EngineLost)
                 place = places.pop(answer.request, -1)
@@ -302,35 +306,17 @@ class LLM:
             raise InvalidRequest(f"request {place} is not JSON: {error}") from None
         number, self._next_request = self._next_request, self._next_request + 1
         places[number] = place
-        self._write(OfflineRequest(request=number, path=path, body=data))
+        self._link.send(OfflineRequest(request=number, path=path, body=data))
 
     def _abort(self, places: Mapping[int, int]) -> None:
         """Abort the requests of an interrupted call that are still open."""
         if places:
-            with contextlib.suppress(ServingError):
-                self._write(OfflineAbort(requests=list(places)))
-
-    # ---- the socket
-
-    def _write(self, message: ToText) -> None:
-        with contextlib.ExitStack() as on_interrupt:
-            on_interrupt.callback(self.close)  # half a message may have been sent
-            try:
-                self._socket.sendall(to_frame(message))
-            except OSError:
-                on_interrupt.pop_all()
-                raise self._lost(EngineLost) from None
-            on_interrupt.pop_all()
-
-    def _receive(self) -> Any:
-        """Return the next message; None if the text process has ended."""
-        try:
-            return self._reader.read()
-        except OSError:
-            return None
+            self._link.send(OfflineAbort(requests=list(places)))
 
     def _lost(self, kind: type[EngineError]) -> ServingError:
         """Return the error of a process that has ended, with the last line that it has logged."""
+        if not self._close.alive:  # by another thread
+            return EngineError(CLOSED)
         self._starter.wait(STOP_S)
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()

@@ -76,7 +76,7 @@ def to_frame(message: Message) -> bytes:
 
 
 class FrameReader:
-    """Reads the messages of one direction from a socket. A read that is interrupted loses nothing.
+    """Reads the messages of one direction from a socket.
 
     kind  union of the message classes of that direction
     """

@@ -7,11 +7,12 @@ parent ends.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import gevent
 from flask import Flask
-from gevent.lock import BoundedSemaphore
+from gevent.queue import Queue
 from gunicorn.errors import AppImportError
 
 from gateway.app import CANNOT_START, EXTENSION, answer_internally, create_app
@@ -64,7 +65,7 @@ class TextProcess:
         self._service: Service = app.extensions[EXTENSION]
         self._socket = sock
         self._parent = parent
-        self._sending = BoundedSemaphore()
+        self._outgoing: Queue[Message] = Queue()
         self._open: dict[int, gevent.Greenlet[..., None]] = {}
         self._exit_code: int | None = None
 
@@ -83,9 +84,10 @@ class TextProcess:
         model = self._service.hosts[0].served
         assert model is not None, "the service is ready"
         limits = model.limits
-        self._send(
+        self._outgoing.put(
             OfflineReady(model=model.names[0], max_len=limits.max_len, max_slots=limits.max_slots)
         )
+        gevent.spawn(self._send_all)
         reader = FrameReader(self._socket, ToText)
         while (message := reader.read()) is not None:
             if isinstance(message, OfflineAbort):
@@ -98,15 +100,15 @@ class TextProcess:
                 greenlet.link(lambda _, number=message.request: self._open.pop(number, None))
 
     def _answer(self, message: OfflineRequest) -> None:
-        try:
-            found = answer_internally(self._app, message.path, message.body, SCRIPT)
-        finally:
-            self._open.pop(message.request, None)  # an abort may not interrupt the sending
-        self._send(OfflineAnswer(request=message.request, status=found.status, body=found.body))
+        found = answer_internally(self._app, message.path, message.body, SCRIPT)
+        answer = OfflineAnswer(request=message.request, status=found.status, body=found.body)
+        self._outgoing.put(answer)
 
-    def _send(self, message: Message) -> None:
-        with self._sending:
-            self._socket.sendall(to_frame(message))
+    def _send_all(self) -> None:
+        """Send messages, in a greenlet that no abort ends in the middle of a frame."""
+        with contextlib.suppress(OSError):  # the script is gone, which `_answer_all` sees
+            for message in self._outgoing:
+                self._socket.sendall(to_frame(message))
 
     def _give_up(self, why: str, code: ExitCode | None) -> None:
         """End the process, because the engine's model cannot be served."""

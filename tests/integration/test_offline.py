@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import tempfile
 import textwrap
@@ -313,6 +314,32 @@ def test_an_interrupted_call_aborts_its_requests_and_the_llm_can_be_used_again(
     script.line_with("interrupted")
     script.send_line("generate")
     assert eventually(lambda: sum(line.startswith("text ") for line in script.out) == 2)
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler, like KeyboardInterrupt."""
+
+
+def test_a_call_can_be_interrupted_at_any_moment(llm: LLM) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    dice, num_interrupted = random.Random(0), 0
+    expected = [r.text for r in llm.generate(["w5", "w6"], max_tokens=3, temperature=0)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.00002, 0.0015))
+                llm.generate(["w5 " * 3000] * 20, max_tokens=100, ignore_eos=True)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                num_interrupted += 1
+                results = llm.generate(["w5", "w6"], max_tokens=3, temperature=0)
+                assert [r.text for r in results] == expected
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupted > 100
 
 
 @pytest.mark.parametrize("victim", ["engine_core", "gateway.offline", "tools.offline"])
