@@ -7,8 +7,8 @@
 - Each line of a batch has at most one result, because a result's number is that of its line.
 - The output files of a batch become visible in the transaction that gives it its last status.
 - A file that an open batch reads is not deleted.
-- Uploads and new batches are refused if the database is full. Results are always stored, because
-  their lines were accepted.
+- If the database is full, uploads, new batches and results are refused. Results are stored anyway
+  if the window of their batch has ended, so that the batch can end, too.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LineResult(msgspec.Struct, frozen=True):
 class BatchDatabase(SqliteFile):
     """The open database file. The arguments `now` are seconds since 1970.
 
-    max_bytes   size from which uploads and new batches are refused
+    max_bytes   size from which uploads, new batches and results are refused
     max_age_s   age at which ended batches are deleted
     runner      unique name of this process; "": a new name
     """
@@ -210,14 +210,14 @@ class BatchDatabase(SqliteFile):
 
     def get_batch(self, batch: str, owner: str) -> StoredBatch | None:
         """Return a batch; None if `owner` has no such batch."""
-        return _batch(self._one(queries.GET_BATCH, batch, owner))
+        return self._batch(self._one(queries.GET_BATCH, batch, owner))
 
     def list_batches(self, owner: str, after: str | None, limit: int) -> list[StoredBatch]:
         """Return up to `limit` batches, the newest first, after the batch `after`. Raises
         UnknownId."""
         start = self._seq(queries.BATCH_SEQ, after, owner)
         rows = self._connection.execute(queries.LIST_BATCHES, (owner, start, limit)).fetchall()
-        return [each for row in rows if (each := _batch(row)) is not None]
+        return [each for row in rows if (each := self._batch(row)) is not None]
 
     def cancel_batch(self, batch: str, owner: str, now: float) -> bool:
         """Cancel a batch. A batch that is being cancelled already stays so. Return whether `owner`
@@ -237,7 +237,7 @@ class BatchDatabase(SqliteFile):
         if self._one(queries.CLAIMABLE, now) is None:
             return None
         with self._writing():  # reads again, because another process may have claimed it
-            found = _batch(self._one(queries.CLAIMABLE, now))
+            found = self._batch(self._one(queries.CLAIMABLE, now))
             if found is not None:
                 self._execute(queries.CLAIM, found.id, self._runner, now + LEASE_S)
         return found
@@ -269,12 +269,16 @@ class BatchDatabase(SqliteFile):
             if self._is_mine(batch):
                 self._execute(queries.SET_ERRORS, batch, errors)
 
-    def add_results(self, batch: StoredBatch, results: Sequence[LineResult]) -> bool:
+    def add_results(
+        self, batch: StoredBatch, results: Sequence[LineResult], *, has_limit: bool = True
+    ) -> bool:
         """Store results of lines that have none yet. Return False, and store nothing, if this
-        process has lost the batch."""
+        process has lost the batch. Raises StoreFull, unless `has_limit` is false."""
         with self._writing():
             if not self._is_mine(batch.id):
                 return False
+            if has_limit:
+                self._check_room(0)
             for failed, file in ((False, batch.output_file), (True, batch.error_file)):
                 rows = [(file, r.number, r.data) for r in results if r.has_failed == failed]
                 self._many(queries.PUT_PIECE, rows)
@@ -332,8 +336,11 @@ class BatchDatabase(SqliteFile):
         self._execute(queries.DELETE_FILE, file)
 
     def _check_room(self, num_bytes: int) -> None:
-        if self._used_bytes() + num_bytes > self._max_bytes:
+        if not self._has_room(num_bytes):
             raise StoreFull
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._used_bytes() + num_bytes <= self._max_bytes
 
     def _seq(self, statement: str, name: str | None, owner: str) -> int | None:
         if name is None:
@@ -356,13 +363,13 @@ class BatchDatabase(SqliteFile):
                 self._swept_at = now
             self._execute(queries.OLD_BATCHES, now - self._max_age_s)
 
-
-def _batch(row: tuple[Any, ...] | None) -> StoredBatch | None:
-    if row is None:
-        return None
-    *fields, has_output, has_errors = row
-    fields[10] = BatchStatus(fields[10])
-    return StoredBatch(*[*fields, bool(has_output), bool(has_errors)])
+    def _batch(self, row: tuple[Any, ...] | None) -> StoredBatch | None:
+        if row is None:
+            return None
+        *fields, has_output, has_errors = row
+        fields[10] = status = BatchStatus(fields[10])
+        is_paused = status is BatchStatus.IN_PROGRESS and not self._has_room(0)
+        return StoredBatch(*[*fields, bool(has_output), bool(has_errors), is_paused])
 
 
 def new_id(prefix: str) -> str:

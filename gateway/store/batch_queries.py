@@ -224,3 +224,5 @@ class StoredBatch(msgspec.Struct, frozen=True):
     #: Whether the output files are visible and not empty.
     has_output: bool
     has_errors: bool
+    #: Whether no results can be stored now, because the database is full.
+    is_paused: bool

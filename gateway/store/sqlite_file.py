@@ -28,6 +28,12 @@ T = TypeVar("T")
 D = TypeVar("D", bound="SqliteFile")
 
 
+def is_disk_full(error: sqlite3.Error) -> bool:
+    """Return whether an operation failed because the disk has no room. It can be tried again."""
+    code = getattr(error, "sqlite_errorcode", 0)  # absent if SQLite did not raise the error
+    return bool(code & 0xFF == sqlite3.SQLITE_FULL)
+
+
 class SqliteFile:
     """An open database file. Its methods block, and only one thread at a time may call them. The
     constructor raises sqlite3.Error if the file cannot be used.

@@ -9,14 +9,19 @@ import msgspec
 from flask import Response, request
 from werkzeug.exceptions import NotFound
 
-from gateway.api.batches.file_routes import file_store, listed, number_in_query, store_full
+from gateway.api.batches.file_routes import (
+    file_store,
+    listed,
+    number_in_query,
+    refusals_without_room,
+)
 from gateway.api.batches.requests import BatchCreateBody
 from gateway.api.batches.responses import BatchList, BatchObject, batch_list, batch_object
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.http.route import INFERENCE, Parameter, Routes, json_response
 from gateway.service import Service
-from gateway.store.batch_database import StoreFull, TooMany, new_id
+from gateway.store.batch_database import TooMany, new_id
 from gateway.store.batch_queries import NewBatch, StoredBatch
 from gateway.store.batch_states import IllegalBatchMove
 from gateway.store.runs import DAY_S
@@ -54,14 +59,13 @@ def create(service: Service, context: RequestContext) -> Response:
         expires_at=now + body.window_s,
     )
     try:
-        batch = store.call(lambda db: db.create_batch(new, config.batches_per_key, now))
+        with refusals_without_room():
+            batch = store.call(lambda db: db.create_batch(new, config.batches_per_key, now))
     except TooMany as error:
         raise InvalidRequest(
             f"at most {error.limit:,} open batches; wait until one has ended "
             "(see --batches-per-key)"
         ) from None
-    except StoreFull:
-        raise store_full() from None
     if batch is None:
         raise InvalidRequest.at(
             "input_file_id", "no stored file with the purpose batch has this id"
@@ -100,13 +104,14 @@ def read(service: Service, context: RequestContext, batch_id: str) -> Response:
     about="Cancel a batch.\nIt is `cancelling` until its open lines have been aborted. Then it is "
     "`cancelled`, and its files have the results so far.",
     gives=BatchObject,
-    statuses=STORED,
+    statuses=(*STORED, 503),
     parameters=(ID,),
 )
 def cancel(service: Service, context: RequestContext, batch_id: str) -> Response:
     owner, now = context.caller.owner, time.time()
     try:
-        file_store(service).call(lambda db: db.cancel_batch(batch_id, owner, now))
+        with refusals_without_room():
+            file_store(service).call(lambda db: db.cancel_batch(batch_id, owner, now))
     except IllegalBatchMove as error:
         raise InvalidRequest(f"{batch_id[:128]}: {error}") from None
     _wake(service)

@@ -4,13 +4,14 @@ reported as not found."""
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
-from werkzeug.exceptions import NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import NotFound, RequestEntityTooLarge, ServiceUnavailable
 
 from gateway.api.batches.requests import FileUpload, file_expiry_s
 from gateway.api.batches.responses import FileDeleted, FileList, FileObject, file_list, file_object
@@ -30,7 +31,7 @@ from gateway.store.batch_database import (
 )
 from gateway.store.batch_queries import NewFile, StoredFile
 from gateway.store.runs import DAY_S
-from gateway.store.sqlite_file import Store
+from gateway.store.sqlite_file import Store, is_disk_full
 from protocol.errors import InvalidRequest
 
 routes = Routes("Files and batches", ErrorAnswer)
@@ -69,19 +70,18 @@ class _StoringSink:
 
     def abandon(self) -> None:
         if (file := self.file) is not None:
-            self._store.call(lambda database: database.abandon_file(file.id))
+            with contextlib.suppress(sqlite3.OperationalError):  # it is deleted after UPLOAD_S
+                self._store.call(lambda database: database.abandon_file(file.id))
 
 
 def _stored(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> T:
-    """Run an operation of an upload. Turn its errors into those of the request."""
+    """Run an operation of an upload. Turn mistakes of the client into errors of the request."""
     try:
         return store.call(work)
     except TooMany as error:
         raise InvalidRequest.at(
             "file", f"at most {error.limit:,} files; delete some (see --files-per-key)"
         ) from None
-    except StoreFull:
-        raise store_full() from None
     except UnknownId:
         raise InvalidRequest("the upload took too long") from None
 
@@ -100,7 +100,7 @@ def upload(service: Service, context: RequestContext) -> Response:
     if (request.content_length or 0) > max_bytes + MAX_FORM_BYTES:
         raise RequestEntityTooLarge(f"the file is larger than {max_bytes:,} bytes")
     sink = _StoringSink(store, context.caller.owner, service.config.files_per_key)
-    with contextlib.ExitStack() as on_failure:
+    with refusals_without_room(), contextlib.ExitStack() as on_failure:
         on_failure.callback(sink.abandon)
         fields = read_upload(request.stream, request.content_type or "", max_bytes, sink)
         if fields.get("purpose") != INPUT_PURPOSE:
@@ -186,14 +186,15 @@ def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[i
     ONE,
     about="Delete a file.\nThe input file of a batch can be deleted when the batch has ended.",
     gives=FileDeleted,
-    statuses=STORED,
+    statuses=(*STORED, 503),
     parameters=(ID,),
 )
 def delete(service: Service, context: RequestContext, file_id: str) -> Response:
     store = file_store(service)
     owner, now = context.caller.owner, time.time()
     try:
-        was_there = store.call(lambda database: database.delete_file(file_id, owner, now))
+        with refusals_without_room():
+            was_there = store.call(lambda database: database.delete_file(file_id, owner, now))
     except FileInUse as error:
         raise InvalidRequest.at(
             "file_id", f"the batch {error.batch} reads this file; cancel it first"
@@ -203,8 +204,19 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
     return json_response(FileDeleted(file_id, "file", deleted=True))
 
 
-def store_full() -> RequestEntityTooLarge:
-    return RequestEntityTooLarge("the file store is full; delete files (see --file-store-mib)")
+@contextlib.contextmanager
+def refusals_without_room() -> Iterator[None]:
+    """Refuse the request if the `with` block finds no room: in the store (413), or on its disk
+    (503)."""
+    try:
+        yield
+    except StoreFull:
+        message = "the file store is full; delete files (see --file-store-mib)"
+        raise RequestEntityTooLarge(message) from None
+    except sqlite3.OperationalError as error:
+        if not is_disk_full(error):
+            raise
+        raise ServiceUnavailable("the disk of the file store is full; try again later") from None
 
 
 def file_store(service: Service) -> Store[BatchDatabase]:

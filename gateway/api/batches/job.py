@@ -1,7 +1,8 @@
 """The execution of one batch in this process: checks its lines, computes them, stores the results.
 
 A job can be interrupted at any moment. The store has the results so far, so the same job continues
-in this process or another: it computes the lines that have no result.
+in this process or another: it computes the lines that have no result. It pauses while the store has
+no room for results.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gevent.event import Event
 from gevent.pool import Group
 
 from gateway.api.batches.responses import BatchProblem
+from gateway.api.batches.result_buffer import ResultBuffer
 from gateway.auth.caller import Caller
 from gateway.context import REQUEST_ID_HEADER
 from gateway.http.internal_call import InternalAnswer, InternalOrigin
@@ -142,7 +144,7 @@ class BatchJob:
         self.batch = batch
         self._context = context
         self._lines = Group()
-        self._results: list[LineResult] = []
+        self._buffer = ResultBuffer(context.store, batch)
         self._is_stopping = False
         self._failure: BaseException | None = None
 
@@ -162,12 +164,6 @@ class BatchJob:
             status = self._compute()
         if status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
             self._move(BatchEvent.PUBLISHED)
-
-    def flush(self) -> None:
-        """Store the new results. Stop if this process has lost the batch."""
-        results, self._results = self._results, []
-        if results and not self._call(partial(_add_results, self.batch, results)):
-            self.stop(aborts=True)
 
     # ---- the lines
 
@@ -229,7 +225,8 @@ class BatchJob:
     def _compute(self) -> BatchStatus | None:
         """Compute the lines without results. Return the new status; None if the batch is not done
         because the job was stopped."""
-        flusher = gevent.spawn(self._flush_loop)
+        is_computed = Event()
+        flusher = gevent.spawn(self._flush_until, is_computed)
         flusher.link_exception(self._on_exception)
         try:
             done = self._call(partial(_done_lines, self.batch))
@@ -237,10 +234,13 @@ class BatchJob:
                 if number not in done and not self._start(number, data):
                     break
             self._lines.join()
+            while not self._buffer.is_empty and not self._is_stopping:
+                gevent.sleep(FLUSH_S)
         finally:
             self._lines.kill()
-            flusher.kill()
-            self.flush()
+            is_computed.set()
+            flusher.join()  # killed, it would not know whether the last results are stored
+            self._flush(is_last=True)
         if self._failure is not None:
             raise self._failure
         if self._is_stopping:
@@ -248,15 +248,17 @@ class BatchJob:
         return self._move(BatchEvent.WINDOW_OVER if self._is_over() else BatchEvent.ALL_DONE)
 
     def _start(self, number: int, data: bytes) -> bool:
-        """Wait for a slot and start a line. After the window, its result is an error instead.
-        Return False if the job stops."""
+        """Wait for a slot, and for room for results, and start a line. After the window, its result
+        is an error instead. Return False if the job stops."""
         slots = self._context.slots
         while not self._is_stopping and not self._is_over():
-            if len(self._lines) >= OPEN_PER_SLOT * slots.size:
+            if self._buffer.is_paused or len(self._lines) >= OPEN_PER_SLOT * slots.size:
                 gevent.sleep(FLUSH_S)  # many lines wait to be tried again
             elif slots.acquire(FLUSH_S):
                 self._spawn(number, data, LineSlot(slots))
                 return True
+        while self._buffer.is_paused and not self._is_stopping:
+            gevent.sleep(FLUSH_S)
         if not self._is_stopping:
             self._add(number, _result(data, error=EXPIRED))
         return not self._is_stopping
@@ -300,12 +302,18 @@ class BatchJob:
             slot.acquire()
 
     def _add(self, number: int, result: BatchResult) -> None:
-        self._results.append(LineResult(number, result.to_line(), result.has_failed))
+        self._buffer.add(LineResult(number, result.to_line(), result.has_failed))
 
-    def _flush_loop(self) -> None:
-        while True:
-            gevent.sleep(FLUSH_S)
-            self.flush()
+    def _flush_until(self, is_computed: Event) -> None:
+        while not is_computed.wait(FLUSH_S):
+            self._flush()
+
+    def _flush(self, *, is_last: bool = False) -> None:
+        """Store the new results. Stop if this process has lost the batch. After the window there is
+        no limit, because the lines left have short results and the batch must end."""
+        now, has_limit = time.monotonic(), not self._is_over()
+        if not self._buffer.flush(now, is_last=is_last, has_limit=has_limit):
+            self.stop(aborts=True)
 
     def _move(self, event: BatchEvent) -> BatchStatus | None:
         batch, now = self.batch, time.time()
@@ -335,7 +343,3 @@ def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[i
 
 def _done_lines(batch: StoredBatch, database: BatchDatabase) -> set[int]:
     return database.done_lines(batch)
-
-
-def _add_results(batch: StoredBatch, results: list[LineResult], database: BatchDatabase) -> bool:
-    return database.add_results(batch, results)

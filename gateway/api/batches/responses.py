@@ -40,12 +40,19 @@ class FileDeleted(msgspec.Struct, frozen=True):
 
 
 class BatchProblem(msgspec.Struct, frozen=True):
-    """Why a batch failed. `line` is the number of a line of the input file."""
+    """Why a batch failed, or pauses. `line` is the number of a line of the input file."""
 
     code: str
     message: str
     line: int | None = None
     param: str | None = None
+
+
+PAUSED = BatchProblem(
+    "file_store_full",
+    "the file store is full (--file-store-mib). The batch continues when there is room: delete "
+    "files, or cancel batches",
+)
 
 
 class BatchProblems(msgspec.Struct, frozen=True):
@@ -120,6 +127,8 @@ def file_list(files: Sequence[StoredFile], limit: int) -> FileList:
 def batch_object(batch: StoredBatch) -> BatchObject:
     times: dict[str, float] = msgspec.json.decode(batch.changed_at)
     errors: list[BatchProblem] | None = None
+    if batch.is_paused:
+        errors = [PAUSED]
     if batch.errors is not None:
         errors = msgspec.json.decode(batch.errors, type=list[BatchProblem])
 

@@ -46,6 +46,8 @@ class BatchRunner:
         )
         self._jobs: dict[str, tuple[BatchJob, gevent.Greenlet[..., None]]] = {}
         self._wake = Event()
+        #: Why the store cannot be used now, as logged; "" if it can.
+        self._trouble = ""
         self._loop: gevent.Greenlet[..., None] | None = None
 
     def start(self) -> None:
@@ -72,8 +74,9 @@ class BatchRunner:
         while True:
             try:
                 self._poll()
-            except sqlite3.Error:
-                log.exception("cannot use the file store")
+                self._on_trouble("")
+            except sqlite3.Error as error:
+                self._on_trouble(str(error))
             self._wake.wait(POLL_S)
             self._wake.clear()
 
@@ -112,7 +115,10 @@ class BatchRunner:
         try:
             job.run()
             self.wake()
-        except Exception:  # the next poll claims the batch again
+        # A later poll claims the batch again.
+        except sqlite3.OperationalError as error:  # such as a full disk
+            log.warning("the batch %s was interrupted: %s", name, error)
+        except Exception:
             log.exception("the batch %s was interrupted", name)
         finally:
             del self._jobs[name]
@@ -121,5 +127,16 @@ class BatchRunner:
     def _release(self, name: str) -> None:
         try:
             self._store.call(lambda database: database.release(name))
-        except sqlite3.Error:
-            log.exception("cannot use the file store")
+        except sqlite3.Error as error:
+            self._on_trouble(str(error))
+
+    def _on_trouble(self, trouble: str) -> None:
+        """Log that the store cannot be used, and why, or that it can be used again. Each fact is
+        logged once, because the store is polled every POLL_S seconds."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble:
+            log.error("cannot use the file store: %s", trouble)
+        else:
+            log.info("the file store can be used again")

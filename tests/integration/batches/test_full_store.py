@@ -1,0 +1,200 @@
+"""Batches whose results have no room: the store has reached its limit, or the disk is full."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.store.batch_database import BatchDatabase
+from gateway.store.batch_queries import NewBatch, NewFile
+from protocol.messages import Generate
+from tests.integration.batches.conftest import client_of
+from tests.integration.batches.test_batches import COMPLETIONS, awaited, created, rows_of, uploaded
+from tests.support.batches import batch_line, complaints
+from tests.support.gateway_process import GatewayProcess
+from tests.support.scripted_engine import Reply, ScriptedEngine, text_of, text_reply
+
+pytestmark = pytest.mark.long
+
+KIB, MIB = 1 << 10, 1 << 20
+NUM_LINES, ANSWER_CHARS = 60, 30_000
+ANSWER_MIB = NUM_LINES * ANSWER_CHARS / MIB
+assert ANSWER_MIB > 1.5
+
+
+def long_lines() -> list[dict[str, Any]]:
+    """Return lines whose answers need more than ANSWER_MIB in total."""
+    return [
+        batch_line(f"line-{n}", {"prompt": f"prompt {n}", "max_tokens": ANSWER_CHARS + 1})
+        for n in range(NUM_LINES)
+    ]
+
+
+class CountingEngine:
+    """An engine with long answers, which counts how often it computes each prompt.
+
+    pauses_at   number of the prompt after which it waits until `resume`; 0: it never does
+    """
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self._engine = engine
+        self.pauses_at = 0
+        self.counts: Counter[str] = Counter()
+        engine.script = self._reply
+
+    def _reply(self, generate: Generate) -> Reply:
+        self.counts[text_of(generate.prompt.tolist())] += 1
+        self._engine.is_paused = len(self.counts) == self.pauses_at
+        return text_reply("x" * ANSWER_CHARS, size=ANSWER_CHARS)
+
+    def resume(self) -> None:
+        self.pauses_at, self._engine.is_paused = 0, False
+
+    def has_computed_once(self, num_lines: int) -> bool:
+        return len(self.counts) == num_lines and set(self.counts.values()) == {1}
+
+
+@pytest.fixture
+def counting(engine: ScriptedEngine) -> Iterator[CountingEngine]:
+    counting = CountingEngine(engine)
+    yield counting
+    counting.resume()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, *, except_bytes: int) -> Path:
+    """Fill a disk with a file, and return the file."""
+    ballast = disk / "ballast"
+    stat = os.statvfs(disk)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize - except_bytes)
+    return ballast
+
+
+def test_a_batch_waits_for_room_on_a_full_disk_and_computes_each_line_once(
+    engine: ScriptedEngine, counting: CountingEngine, disk: Path
+) -> None:
+    gateway = GatewayProcess(engine=engine.address, file_store=str(disk / "files.db"))
+    lines = long_lines()
+    with gateway, client_of(gateway.await_ready()) as client:
+        uploaded(client, lines)  # the store has its tables
+        ballast = fill(disk, except_bytes=512 * KIB)
+        batch = created(client, lines).id
+        line = gateway.line_with(f"the batch {batch} pauses", on_stderr=True)
+        assert "its results cannot be stored: database or disk is full" in line
+        paused = client.batches.retrieve(batch)
+        assert (paused.status, paused.errors) == ("in_progress", None)
+        assert paused.request_counts.completed < NUM_LINES
+        with pytest.raises(Exception, match="the disk of the file store is full") as refused:
+            client.files.create(file=("in.jsonl", b"x" * MIB), purpose="batch")
+        assert refused.value.status_code == 503  # type: ignore[attr-defined]
+        assert not gateway.process.poll()
+        ballast.unlink()
+        done = awaited(client, batch)
+        rows = rows_of(client, done.output_file_id)
+    assert complaints(lines, rows) == []
+    assert counting.has_computed_once(NUM_LINES)
+    assert gateway.log.count("pauses") == gateway.log.count("continues") == 1
+    assert "Traceback" not in gateway.log
+
+
+@pytest.fixture
+def small(engine: ScriptedEngine, tmp_path: Path) -> Iterator[GatewayProcess]:
+    """A gateway that computes one line at a time and has room for a part of the results."""
+    options: dict[str, Any] = {"file_store": str(tmp_path / "files.db"), "file_store_mib": 1}
+    with GatewayProcess(engine=engine.address, batch_concurrency=1, **options) as gateway:
+        yield gateway.await_ready()
+
+
+def test_a_batch_pauses_in_a_full_store_and_continues_when_a_file_was_deleted(
+    small: GatewayProcess, counting: CountingEngine
+) -> None:
+    lines = long_lines()[: NUM_LINES // 2]
+    counting.pauses_at = 20
+    with client_of(small) as client:
+        other = uploaded(client, b"x" * (600 * KIB))
+        batch = created(client, lines).id
+        paused = awaited(client, batch, lambda found: found.errors is not None)
+        assert paused.status == "in_progress"
+        (problem,) = paused.errors.data
+        assert problem.code == "file_store_full"
+        assert "--file-store-mib" in problem.message
+        assert client.batches.list().data[0].errors.data == [problem]
+        assert paused.request_counts.completed == 19
+        counting.resume()
+        line = small.line_with(f"the batch {batch} pauses", on_stderr=True)
+        assert "the file store is full (--file-store-mib)" in line
+        client.files.delete(other)
+        done = awaited(client, batch)
+        assert (done.status, done.errors) == ("completed", None)
+        rows = rows_of(client, done.output_file_id)
+    assert complaints(lines, rows) == []
+    assert counting.has_computed_once(len(lines))
+    small.line_with(f"the batch {batch} continues", on_stderr=True)
+
+
+def test_a_batch_that_is_cancelled_in_a_full_store_keeps_its_results(
+    small: GatewayProcess, counting: CountingEngine
+) -> None:
+    counting.pauses_at = 40
+    with client_of(small) as client:
+        batch = created(client, long_lines()).id
+        awaited(client, batch, lambda found: found.errors is not None)
+        client.batches.cancel(batch)
+        done = awaited(client, batch)
+        assert (done.status, done.errors) == ("cancelled", None)
+        rows = rows_of(client, done.output_file_id)
+    assert len(rows) == done.request_counts.completed == 39
+    assert {row["response"]["status_code"] for row in rows} == {200}
+
+
+def test_a_batch_in_a_full_store_ends_with_its_window(
+    engine: ScriptedEngine, counting: CountingEngine, small: GatewayProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "files.db"
+    with client_of(small) as client:
+        file = uploaded(client, long_lines()[:3])
+        with closing(BatchDatabase(str(path), max_bytes=1 << 30, max_age_s=1e6)) as database:
+            now = time.time()
+            database.begin_file(NewFile("ballast", "o", "batch", "x"), 1, now)
+            database.add_piece("ballast", 0, b"x" * (2 * MIB))
+            new = NewBatch(
+                id="batch_late",
+                owner=hashlib.sha256(b"k1").hexdigest()[:32],
+                caller="",
+                endpoint=COMPLETIONS,
+                input_file=file,
+                output_file="file-out",
+                error_file="file-err",
+                window="1m",
+                metadata=b"null",
+                output_s=3600,
+                expires_at=now + 3,
+            )
+            assert database.create_batch(new, 10, now) is not None
+        done = awaited(client, "batch_late")
+        assert done.status == "expired"
+        counts = done.request_counts
+        assert counts.completed + counts.failed == counts.total == 3
