@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
-from protocol.errors import InvalidRequest, UnknownModel, error_from
+from protocol.errors import InvalidRequest, StaleAdapter, UnknownModel, error_from
 from protocol.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
 from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
 
@@ -137,10 +137,16 @@ class AdapterRegistry:
     def is_empty(self) -> bool:
         return not self._adapters
 
-    def get(self, name: str) -> EngineAdapter:
-        """Return a usable adapter. Raises UnknownModel if there is none with this name."""
+    def get(self, name: str, digest: str = "") -> EngineAdapter:
+        """Return a usable adapter. Raises UnknownModel if there is none with this name, and
+        StaleAdapter if it does not have this digest. "": any digest."""
         for adapter in self._adapters:
             if adapter.name == name and adapter.state is AdapterState.READY:
+                if digest and adapter.digest != digest:
+                    raise StaleAdapter(
+                        f"another adapter was loaded as {name!r:.200} meanwhile: try again",
+                        retry_after_s=1,
+                    )
                 return adapter
         raise UnknownModel(f"there is no adapter {name!r:.200}", param="model")
 

@@ -72,9 +72,11 @@ class RequestContext:
         self._is_closed = False
 
     def start_inference(self, group: ChoiceGroup) -> None:
-        """Mark this as an inference request with the choices in `group`."""
+        """Mark this as an inference request with the choices in `group`. A later call replaces the
+        group."""
+        if self.group is None:
+            self._metrics.open_answers.inc()
         self.group = group
-        self._metrics.open_answers.inc()
 
     def extensions(self, effective: Any = None) -> dict[str, Any]:
         """Return the response members that no other server's API defines. Members without a value

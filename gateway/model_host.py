@@ -17,7 +17,7 @@ import gevent
 from gevent.event import Event
 
 from gateway.context import RequestContext
-from gateway.engine.base import EngineClient
+from gateway.engine.base import EngineClient, RoutedOptions
 from gateway.engine.control import SupervisorLink
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.generation.group import ClientGone
@@ -29,7 +29,14 @@ from gateway.served_model import ServedModel
 from protocol.adapters import AdapterInfo
 from protocol.config.gateway import ModelConfig
 from protocol.control import LoadState
-from protocol.errors import EngineNotReady, InvalidRequest, QueueTimeout, ServingError, TimedOut
+from protocol.errors import (
+    EngineNotReady,
+    InvalidRequest,
+    QueueTimeout,
+    ServingError,
+    TimedOut,
+    UnknownModel,
+)
 from protocol.messages import Account
 from protocol.model_card import ModelCard, SamplingDefaults, read_card
 
@@ -110,13 +117,17 @@ class ModelHost:
         """The LoRA adapters of the model that requests can use now."""
         return self.engine.adapters
 
-    def adapter_of(self, name: str) -> str:
+    def adapter_of(self, name: str) -> AdapterInfo | None:
         """Return the adapter that a request's `model` names, by its own name or as MODEL:ADAPTER;
-        "" if there is none."""
+        None if there is none."""
         model, colon, adapter = name.rpartition(":")
         if colon and model not in self.names:
-            return ""
-        return adapter if any(info.name == adapter for info in self.adapters) else ""
+            return None
+        return self.find_adapter(adapter)
+
+    def find_adapter(self, name: str) -> AdapterInfo | None:
+        """Return the adapter that has this name now; None if there is none."""
+        return next((info for info in self.adapters if info.name == name), None)
 
     @property
     def has_served(self) -> bool:
@@ -404,8 +415,24 @@ class ModelUse:
     model: ServedModel
     #: Seconds that the request has waited for the model.
     waited_s: float = 0.0
-    #: Name of the LoRA adapter that the request uses; "": none.
-    adapter: str = ""
+    #: The LoRA adapter that the request uses; None: the model alone.
+    adapter: AdapterInfo | None = None
+
+    @property
+    def adapter_options(self) -> RoutedOptions:
+        """The options that name the adapter to the engine."""
+        if self.adapter is None:
+            return {}
+        return {"adapter": self.adapter.name, "adapter_digest": self.adapter.digest}
+
+    def with_current_adapter(self) -> ModelUse:
+        """Return the use with the adapter that has the same name now. Raises UnknownModel if there
+        is none any more."""
+        assert self.adapter is not None
+        name = self.adapter.name
+        if (current := self.host.find_adapter(name)) is None:
+            raise UnknownModel(f"the adapter {name!r} was unloaded meanwhile", param="model")
+        return replace(self, adapter=current)
 
     def check(self) -> None:
         """Raise EngineNotReady if the engine has restarted with another model since the lookup,

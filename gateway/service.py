@@ -296,7 +296,7 @@ class Service:
                 return host
         model = name.rpartition(":")[0]
         for host in self.hosts:
-            if model in host.names or host.adapter_of(name):
+            if model in host.names or host.adapter_of(name) is not None:
                 return host
         raise self.unknown_model(name)
 
@@ -328,7 +328,7 @@ class Service:
         )
         use = self.host(name).use(context, limits)
         if name is not None and name not in use.model.names:
-            if not (adapter := use.host.adapter_of(name)):
+            if (adapter := use.host.adapter_of(name)) is None:
                 raise self.unknown_model(name)
             if body is not None and ability != "generate":
                 raise InvalidRequest.at("model", f"{name!r} is an adapter, which has no embeddings")

@@ -15,6 +15,7 @@ ServingError
 │   ├── EngineNotReady      "engine_not_ready"          the engine is loading, or not started
 │   ├── NoEngine            "no_engine"                 this server has no engine
 │   ├── StepFailed          "step_failed"               the computation of this request failed
+│   ├── StaleAdapter        "stale_adapter"             its adapter's name has another adapter now
 │   └── Draining            "draining"                  new requests are refused
 └── WireError             a message is malformed; it is dropped and counted
 
@@ -135,6 +136,10 @@ class NoEngine(EngineError):
 
 class StepFailed(EngineError):
     code = "step_failed"
+
+
+class StaleAdapter(EngineError):
+    code = "stale_adapter"
 
 
 class Draining(EngineError):

@@ -30,7 +30,7 @@ from protocol.usage import RequestStatus as RequestStatus
 from protocol.usage import Times as Times
 from protocol.usage import Usage as Usage
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TIMEOUT_S = 86400.0
@@ -113,6 +113,9 @@ class Generate(Message, frozen=True, kw_only=True):
     answer: Int32 | None = None
     #: Name of the LoRA adapter to use; "": none.
     adapter: str = ""
+    #: `AdapterInfo.digest` of the adapter that is meant: the name may have been given to another
+    #: one, and then the engine refuses the request with StaleAdapter. "": whichever has the name.
+    adapter_digest: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:

@@ -123,6 +123,7 @@ class GenerateOptions(TypedDict, total=False):
     queue_timeout_s: float
     answer: Int32 | None
     adapter: str
+    adapter_digest: str
 
 
 class EncodeOptions(TypedDict, total=False):

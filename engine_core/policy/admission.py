@@ -231,7 +231,9 @@ class Admission:
         self._check_new(client, message.request)
         if not self._model.generates:
             raise InvalidRequest(f"{self._model.name} does not generate text", param="model")
-        adapter = self._adapters.get(message.adapter) if message.adapter else None
+        adapter = None
+        if message.adapter:
+            adapter = self._adapters.get(message.adapter, message.adapter_digest)
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)

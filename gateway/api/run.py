@@ -26,7 +26,7 @@ from gateway.model_host import ModelUse
 from gateway.observe.timings import measure
 from gateway.service import Service
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import RequestError, ServingError
+from protocol.errors import RequestError, ServingError, StaleAdapter
 from protocol.messages import MAX_TIMEOUT_S
 
 S = TypeVar("S", bound=Sink)
@@ -120,7 +120,8 @@ class GenerationRunner:
         labels = [label for name in names for label in caller.labels(name)]
         context.timeline.load_s = use.waited_s
         service.recent.add(labels, context.timeline)
-        self.group = service.new_group(
+        new_group = partial(
+            service.new_group,
             use.host,
             prompt_requests,
             context.timeline,
@@ -130,26 +131,35 @@ class GenerationRunner:
             else options.priority,
             labels=labels,
             account=caller.account,
-            adapter=use.adapter,
             session=context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
             timeout_s=timeouts.timeout_s,
             queue_timeout_s=timeouts.queue_timeout_s,
         )
-        if options.timings:
-            measure(self.group)
-        context.start_inference(self.group)
-        self.hang_up = HangUp(context.environ if needs_client else {}, self.group.abandon)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)
-            try:
+        waits = needs_client and timeouts.queue_timeout_s > 0
+
+        def open_group(current: ModelUse) -> None:
+            self.group = new_group(**current.adapter_options)
+            if options.timings:
+                measure(self.group)
+            context.start_inference(self.group)
+            self.hang_up = HangUp(context.environ if needs_client else {}, self.group.abandon)
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self.close)
                 self.group.open()
-                if needs_client and timeouts.queue_timeout_s:
+                if waits:
                     self.group.wait_started()
-            except RequestError as error:
-                if len(self.group.choices) == 1:
-                    use.host.cache_refusal(caller.account, error)
-                raise
-            on_failure.pop_all()
+                on_failure.pop_all()
+
+        try:
+            try:
+                open_group(use)
+            except StaleAdapter:  # the engine has sent the new list of its adapters before
+                context.timeline.reopen()
+                open_group(use.with_current_adapter())
+        except RequestError as error:
+            if len(self.group.choices) == 1:
+                use.host.cache_refusal(caller.account, error)
+            raise
 
     def close(self) -> None:
         self.hang_up.close()

@@ -40,9 +40,7 @@ class ReplicaSelector:
             excluded = self._replicas.unfit_to_continue(request.digest)
         else:
             excluded = self._replicas.unfit(request.digest, request.options.get("account"))
-        excluded |= request.tried
-        if request.adapter is not None:
-            excluded |= self._replicas.without_adapter(request.adapter)
+        excluded |= request.tried | self._without_adapter(request)
         router = self._replicas.router
         if self._last is not None and self._last[0] is request.prompt and not request.tried:
             decision = self._last[3]
@@ -52,6 +50,18 @@ class ReplicaSelector:
         if found is not None:
             self._on_routed(found.reason)
         return found
+
+    def lacks_adapter(self, request: ReplicatedRequest) -> bool:
+        """Return whether there are usable replicas, of which none has the request's adapter."""
+        usable = self._replicas.router.usable
+        return bool(usable) and self._without_adapter(request).issuperset(usable)
+
+    def _without_adapter(self, request: ReplicatedRequest) -> set[int]:
+        """Return the numbers of the usable replicas that lack the request's adapter."""
+        digest = request.options.get("adapter_digest", "")
+        if not digest:
+            return set()
+        return self._replicas.without_adapter(request.options["adapter"], digest)
 
     def on_sent(self, request: ReplicatedRequest, decision: RoutingDecision) -> None:
         """Count a request that was sent to the replica of `decision`."""
@@ -76,5 +86,5 @@ class ReplicaSelector:
 
 def cache_space(options: RoutedOptions) -> str:
     """Return the part of the prefix cache that a request can use: its namespace and adapter."""
-    namespace, adapter = options.get("namespace", ""), options.get("adapter", "")
-    return f"{namespace}\0{adapter}" if adapter else namespace
+    namespace, digest = options.get("namespace", ""), options.get("adapter_digest", "")
+    return f"{namespace}\0{digest}" if digest else namespace

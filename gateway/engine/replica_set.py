@@ -21,7 +21,6 @@ from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.refusal_cache import RefusalCache
 from gateway.engine.routing import PrefixRouter
 from protocol.account_limits import LIMITS, has_part
-from protocol.adapters import AdapterInfo
 from protocol.errors import EngineNotReady, ServingError
 from protocol.messages import Account, Limits
 from protocol.model_card import ModelCard
@@ -260,14 +259,13 @@ class ReplicaSet:
             return set(self._others)
         return {number for number in self.router.usable if self._by_number[number].digest != digest}
 
-    def without_adapter(self, adapter: AdapterInfo) -> set[int]:
-        """Return the numbers of the usable replicas that do not have an adapter with this name and
-        content."""
-        wanted = adapter.name, adapter.digest
+    def without_adapter(self, name: str, digest: str) -> set[int]:
+        """Return the numbers of the usable replicas that do not have this adapter."""
         return {
             number
             for number in self.router.usable
-            if wanted not in [(i.name, i.digest) for i in self._by_number[number].client.adapters]
+            if (name, digest)
+            not in [(info.name, info.digest) for info in self._by_number[number].client.adapters]
         }
 
     def part_of(self, account: Account, replica: ConnectedReplica) -> Account:

@@ -57,6 +57,7 @@ from protocol.errors import (
     EngineNotReady,
     InvalidRequest,
     ServingError,
+    StaleAdapter,
     error_from,
 )
 from protocol.kv import KV_FIELD
@@ -218,8 +219,8 @@ class ReplicatedClient:
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
         if params.seed is None:  # an engine would draw one that no other engine knows
             params = replace(params, seed=secrets.randbits(63))
+        self._pin_adapter(options)
         namespace, session = cache_space(options), options.pop("session", "")
-        adapter = options.get("adapter", "")
         request = ReplicatedRequest(
             number=self._next_number,
             prompt=ids,
@@ -229,11 +230,16 @@ class ReplicatedClient:
             hashes=self._selector.hashes(ids, namespace),
             session=f"{namespace}/{session}" if session else "",
             digest=self._replicas.digest,
-            adapter=next((info for info in self.adapters if info.name == adapter), None)
-            if adapter
-            else None,
         )
         return self._opened(request)
+
+    def _pin_adapter(self, options: RoutedOptions) -> None:
+        """Set the digest of the adapter in `options`, so that another replica continues with the
+        same one. If no replica has an adapter of this name, an engine refuses the request."""
+        name = options.get("adapter", "")
+        if name and not options.get("adapter_digest"):
+            digests = (info.digest for info in self.adapters if info.name == name)
+            options["adapter_digest"] = next(digests, "")
 
     def encode(
         self,
@@ -272,6 +278,11 @@ class ReplicatedClient:
         """Return the error of a new request that was sent to no replica."""
         if isinstance(request.refusal, Refused):
             return error_from(request.refusal.error)
+        if self._selector.lacks_adapter(request):
+            return StaleAdapter(
+                f"no engine has this adapter {request.options['adapter']!r:.200} now: try again",
+                retry_after_s=1,
+            )
         held = self._replicas.shortest_refusal(request.options.get("account"))
         return held or self.trouble() or EngineNotReady("no engine is ready", retry_after_s=1)
 

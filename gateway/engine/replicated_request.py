@@ -17,7 +17,6 @@ from gateway.engine.base import (
 from gateway.engine.failover import Failover
 from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
-from protocol.adapters import AdapterInfo
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import (
@@ -27,13 +26,22 @@ from protocol.errors import (
     LimitReached,
     Overloaded,
     QueueTimeout,
+    StaleAdapter,
 )
 from protocol.messages import Refused, Usage
 from protocol.sampling import SamplingParams
 
 BUSY_CODES = frozenset(
     kind.code
-    for kind in (Overloaded, LimitReached, QueueTimeout, Draining, EngineNotReady, EngineLost)
+    for kind in (
+        Overloaded,
+        LimitReached,
+        QueueTimeout,
+        Draining,
+        EngineNotReady,
+        EngineLost,
+        StaleAdapter,
+    )
 )
 """Codes of refusals that hold for one replica only."""
 
@@ -53,8 +61,6 @@ class ReplicatedRequest:
     session: str
     #: Digest of the model that computes the request.
     digest: str
-    #: The LoRA adapter that computes it; None: none.
-    adapter: AdapterInfo | None = None
     #: The inputs of a request that encodes, whose tokens `prompt` has; None: it generates.
     inputs: EncodeInputs | None = None
     failover: Failover = field(default_factory=Failover)

@@ -56,6 +56,10 @@ class Timeline:
         """Record that the request has reached `moment` now, unless it has reached it before."""
         self._at.setdefault(moment, time.monotonic())
 
+    def reopen(self) -> None:
+        """Forget that all choices have ended, because they are sent again."""
+        self._at.pop(TimelineMoment.ANSWERED, None)
+
     def has(self, moment: TimelineMoment) -> bool:
         return moment in self._at
 

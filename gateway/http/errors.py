@@ -35,6 +35,7 @@ from protocol.errors import (
     QueueTimeout,
     RequestError,
     ServingError,
+    StaleAdapter,
     TimedOut,
     UnknownModel,
     UnknownRequest,
@@ -58,6 +59,7 @@ _STATUS: dict[type[ServingError], int] = {
     EngineNotReady: 503,
     NoEngine: 501,
     EngineLost: 503,
+    StaleAdapter: 503,
     Draining: 503,
 }
 """Status of each error class. All other errors are internal and get 500."""

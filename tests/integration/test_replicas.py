@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -419,6 +420,24 @@ def test_requests_go_to_replicas_that_have_the_adapter(tmp_path: Path) -> None:
         for number in range(6):
             assert replicas.complete(f"prompt {number}", model="fr").status_code == 200
         assert replicas.counts() == [0, 6, 0]
+
+
+def digests(replicas: Replicas) -> list[list[str]]:
+    """Return the digest of the adapter in each request that the engines have received."""
+    return [[each.adapter_digest for each in engine.generates] for engine in replicas.engines]
+
+
+def test_a_request_is_sent_again_for_the_adapter_that_has_replaced_its_own(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, 2)
+    for engine in replicas.engines:
+        engine.adapters = [adapter("fr")]
+    with started(replicas):
+        for engine in replicas.engines:  # the gateway does not know it yet
+            engine.adapters = [adapter("fr", "d2")]
+        assert replicas.complete(model="fr").status_code == 200
+        received = digests(replicas)
+        assert sorted(chain.from_iterable(received)) == ["d1", "d1", "d2"]
+        assert all("d1" in each for each in received), "both replicas were tried"
 
 
 def test_a_stream_does_not_continue_with_another_adapter_of_the_same_name(tmp_path: Path) -> None:

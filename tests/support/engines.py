@@ -464,6 +464,7 @@ class Bench:
         queue_timeout_s: float = 0.0,
         answer: list[int] | None = None,
         adapter: str = "",
+        adapter_digest: str = "",
         **params: Any,
     ) -> int | Refused:
         """Add a request. Return its number, or the refusal. A new grammar waits for `compile`."""
@@ -484,6 +485,7 @@ class Bench:
             queue_timeout_s=queue_timeout_s,
             answer=None if answer is None else Int32.of(answer),
             adapter=adapter,
+            adapter_digest=adapter_digest,
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.drain_compile_jobs()

@@ -283,6 +283,7 @@ MESSAGES: list[Message] = [
         queue_timeout_s=2.5,
         answer=Int32.of([7]),
         adapter="fr",
+        adapter_digest="d1",
     ),
     Encode(
         request=2,

@@ -31,7 +31,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from protocol import sockets, wire
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Float32
-from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
+from protocol.errors import ErrorInfo, InvalidRequest, ServingError, StaleAdapter, UnknownModel
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -262,6 +262,7 @@ class ScriptedEngine:
     goodbyes         number of Goodbyes received
     ignored          types of the messages received while the engine was silent
     adapters         the LoRA adapters; a load succeeds unless the name is taken
+    replaces_adapters  replaces each adapter after a request was refused for its adapter
     kept, released   handles of all KeepKV and ReleaseKV messages
     timelines        name of a request -> its timeline
     rows             open requests in a status
@@ -291,6 +292,7 @@ class ScriptedEngine:
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
     adapters: list[AdapterInfo] = field(default_factory=list)
+    replaces_adapters: bool = False
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
     timelines_error: ErrorInfo | None = None
     rows: list[RequestStatus] = field(default_factory=list)
@@ -489,6 +491,18 @@ class ScriptedEngine:
         self._send(client, Adapters(adapters=self.adapters))
         self._send(client, reply)
 
+    def _adapter_error(self, message: Generate) -> ServingError | None:
+        """Return the refusal of a request whose adapter was unloaded or replaced. If a test changes
+        `adapters`, clients do not learn it before such a refusal."""
+        if not message.adapter:
+            return None
+        digests = [info.digest for info in self.adapters if info.name == message.adapter]
+        if not digests:
+            return UnknownModel("there is no such adapter", param="model")
+        if message.adapter_digest and message.adapter_digest not in digests:
+            return StaleAdapter("the adapter was replaced: try again", retry_after_s=1)
+        return None
+
     def _welcome(self) -> Welcome:
         limits = Limits(
             max_len=self.max_len,
@@ -509,6 +523,16 @@ class ScriptedEngine:
 
     def _generate(self, client: bytes, message: Generate) -> None:
         self.generates.append(message)
+        if (stale := self._adapter_error(message)) is not None:
+            self._send(client, Adapters(adapters=self.adapters))
+            self._send(client, Refused(request=message.request, error=stale.info()))
+            if self.replaces_adapters:
+                changed = (f"{info.digest}, replaced" for info in self.adapters)
+                self.adapters = [
+                    msgspec.structs.replace(info, digest=digest)
+                    for info, digest in zip(self.adapters, changed, strict=True)
+                ]
+            return
         reply = (self.computes if message.kv_readers else self.script)(message)
         if isinstance(reply, ErrorInfo):
             self._send(client, Refused(request=message.request, error=reply))

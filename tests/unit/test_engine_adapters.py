@@ -78,6 +78,25 @@ def test_a_changed_adapter_of_the_same_name_shares_no_prompts_with_the_former_on
     assert scene.usage(number).cached_tokens == 0
 
 
+def test_a_request_for_an_adapter_that_was_replaced_is_refused():
+    scene = bench("fr")
+    (meant,) = scene.engine.adapters.infos
+    scene.add(PROMPT, adapter="fr", adapter_digest=meant.digest, max_tokens=1)
+    scene.run()
+    assert scene.unload_adapter("fr") is None
+    scene.run_adapter()
+    late = scene.refusal(PROMPT, adapter="fr", adapter_digest=meant.digest)
+    assert error_of(late) == ("model_not_found", "model")
+    assert scene.load_adapter("fr", "other") is None
+    scene.run_adapter()
+    (current,) = scene.engine.adapters.infos
+    refusal = scene.refusal(PROMPT, adapter="fr", adapter_digest=meant.digest)
+    assert (error_of(refusal), refusal.error.retry_after_s) == (("stale_adapter", None), 1)
+    scene.add(PROMPT, adapter="fr", adapter_digest=current.digest, max_tokens=1)
+    scene.add(PROMPT, adapter="fr", max_tokens=1)
+    scene.run()
+
+
 def test_published_blocks_name_the_adapter():
     scene = bench("fr", kv_events="ipc:///tmp/events", kv_events_namespace=[""])
     for name in ("", "fr"):
