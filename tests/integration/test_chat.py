@@ -19,6 +19,7 @@ from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_of, t
 from tests.support.waiting import eventually
 from tools.http.web import WebServer
 
+GATEWAY = {"reasoning_format": "qwen3"}
 TOOL = [sys.executable, "-P", "-m", "tools"]
 
 
@@ -70,6 +71,21 @@ def test_markdown_is_shown_and_escape_sequences_are_not(
     with chat(gateway, home, "--plain") as terminal:
         say(terminal, "hello", "stop]")
         assert "# Hi\n\n**b** ?[2J `c`\n- d\n" in terminal.text.replace("\r\n", "\n")
+
+
+def test_reasoning_is_shown_faintly_and_not_sent_again(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    engine.script = lambda generate: text_reply("<think>Hm \x1b[2J.</think>**b**", size=2)
+    with chat(gateway, home) as terminal:
+        say(terminal, "hello", "stop]")
+        text = terminal.text.replace("\r\n", "\n")
+        assert "\x1b[2mHm ?[2J.\x1b[0m\n\n\x1b[1mb\x1b[22m\n" in text
+        say(terminal, "again", "stop]")
+    assert "Hm" not in prompt_of(engine)
+    command = [*TOOL, "chat", "--url", gateway.url]
+    ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "**b**\n"
 
 
 def test_an_answer_is_repeated_saved_and_forgotten(
@@ -187,6 +203,19 @@ def test_only_the_answer_is_printed(engine: ScriptedEngine, gateway: GatewayProc
     (request,) = engine.generates
     assert "Be brief." in prompt_of(engine)
     assert request.params.temperature == 0
+
+
+def test_reasoning_is_shown_on_a_terminal_only(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    engine.script = lambda generate: text_reply("<think>Hm.</think>b", size=2)
+    words = ["run", name_of(gateway), "hello", "--url", gateway.url]
+    with PseudoTerminal([*TOOL, *words], environment=home, has_stderr=True) as terminal:
+        assert terminal.process.wait(60) == 0
+        assert eventually(lambda: terminal.shows("b\r\n")), terminal.text
+    assert "\x1b[2mHm.\x1b[0m\r\n\r\nb\r\n" in terminal.text
+    ran = run(gateway, *words[1:3])
+    assert (ran.stdout, ran.stderr) == ("b\n", "")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,20 @@ import json
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.failure import Failure
 from tools.http.sse import DONE, EventReader
 from tools.http.web import WebServer, hang_up, no_server
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+
+
+class ChatPiece(NamedTuple):
+    """Text that was added to an answer, or to the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -24,11 +31,11 @@ class ChatAnswer:
 
     text: str = ""
     finish_reason: str | None = None
-    #: Number of tokens that the server reported; 0 if it reported none.
+    #: Number of tokens that the server reported, with those of reasoning; 0 if it reported none.
     tokens: int = 0
-    #: When the first text arrived.
+    #: When the first text or reasoning arrived.
     started_at: float = 0.0
-    #: When the last text arrived.
+    #: When the last text or reasoning arrived.
     ended_at: float = 0.0
 
     @property
@@ -60,13 +67,13 @@ class ChatSession:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages]
 
-    def ask(self, text: str) -> Generator[str, None, None]:
+    def ask(self, text: str) -> Generator[ChatPiece, None, None]:
         """Send `text` as a user's message, and yield the pieces of the answer as they arrive.
 
         Closing the iterator early disconnects, which ends the request on the server. The text so
-        far is added to the history, because the user has read it. A message without any answer is
-        not added. Raises Failure if the server refuses the request or reports an error, or if the
-        connection is lost.
+        far is added to the history, because the user has read it, but not the reasoning. A message
+        without any answer is not added. Raises Failure if the server refuses the request or reports
+        an error, or if the connection is lost.
         """
         turn = {"role": "user", "content": text}
         self.last = answer = ChatAnswer()
@@ -90,14 +97,13 @@ class ChatSession:
 
     def stream(
         self, path: str, body: Mapping[str, Any], answer: ChatAnswer
-    ) -> Generator[str, None, None]:
+    ) -> Generator[ChatPiece, None, None]:
         """Send a request with the options of the conversation, and yield the pieces of `answer` as
         they arrive. Closing the iterator early disconnects. Raises Failure as `ask` does."""
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         with self._posted(path, {**body, **streamed}) as response:
             for data in events(response):
-                if piece := _apply(json.loads(data), answer):
-                    yield piece
+                yield from _apply(json.loads(data), answer)
 
     def whole(self, path: str, body: Mapping[str, Any]) -> bytes:
         """Send a request with the options of the conversation, and return the body of the response,
@@ -137,21 +143,25 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
     raise Failure("the answer is incomplete: the server closed the stream without [DONE]")
 
 
-def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> str:
-    """Add a chunk to `answer`. Return the chunk's text. Raises Failure if the chunk is an error."""
+def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> list[ChatPiece]:
+    """Add a chunk to `answer`. Return what it adds. Raises Failure if the chunk is an error."""
     if error := chunk.get("error"):
         raise Failure(f"the server reported an error: {error.get('message', error)}")
     if usage := chunk.get("usage"):
         answer.tokens = usage["completion_tokens"]
-    piece = ""
+    pieces = []
     for choice in chunk.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        piece += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
-    if piece:
+        delta = choice.get("delta") or {}
+        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+            pieces.append(ChatPiece(reasoning, is_reasoning=True))
+        if text := delta.get("content") or choice.get("text"):
+            pieces.append(ChatPiece(text))
+            answer.text += text
+    if pieces:
         answer.ended_at = time.monotonic()
         answer.started_at = answer.started_at or answer.ended_at
-        answer.text += piece
-    return piece
+    return pieces
 
 
 def _error_message(status: int, body: bytes) -> str:

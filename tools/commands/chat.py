@@ -3,7 +3,7 @@
 Lines that start with a slash are commands. Everything else is a message to the model. Ctrl-C stops
 an answer, not the program. If stdin is not a terminal, there is no prompt, and the first failure
 ends the program. If stdout is not a terminal, only the answers are printed, as the model wrote
-them.
+them, without its reasoning.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 from tools.chat.lines import MessageLines, add_to_history, read_history
 from tools.chat.markdown import MarkdownPrinter
 from tools.chat.options import add_sampling, sampling_of
+from tools.chat.reasoning import FAINT, PLAIN, ReasoningPrinter
 from tools.chat.session import ChatAnswer, ChatSession
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
@@ -28,7 +29,8 @@ from tools.processes.discovery import add_server, server_url
 from tools.terminal import safe_text
 
 DESCRIPTION = """\
-Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. Markdown is shown as such.
+Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. Markdown is shown as such,
+and reasoning faintly above the answer.
 A line that ends with a backslash continues in the next one, and so does one that starts with three
 double quotes, until three more. Ctrl-R searches earlier lines, which are kept in
 $TIDEGATE_HOME/chat_history.
@@ -51,7 +53,6 @@ HELP = """\
 COMMANDS = ("/help", "/model", "/quit", "/reset", "/retry", "/save", "/system")
 PROMPT, CONTINUED = "> ", ". "
 HISTORY = "chat_history"
-FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,22 +147,33 @@ class ChatTerminal:
 
     def _answer(self, text: str) -> None:
         """Print the answer to `text` as it arrives. Ctrl-C disconnects; the text so far is kept."""
-        pieces, printer = self._conversation.ask(text), self._printer()
+        pieces, printer, reasoning = (
+            self._conversation.ask(text),
+            self._printer(),
+            self._reasoning(),
+        )
         stopped = False
         with contextlib.closing(pieces):
             try:
                 for piece in pieces:
-                    print(printer.push(piece), end="", flush=True)
+                    if piece.is_reasoning:
+                        shown = reasoning.push(piece.text)
+                    else:
+                        shown = reasoning.finish() + printer.push(piece.text)
+                    print(shown, end="", flush=True)
             except KeyboardInterrupt:
                 stopped = True
             finally:
-                print(printer.finish(), flush=True)
+                print(reasoning.finish() + printer.finish(), flush=True)
         self._print_note(_summary(self._conversation.last, stopped=stopped))
 
     def _printer(self) -> AnswerPrinter:
         if not self._is_shown:
             return PlainPrinter(str)
         return PlainPrinter(safe_text) if self._is_plain else SafeMarkdown()
+
+    def _reasoning(self) -> AnswerPrinter:
+        return ReasoningPrinter() if self._is_shown else PlainPrinter(lambda text: "")
 
     def _command(self, name: str = "", argument: str = "") -> None:
         conversation = self._conversation

@@ -2,7 +2,7 @@
 
 A running server that has the model answers, if there is one. Otherwise a server is started for this
 answer. Only the answer is printed on stdout. If stdout is a terminal, characters in the answer that
-could control it are replaced.
+could control it are replaced. If stderr is a terminal, it shows the model's reasoning.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from tools.chat.options import add_sampling, sampling_of
+from tools.chat.reasoning import ReasoningPrinter
 from tools.chat.session import CHAT_PATH, COMPLETION_PATH, ChatAnswer, ChatSession
 from tools.commands.models import resolve
 from tools.failure import Failure
@@ -79,10 +80,18 @@ def _answer(session: ChatSession, prompt: str, options: argparse.Namespace) -> N
     if options.json:
         print(session.whole(path, body).decode())
         return
-    is_terminal = sys.stdout.isatty()
+    is_terminal, shows_reasoning = sys.stdout.isatty(), sys.stderr.isatty()
+    reasoning = ReasoningPrinter()
     with contextlib.closing(session.stream(path, body, ChatAnswer())) as pieces:
-        for piece in pieces:
-            print(safe_text(piece) if is_terminal else piece, end="", flush=True)
+        try:
+            for text, is_reasoning in pieces:
+                if not is_reasoning:
+                    print(reasoning.finish(), end="", file=sys.stderr, flush=True)
+                    print(safe_text(text) if is_terminal else text, end="", flush=True)
+                elif shows_reasoning:
+                    print(reasoning.push(text), end="", file=sys.stderr, flush=True)
+        finally:
+            print(reasoning.finish(), end="", file=sys.stderr, flush=True)
     print(flush=True)
 
 
