@@ -12,6 +12,8 @@ in any of these cases:
 - It has more than MAX_UNREAD_BYTES unread.
 - All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and this one has the most. A
   client that has read nothing for STALLED_S is dropped before any client that reads.
+- Results of encoding wait until it has read more, and it has read nothing for `lease_s`; or for
+  STALLED_S, if results of other clients wait for it, too (result_sender.py).
 
 A client dropped for its unread bytes is also ignored for IGNORED_S: its messages are discarded. The
 mailbox closes the connection of a dropped client, if it is still open, which frees the bytes queued
@@ -21,6 +23,9 @@ for the client.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from protocol.arrays import Float32
+from protocol.encoding import MAX_RESULT_NUMBERS
 
 PROBE_AFTER_S = 2.0
 PROBE_EVERY_S = 1.0
@@ -36,6 +41,12 @@ MAX_TOTAL_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
 It is fifty times the bytes that a gateway with 256 streams leaves unread if it stalls for half a
 minute.
 """
+MAX_UNREAD_WITH_RESULTS = MAX_UNREAD_BYTES * 3 // 4
+"""A result of encoding is sent if its client then has at most this many unread bytes. The rest of
+the limit is left for messages that do not wait.
+"""
+MAX_TOTAL_UNREAD_WITH_RESULTS = MAX_TOTAL_UNREAD_BYTES // 2
+"""A result is sent if all clients together then have at most this many unread bytes."""
 STALLED_S = 2.0
 """A client that has reported no newly read bytes for this long counts as stalled.
 
@@ -164,10 +175,31 @@ class Clients:
         if record is not None and record.unread_bytes > MAX_UNREAD_BYTES:
             return client
         if self._unread_bytes > MAX_TOTAL_UNREAD_BYTES:
-            return self._worst_reader(now)
+            return self.worst_reader(now)
         return None
 
-    def _worst_reader(self, now: float) -> bytes:
+    def result_room(self, client: bytes) -> int:
+        """Return how many bytes of results may be sent to `client`; it may be negative."""
+        record = self._clients.get(client)
+        if record is None:
+            return 0
+        return min(
+            MAX_UNREAD_WITH_RESULTS - record.unread_bytes,
+            MAX_TOTAL_UNREAD_WITH_RESULTS - self._unread_bytes,
+        )
+
+    @property
+    def are_results_crowded(self) -> bool:
+        """Whether the largest result must wait, because all clients have too much unread."""
+        room = MAX_TOTAL_UNREAD_WITH_RESULTS - self._unread_bytes
+        return room < MAX_RESULT_NUMBERS * Float32.itemsize
+
+    def is_stalled(self, client: bytes, limit_s: float, now: float) -> bool:
+        """Return whether `client` has unread bytes, and has read none for more than `limit_s`."""
+        record = self._clients.get(client)
+        return record is not None and record.unread_bytes > 0 and now - record.read_at > limit_s
+
+    def worst_reader(self, now: float) -> bytes:
         """Return the stalled client with the most unread bytes. If no client is stalled, return the
         one with the most unread bytes."""
 

@@ -52,7 +52,8 @@ class StepCommitter:
 
     def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
         """Apply the result of the oldest plan in flight that encodes, and return the outputs of
-        each client. `elapsed_s` is that of `commit`.
+        each client whose requests have failed. `elapsed_s` is that of `commit`. `pop_results`
+        returns the results of requests that are done.
 
         Raises RuntimeError if the result belongs to another plan, or does not fit the plan.
         """
@@ -68,13 +69,19 @@ class StepCommitter:
             if part.is_failed:
                 error = StepFailed("a result of this request is not a finite number")
                 end = self._endings.finish(request, "error", CommittedTokens(error=error))
+                outputs.setdefault(request.client, []).append(end)
             elif progress.is_done:
                 counts["prompt_tokens"] += request.prompt_tokens
-                end = self._endings.finish(request, "stop")
-            else:
-                continue
-            outputs.setdefault(request.client, []).append(end)
+                parts.encoding.unsent.add(request)
         return self._messages(result.step, outputs)
+
+    def pop_results(self, client: bytes, num_bytes: int) -> Outputs:
+        """End the first requests of `client` whose results are not sent, and return their last
+        outputs: as many as have at most `num_bytes` together, and at least one. Raises KeyError if
+        there are none."""
+        requests = self._parts.encoding.unsent.first(client, num_bytes)
+        outputs = [self._endings.finish(request, "stop") for request in requests]
+        return Outputs(step=0, outputs=outputs, load=engine_load(self._parts))
 
     def _messages(self, step: int, outputs: dict[bytes, list[Output]]) -> dict[bytes, Outputs]:
         load = engine_load(self._parts)

@@ -13,6 +13,9 @@ several accounts send requests, a step that encodes has only the share of prompt
 (`FairShare.shared_prefill_budget`), so that it does not stretch the time between the tokens of
 others. An input that is longer than the share is followed by as many steps that generate as make up
 for it.
+
+The results of a request are sent together, when all are computed, and when its client has few
+unread bytes. Requests of a client that must read first are held (unsent_results.py).
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.fair_share import FairShare
-from engine_core.policy.queue import WaitingQueue
+from engine_core.policy.queue import QueueLoad, WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.unsent_results import UnsentResults
 from protocol.arrays import Float32, Int32
 from protocol.encoding import MAX_STEP_INPUTS, EncodeInputs
 from protocol.steps import EncodePlan, EncodeResult
@@ -94,14 +99,18 @@ class EncodedPart:
 
 
 class EncodeScheduler:
-    """The requests that encode: those that wait, those that are started, and the steps in
-    flight."""
+    """The requests that encode: those that wait, those that are started, the steps in flight, and
+    the results that are not sent."""
 
     def __init__(self, fair_share: FairShare, token_budget: int) -> None:
         self.waiting = WaitingQueue(fair_share)
         #: Requests of which some inputs are in plans, and others are not.
         self.started: list[Request] = []
         self.inflight: deque[EncodeStep] = deque()
+        self.unsent = UnsentResults()
+        #: Client that must read before its requests are started -> its waiting requests, which are
+        #: not in `waiting`.
+        self.held: dict[bytes, WaitingQueue] = {}
         #: Number of requests that were added and have not ended.
         self.num_open = 0
         #: Tokens of the last step that encodes for which no step that generates has made up.
@@ -113,7 +122,7 @@ class EncodeScheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.started or len(self.waiting))
+        return bool(self.started or (len(self.waiting) and not self.unsent.are_too_many))
 
     @property
     def is_next(self) -> bool:
@@ -125,24 +134,65 @@ class EncodeScheduler:
         """Number of requests that have left the queue and have not ended."""
         found = {request for step in self.inflight for request, _ in step.parts}
         found.update(self.started)
-        return sum(request.phase is RequestPhase.RUNNING for request in found)
+        is_running = [request.phase is RequestPhase.RUNNING for request in found]
+        return sum(is_running) + len(self.unsent)
 
     @property
     def num_started_tokens(self) -> int:
         """Number of tokens of started requests that are in no plan."""
         return sum(len(each.tokens) - each.num_scheduled for each in self.started)
 
+    @property
+    def waiting_load(self) -> QueueLoad:
+        """The load of all requests that wait, held ones included."""
+        queues = [self.waiting, *self.held.values()]
+        return QueueLoad(sum(map(len, queues)), sum(queue.tokens for queue in queues))
+
+    def account_load(self, usage: AccountUsage) -> QueueLoad:
+        """The part of `waiting_load` that belongs to an account."""
+        loads = [queue.account_load(usage) for queue in (self.waiting, *self.held.values())]
+        return QueueLoad(sum(load.requests for load in loads), sum(load.tokens for load in loads))
+
+    def num_accounts(self, usage: AccountUsage) -> int:
+        """Return the number of accounts with waiting requests, if `usage` is one of them."""
+        waiting = {usage, *self.waiting.accounts}
+        return len(waiting.union(*(queue.accounts for queue in self.held.values())))
+
+    def queue_of(self, client: bytes) -> WaitingQueue:
+        """Return the queue in which the requests of a client wait."""
+        return self.held.get(client, self.waiting)
+
     def add(self, request: Request) -> None:
         self.num_open += 1
-        self.waiting.push(request)
+        self.queue_of(request.client).push(request)
+
+    def update_held(self) -> None:
+        """Hold the waiting requests of clients that have unsent results now, and no others. Call it
+        before each decision about the next step."""
+        clients = self.unsent.clients
+        if self.held.keys() == clients:
+            return
+        for client in [client for client in self.held if client not in clients]:
+            self.waiting.restore(self.held.pop(client).requests())
+        new = {
+            client: WaitingQueue(self._fair_share) for client in clients if client not in self.held
+        }
+        for request in list(self.waiting.requests()):
+            if request.client in new:
+                self.waiting.remove(request)
+                new[request.client].restore([request])
+        self.held |= new
 
     def finish(self, request: Request) -> None:
         """Remove a request that has ended. Its results of steps in flight are dropped."""
         self.num_open -= 1
-        if request in self.waiting:
-            self.waiting.remove(request)
+        queue = self.queue_of(request.client)
+        if request in queue:
+            queue.remove(request)
         elif request in self.started:
             self.started.remove(request)
+        elif request in self.unsent:
+            self.unsent.remove(request)
 
     def plan(self, step: int, *, has_share: bool = False) -> EncodePlan:
         """Return the plan of the next step, which is number `step`. There must be work.
@@ -167,7 +217,7 @@ class EncodeScheduler:
 
     def _start(self, new: _StepInputs) -> None:
         """Add inputs of waiting requests to a step."""
-        while (request := self.waiting.first()) is not None:
+        while not self.unsent.are_too_many and (request := self.waiting.first()) is not None:
             progress = _progress(request)
             taken = new.num_that_fit(progress)
             is_whole = taken == len(progress.lengths)

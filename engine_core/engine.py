@@ -11,7 +11,8 @@ Its main methods and their results:
                                         planned now
     masks()                          -> the token masks of the oldest plan, while it is computed
     commit(StepResult)               -> Outputs per client
-    commit_encoded(EncodeResult)     -> Outputs per client
+    commit_encoded(EncodeResult)     -> Outputs of failed requests per client
+    pop_results(client, bytes)       -> Outputs with results of encoding
     tick(now)                        -> Outputs of requests that missed a deadline, per client
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
     drain_kv_events()                -> changes of the prefix cache, for subscribers
@@ -234,8 +235,15 @@ class Engine:
         return self._committer.commit(result, elapsed_s)
 
     def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Apply the result of the oldest plan in flight that encodes. Otherwise as `commit`."""
+        """Apply the result of the oldest plan in flight that encodes. Otherwise as `commit`. The
+        results of requests that are done wait for `pop_results`."""
         return self._committer.commit_encoded(result, elapsed_s)
+
+    def pop_results(self, client: bytes, num_bytes: int) -> Outputs:
+        """End the first requests of `client` whose results are not sent, and return their last
+        outputs: as many as have at most `num_bytes` together, and at least one. Raises KeyError if
+        there are none (`encoding.unsent`)."""
+        return self._committer.pop_results(client, num_bytes)
 
     def pop_freed(self) -> dict[bytes, list[int]]:
         """Return, by client, its aborted requests whose slot and blocks have become free since the

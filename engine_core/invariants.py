@@ -160,14 +160,18 @@ def check_encoding(encoding: EncodeScheduler, requests: Collection[Request]) -> 
         assert request.slot is None, f"{number}: encodes, and owns a slot"
         assert not request.blocks, f"{number}: encodes, and owns blocks"
         is_waiting = request.phase is RequestPhase.WAITING
-        assert (request in encoding.waiting) == is_waiting, (
+        assert (request in encoding.queue_of(request.client)) == is_waiting, (
             f"{number}: the queue of requests that encode and phase disagree"
         )
         is_started = request.phase is RequestPhase.RUNNING and not progress.is_planned
         assert (request in encoding.started) == is_started, (
             f"{number}: `started` and the inputs in plans disagree"
         )
-        assert is_waiting or is_started or request in planned, f"{number}: was forgotten"
+        assert (request in encoding.unsent) == progress.is_done, (
+            f"{number}: its results and `unsent` disagree"
+        )
+        is_known = is_waiting or is_started or request in planned or request in encoding.unsent
+        assert is_known, f"{number}: was forgotten"
         in_flight = sum(
             count for step in encoding.inflight for owner, count in step.parts if owner is request
         )
@@ -175,6 +179,11 @@ def check_encoding(encoding: EncodeScheduler, requests: Collection[Request]) -> 
             f"{number}: lost an input"
         )
     assert encoding.num_open == len(requests), "requests that encode are miscounted"
+    waiting = sum(request.phase is RequestPhase.WAITING for request in requests)
+    assert encoding.waiting_load.requests == waiting, "an ended request still waits"
+    sizes = [sum(map(len, each.encode.results)) for each in encoding.unsent if each.encode]
+    assert encoding.unsent.num_bytes == sum(sizes), "unsent bytes are miscounted"
+    assert set(encoding.unsent) <= set(requests), "an ended request has unsent results"
     usages = {request.account_usage for request in encoding.started}
     most = MAX_STARTED + max(len(usages) - 1, 0)
     assert len(encoding.started) <= most, "too many requests are started"

@@ -24,6 +24,7 @@ from engine_core.history.queue import TimelineQueue, timelines_answer
 from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
+from engine_core.result_sender import send_results
 from engine_core.startup import build_engine
 from engine_core.status import engine_status
 from engine_core.worker_link import WorkerLink
@@ -180,6 +181,8 @@ class EngineLoop:
                 self._on_message(client, message, now)
         self._mailbox.check_clients(now)
         self._compile_grammars(ready, now)
+        if self._engine is not None and self._engine.encoding.unsent:
+            send_results(self._engine, self._mailbox, self._config.lease_s, now)
         self._next_step(now)
         for client, answer in self._timelines.run(TIMELINES_S, time.monotonic):
             self._mailbox.send(client, answer)

@@ -77,7 +77,7 @@ class Mailbox:
         """
         now = time.monotonic()
         while (unread := self.clients.find_unread(client, now)) is not None:
-            self._ignore(unread, now)
+            self.drop(unread, now)
         if not self.clients.is_ignored(client, now):
             self._try_to_send(client, message)
 
@@ -93,7 +93,8 @@ class Mailbox:
         else:
             self.clients.on_sent(client, sum(memoryview(frame).nbytes for frame in frames))
 
-    def _ignore(self, client: bytes, now: float) -> None:
+    def drop(self, client: bytes, now: float) -> None:
+        """Drop a client that does not read, and ignore it for a while."""
         log.warning("dropping client %s, which does not read its messages", client.hex())
         self.clients.ignore(client, now)
         self._on_client_lost(client)

@@ -32,6 +32,7 @@ class StepPlanner:
             return None if self._inflight.is_full else self._plan_generation()
         if self.num_in_flight >= self._parts.config.steps_in_flight:
             return None
+        encoding.update_held()
         if encoding.has_work and (encoding.is_next or not self._scheduler.has_work):
             return self._plan_encoding()
         plan = self._plan_generation()

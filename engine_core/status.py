@@ -66,7 +66,7 @@ def engine_load(parts: EngineParts) -> EngineLoad:
     num_started, tokens = 0, scheduler.waiting.tokens + scheduler.num_prefill_tokens
     if encoding.num_open:
         num_started = encoding.num_started
-        tokens += encoding.waiting.tokens + encoding.num_started_tokens
+        tokens += encoding.waiting_load.tokens + encoding.num_started_tokens
     return EngineLoad(
         running=len(scheduler.running) + len(scheduler.unbound) + num_started,
         waiting=parts.admission.num_waiting,
@@ -85,7 +85,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         running=sum(request.slot is not None for request in parts.open_requests)
         + parts.encoding.num_started,
         waiting=parts.admission.num_waiting,
-        waiting_tokens=scheduler.waiting.tokens + parts.encoding.waiting.tokens,
+        waiting_tokens=scheduler.waiting.tokens + parts.encoding.waiting_load.tokens,
         free_blocks=scheduler.pool.num_free,
         total_blocks=scheduler.pool.total,
         clients=clients,

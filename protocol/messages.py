@@ -128,7 +128,8 @@ class Encode(Message, frozen=True, kw_only=True):
     """Client -> engine. Encode inputs, of which each is a text or a pair of texts.
 
     The engine answers as it answers `Generate`. The last `Output` of a request that succeeds has
-    finish "stop" and `vectors`. Fields that `Generate` has too mean the same.
+    finish "stop" and `vectors`. It is sent once the client has few unread bytes, according to its
+    Pings. Fields that `Generate` has too mean the same.
     """
 
     request: int
@@ -412,6 +413,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class Outputs(Message, frozen=True, kw_only=True):
     """Engine -> client. The output of one step for all requests of this client, in one message."""
 
+    #: 0 for outputs that are not those of one step, such as results of encoding.
     step: int
     outputs: list[Output]
     #: The engine's load after the step; None if no step was committed.

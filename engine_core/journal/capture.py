@@ -179,7 +179,12 @@ def _from_scheduler(scheduler: Scheduler, requests: dict[Request, int]) -> Sched
 def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> EncodingSnapshot:
     return EncodingSnapshot(
         waiting=[requests[request] for request in encoding.waiting.requests()],
+        held={
+            client: [requests[request] for request in queue.requests()]
+            for client, queue in encoding.held.items()
+        },
         started=[requests[request] for request in encoding.started],
+        unsent=[requests[request] for request in encoding.unsent],
         inflight=[
             EncodeStepSnapshot(
                 plan=[bytes(frame) for frame in wire.encode(step.plan)],

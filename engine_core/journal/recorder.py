@@ -40,6 +40,7 @@ from engine_core.journal.records import (
     LoadAdapterRecord,
     MasksRecord,
     PlanRecord,
+    PopResultsRecord,
     SnapshotRecord,
     StartRecord,
     TickRecord,
@@ -276,6 +277,14 @@ class RecordedEngine(Engine):
             partial(super().commit_encoded, result, elapsed_s),
             lambda reply_digest: CommitEncodedRecord(
                 result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
+            ),
+        )
+
+    def pop_results(self, client: bytes, num_bytes: int) -> Outputs:
+        return self._call_and_record(
+            partial(super().pop_results, client, num_bytes),
+            lambda reply_digest: PopResultsRecord(
+                client=client, num_bytes=num_bytes, reply_digest=reply_digest
             ),
         )
 

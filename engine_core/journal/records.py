@@ -23,7 +23,7 @@ from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapt
 from protocol.model_card import ModelCard
 from protocol.steps import AdapterReport, EncodeResult, StepResult
 
-FORMAT = 7
+FORMAT = 8
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 
@@ -163,6 +163,14 @@ class CommitEncodedRecord(JournalRecord, frozen=True, kw_only=True, tag="committ
     reply_digest: bytes = msgspec.field(name="said")
 
 
+class PopResultsRecord(JournalRecord, frozen=True, kw_only=True, tag="poppedresults"):
+    """A call to `pop_results`."""
+
+    client: bytes
+    num_bytes: int
+    reply_digest: bytes = msgspec.field(name="said")
+
+
 class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
     """A call to `on_kv_report`."""
 
@@ -212,6 +220,7 @@ AnyRecord = (
     | MasksRecord
     | CommitRecord
     | CommitEncodedRecord
+    | PopResultsRecord
     | KVReportRecord
     | LoadAdapterRecord
     | UnloadAdapterRecord

@@ -39,6 +39,7 @@ from engine_core.journal.records import (
     LoadAdapterRecord,
     MasksRecord,
     PlanRecord,
+    PopResultsRecord,
     SnapshotRecord,
     StartRecord,
     TickRecord,
@@ -195,6 +196,8 @@ class _ReplayedEngine:
                 if self._worker is not None:
                     self._worker.compare(encoded, self._position(number))
                 self._compare(number, record, digest(engine.commit_encoded(encoded, elapsed_s)))
+            case PopResultsRecord(client=client, num_bytes=num_bytes):
+                self._compare(number, record, digest(engine.pop_results(client, num_bytes)))
             case KVReportRecord(report=report):
                 self._compare(number, record, digest(engine.on_kv_report(report)))
             case LoadAdapterRecord(client=client, message=load):
@@ -253,6 +256,7 @@ class _ReplayedEngine:
         | MasksRecord
         | CommitRecord
         | CommitEncodedRecord
+        | PopResultsRecord
         | KVReportRecord
         | LoadAdapterRecord
         | UnloadAdapterRecord

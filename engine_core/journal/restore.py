@@ -37,6 +37,7 @@ from engine_core.kv.transfers import KVTransfers
 from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.admission import Admission
 from engine_core.policy.fair_share import FairShare
+from engine_core.policy.queue import WaitingQueue
 from engine_core.policy.throughput import Throughput
 from engine_core.request import Request
 from engine_core.schedule.inflight import InflightStep
@@ -187,7 +188,12 @@ def _restore_encoding(
     encoding: EncodeScheduler, part: EncodingSnapshot, requests: list[Request]
 ) -> None:
     encoding.waiting.restore(requests[i] for i in part.waiting)
+    for client, held in part.held.items():
+        encoding.held[client] = WaitingQueue(encoding._fair_share)
+        encoding.held[client].restore(requests[i] for i in held)
     encoding.started = [requests[i] for i in part.started]
+    for i in part.unsent:
+        encoding.unsent.add(requests[i])
     encoding.inflight.extend(
         EncodeStep(_ENCODE_PLAN.decode(step.plan), [(requests[i], n) for i, n in step.parts])
         for step in part.inflight

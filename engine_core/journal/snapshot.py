@@ -145,7 +145,11 @@ class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
 
     #: Account by account, each account's requests by rank.
     waiting: list[int]
+    #: Client that must read first -> its waiting requests, as in `waiting`.
+    held: dict[bytes, list[int]]
     started: list[int]
+    #: Requests whose results are computed and not sent, in the order in which they will be.
+    unsent: list[int]
     #: Steps in flight, oldest first.
     inflight: list[EncodeStepSnapshot]
     num_open: int

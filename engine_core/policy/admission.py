@@ -97,7 +97,7 @@ class Admission:
         """Number of waiting requests, including those whose grammar is still being compiled."""
         num_waiting = len(self._waiting) + self._grammars.num_waiting
         if self._encoding.num_open:
-            num_waiting += len(self._encoding.waiting)
+            num_waiting += self._encoding.waiting_load.requests
         return num_waiting
 
     @property
@@ -291,22 +291,23 @@ class Admission:
             raise queue_timeout_error(request, num_ahead / rate, self.retry_after_s(request))
 
     def _check_encode_load(self, num_tokens: int, usage: AccountUsage) -> None:
-        waiting, config = self._encoding.waiting, self._config
+        encoding, config = self._encoding, self._config
+        waiting = encoding.waiting_load
         check_load(
             num_tokens,
-            QueueLoad(len(waiting), waiting.tokens + self._encoding.num_started_tokens),
-            waiting.account_load(usage),
+            QueueLoad(waiting.requests, waiting.tokens + encoding.num_started_tokens),
+            encoding.account_load(usage),
             QueueLoad(config.max_waiting, config.max_waiting_tokens),
-            waiting.num_accounts + (not waiting.account_load(usage).requests),
+            encoding.num_accounts(usage),
             self._throughput.encoded.per_s,
         )
 
     def retry_after_s(self, request: Request) -> float:
         """Return after how many seconds a client should try again that has missed a deadline."""
-        waiting, rate = self._waiting, self._throughput.queue_per_s
         if request.encode is not None:
-            waiting, rate = self._encoding.waiting, self._throughput.encoded.per_s
-        return retry_after(waiting.tokens, rate)
+            tokens = self._encoding.waiting_load.tokens
+            return retry_after(tokens, self._throughput.encoded.per_s)
+        return retry_after(self._waiting.tokens, self._throughput.queue_per_s)
 
     def _check_load(self, num_tokens: int, usage: AccountUsage) -> None:
         waiting, config = self._waiting, self._config

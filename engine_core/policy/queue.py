@@ -9,7 +9,7 @@ old position within its account.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, KeysView
 from typing import NamedTuple
 
 from engine_core.policy.accounts import AccountUsage
@@ -75,6 +75,11 @@ class WaitingQueue:
         """The number of accounts with waiting requests."""
         return len(self._queues)
 
+    @property
+    def accounts(self) -> KeysView[AccountUsage]:
+        """The accounts with waiting requests."""
+        return self._queues.keys()
+
     def account_load(self, usage: AccountUsage) -> QueueLoad:
         queue = self._queues.get(usage)
         return QueueLoad(0, 0) if queue is None else QueueLoad(queue.num, queue.tokens)
@@ -124,8 +129,8 @@ class WaitingQueue:
             yield from (request for _, request in entries if request in self._waiting)
 
     def restore(self, requests: Iterable[Request]) -> None:
-        """Fill an empty queue with the requests of another queue (`requests()`). The accounts'
-        service is not adjusted, because they already waited in the other queue."""
+        """Add the requests of another queue (`requests()`). The accounts' service is not adjusted,
+        because they already waited in the other queue."""
         for request in requests:
             self._insert(request)
 

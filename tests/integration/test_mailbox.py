@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine_core.clients import MAX_UNREAD_BYTES
+from engine_core.clients import MAX_UNREAD_BYTES, MAX_UNREAD_WITH_RESULTS, STALLED_S
 from engine_core.mailbox import Mailbox
+from engine_core.result_sender import send_results
 from protocol import wire
 from protocol.errors import ErrorInfo
 from protocol.messages import (
     PROTOCOL_VERSION,
     EngineStopped,
     Hello,
+    Outputs,
     Pong,
     Probe,
     Refused,
@@ -29,6 +31,7 @@ from protocol.messages import (
     ToEngine,
 )
 from protocol.stats import EngineStats
+from tests.support.engines import ECHO_SIZE, Bench
 from tests.support.waiting import eventually
 
 WAIT_MS = 10_000
@@ -242,3 +245,102 @@ def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
     assert set(scene.gone) < set(never_read)
     assert clients.unread_bytes > bound - num_rounds * message_bytes, "no more than needed"
     assert len([r for r in caplog.records if "does not read" in r.message]) == len(scene.gone)
+
+
+RESULT_BYTES = 4 * ECHO_SIZE
+
+
+class ResultScene(MailboxScene):
+    """A mailbox of an engine that has computed results for clients which have not read."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.bench = Bench(token_budget=8, max_waiting=5000)
+        self.now = 1.0  # when clients were added
+
+    def compute(self, client: bytes) -> None:
+        """Compute a result for `client`, and leave it in the engine."""
+        self.bench.not_reading.add(client)
+        self.bench.encode([1] * 8, client=client)
+        self.bench.run()
+
+    def send_results(self, after_s: float = 0.0) -> None:
+        self.now += after_s
+        send_results(self.bench.engine, self.mail, 60.0, self.now)
+        for client in self.gone:
+            self.bench.engine.on_client_lost(client)
+
+    def unsent(self) -> set[bytes]:
+        return set(self.bench.engine.encoding.unsent.clients)
+
+    def stay_behind(self, client: bytes, num_bytes: int) -> None:
+        """Count bytes as unread, and all before as read."""
+        clients = self.mail.clients
+        clients.on_read(client, clients.sent_bytes(client), self.now)
+        clients.on_sent(client, num_bytes)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[ResultScene]:
+    scene = ResultScene(f"ipc://{tmp_path}/m")
+    yield scene
+    scene.mail.close()
+    scene.context.destroy(linger=0)
+
+
+def test_a_result_is_sent_once_its_client_has_read(results: ResultScene) -> None:
+    client = results.greet()
+    results.stay_behind(client, MAX_UNREAD_WITH_RESULTS)
+    results.compute(client)
+    results.send_results()
+    assert results.unsent() == {client}
+    results.stay_behind(client, MAX_UNREAD_WITH_RESULTS - RESULT_BYTES)
+    results.send_results()
+    assert results.unsent() == set()
+    message = results.next_message()
+    assert isinstance(message, Outputs)
+    assert [output.finish for output in message.outputs] == ["stop"]
+
+
+def test_a_client_that_reads_slowly_is_not_dropped_for_its_results(results: ResultScene) -> None:
+    client = results.greet()
+    results.compute(client)
+    for _ in range(9):
+        results.stay_behind(client, MAX_UNREAD_WITH_RESULTS)
+        results.send_results(after_s=50.0)
+    assert results.unsent() == {client}
+    assert results.gone == []
+    results.send_results(after_s=61.0)
+    assert results.gone == [client]
+
+
+def test_a_stalled_client_is_dropped_soon_if_the_results_of_others_wait_for_it(
+    results: ResultScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_core.clients.MAX_TOTAL_UNREAD_WITH_RESULTS", 1000)
+    client, stalled = results.greet(), results.greet(results.connect())
+    results.stay_behind(client, 300)
+    results.stay_behind(stalled, 700)
+    results.compute(client)
+    results.send_results()
+    results.stay_behind(client, 300)
+    results.send_results(after_s=STALLED_S)
+    assert (results.gone, results.unsent()) == ([], {client})
+    results.now += 0.1
+    results.stay_behind(client, 300)
+    results.send_results()
+    results.send_results()
+    assert (results.gone, results.unsent()) == ([stalled], set())
+
+
+def test_a_stalled_client_is_dropped_soon_if_too_many_results_wait(
+    results: ResultScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_core.unsent_results.MAX_UNSENT_BYTES", 0)
+    client = results.greet()
+    results.stay_behind(client, MAX_UNREAD_WITH_RESULTS)
+    results.compute(client)
+    results.send_results(after_s=STALLED_S)
+    assert results.gone == []
+    results.send_results(after_s=0.1)
+    assert results.gone == [client]

@@ -340,6 +340,7 @@ class Bench:
     masks       masks of the oldest plan in flight
     jobs        grammars that wait for `compile`
     refusals    requests that were refused because of their grammar
+    not_reading clients for which results of encoding wait until `read`; others read at once
     """
 
     def __init__(
@@ -429,6 +430,7 @@ class Bench:
         self.masks: Masks | None = None
         self.jobs: list[CompileJob] = []
         self.refusals: dict[tuple[bytes, int], Refused] = {}
+        self.not_reading: set[bytes] = set()
         self._next = 0
         self._checks = checks
 
@@ -587,8 +589,16 @@ class Bench:
             ).items():
                 self._keep(client, outputs.outputs)
             self.check()
+            for client in self.engine.encoding.unsent.clients - self.not_reading:
+                self.read(client)
         else:
             self.commit(self.worker.execute(plan, self.masks), elapsed_s)
+
+    def read(self, client: bytes = CLIENT, num_bytes: int = 1 << 30) -> None:
+        """Let a client read results of encoding that wait for it: as many as have `num_bytes`."""
+        if client in self.engine.encoding.unsent.clients:
+            self._keep(client, self.engine.pop_results(client, num_bytes).outputs)
+        self.check()
 
     def commit(self, result: StepResult, elapsed_s: float = 0.01) -> None:
         """Commit the result of the oldest plan in flight."""

@@ -397,8 +397,8 @@ class AdapterStorm(RequestStorm):
 
 
 class EncodeStorm(RequestStorm):
-    """A storm in which many requests encode. The results of each are compared with those of the
-    echo model.
+    """A storm in which many requests encode, and clients do not always read. The results of each
+    request are compared with those of the echo model.
 
     encoded   (client, number) -> (inputs, splits) of all accepted requests that encode
     """
@@ -414,10 +414,29 @@ class EncodeStorm(RequestStorm):
         elif choice < 0.24 and self.encoded:
             client, number = self.random.choice(list(self.encoded)[-10:])
             self.bench.abort(number, client=client)
+        elif choice < 0.29:
+            self.read()
         elif choice < 0.4:
             self.bench.step()
         else:
             super().operate()
+
+    def read(self) -> None:
+        """Let a client stop to read, or read some of the results that wait for it, or all."""
+        client = self.random.choice([b"a", b"b", b"c"])
+        if client not in self.bench.not_reading:
+            self.bench.not_reading.add(client)
+        elif self.random.random() < 0.5:
+            self.bench.read(client, self.random.randrange(100))
+        else:
+            self.bench.not_reading.remove(client)
+            self.bench.read(client)
+
+    def finish_all(self) -> None:
+        self.bench.not_reading.clear()
+        for client in (b"a", b"b", b"c"):
+            self.bench.read(client)
+        super().finish_all()
 
     def encode(self) -> None:
         client = self.random.choice([b"a", b"b", b"c"])

@@ -6,10 +6,13 @@ from engine_core.clients import (
     IGNORED_S,
     MAX_IGNORED,
     MAX_TOTAL_UNREAD_BYTES,
+    MAX_TOTAL_UNREAD_WITH_RESULTS,
     MAX_UNREAD_BYTES,
+    MAX_UNREAD_WITH_RESULTS,
     STALLED_S,
     Clients,
 )
+from protocol.encoding import MAX_RESULT_NUMBERS
 
 ONE, TWO = b"one", b"two"
 
@@ -120,6 +123,55 @@ def test_the_sum_of_unread_bytes_follows_clients_that_read_and_leave() -> None:
     assert clients.unread_bytes == 1
     assert clients.expire(1e9) == [ONE]
     assert clients.unread_bytes == 0
+
+
+LARGEST = 4 * MAX_RESULT_NUMBERS
+"""Bytes of the largest result."""
+
+
+def test_results_leave_room_for_messages_that_cannot_wait() -> None:
+    clients = connected(ONE)
+    clients.on_sent(ONE, clients.result_room(ONE))
+    assert clients.find_unread(ONE, 1.0) is None
+    clients.on_sent(ONE, MAX_UNREAD_BYTES // 4)
+    assert clients.find_unread(ONE, 1.0) is None
+
+
+def test_the_largest_result_fits_if_its_client_has_read_nearly_everything() -> None:
+    clients = connected(ONE)
+    clients.on_sent(ONE, MAX_UNREAD_BYTES // 4)
+    assert clients.result_room(ONE) >= LARGEST
+
+
+def test_results_wait_until_their_client_has_read() -> None:
+    clients = connected(ONE, TWO)
+    clients.on_sent(ONE, MAX_UNREAD_WITH_RESULTS)
+    assert clients.result_room(ONE) == 0
+    assert clients.result_room(TWO) == MAX_UNREAD_WITH_RESULTS
+    clients.on_read(ONE, 100, 1.0)
+    assert clients.result_room(ONE) == 100
+    assert clients.result_room(b"unknown") == 0
+
+
+def test_results_wait_if_all_clients_together_have_much_unread() -> None:
+    clients = connected(ONE, *MANY)
+    for client in MANY:
+        clients.on_sent(client, (MAX_TOTAL_UNREAD_WITH_RESULTS - LARGEST) // len(MANY))
+    assert not clients.are_results_crowded
+    clients.on_sent(MANY[3], 100)
+    assert clients.are_results_crowded
+    assert clients.result_room(ONE) == LARGEST - 100
+
+
+def test_a_client_is_stalled_if_it_reads_none_of_its_unread_bytes() -> None:
+    clients = connected(ONE)
+    assert not clients.is_stalled(ONE, 2.0, 9.0)
+    clients.on_sent(ONE, 10)
+    assert clients.is_stalled(ONE, 2.0, 9.0)
+    clients.on_read(ONE, 1, 9.0)
+    assert not clients.is_stalled(ONE, 2.0, 11.0)
+    assert clients.is_stalled(ONE, 2.0, 11.5)
+    assert not clients.is_stalled(b"unknown", 2.0, 9.0)
 
 
 def test_a_client_that_does_not_read_is_ignored_for_a_while() -> None:

@@ -162,6 +162,7 @@ def test_a_replay_encodes_the_same_inputs(seed: int, journals: Journals) -> None
     assert comparer.comparison.num_vectors == comparer.comparison.num_equal_vectors > 20
     assert report.stats == bench.engine.stats()
     assert report.kinds["addedencode"] > 10 < report.kinds["committedencode"]
+    assert report.kinds["poppedresults"] > 5
 
 
 def test_a_file_started_while_inputs_are_encoded_replays_by_itself(
@@ -186,7 +187,7 @@ def test_a_changed_vector_changes_the_reply(journals: Journals) -> None:
     assert isinstance(found, CommitEncodedRecord)
     other = Float32.of([1.0, 2.0, 3.0], (1, 3))
     records[at] = replace(found, result=replace(found.result, vectors=other))
-    with pytest.raises(ReplayDiffers, match="the reply to 'committedencode'"):
+    with pytest.raises(ReplayDiffers, match="the reply to 'poppedresults'"):
         replay(records)
 
 

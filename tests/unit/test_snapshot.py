@@ -144,7 +144,7 @@ STORED = {
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
-    "EncodeScheduler": "continues debt inflight num_open started",
+    "EncodeScheduler": "continues debt held inflight num_open started unsent",
     "EncodeStep": "parts plan",
     "EngineAdapter": "client digest generation name num_requests path rank request row state",
     "EngineClock": "now",
@@ -192,6 +192,7 @@ DERIVED = {
     "OpenRequests": "_by_account _by_label",
     "PrefixCache": "_block_of",
     "RequestDrafting": "shared_tally",
+    "UnsentResults": "_by_client num_bytes",
     "WaitingQueue": "_entries _num_entries _waiting tokens",
     "_AccountQueue": "entry heap num tokens",
 }

@@ -1,0 +1,26 @@
+"""Sends the results of encoding at the pace at which their clients read."""
+
+from __future__ import annotations
+
+from engine_core.clients import STALLED_S
+from engine_core.engine import Engine
+from engine_core.mailbox import Mailbox
+
+
+def send_results(engine: Engine, mailbox: Mailbox, lease_s: float, now: float) -> None:
+    """Send the results that the unread bytes of the clients allow.
+
+    A client for which results wait is dropped if it has read nothing for `lease_s`. If results also
+    wait because of what other clients have not read, STALLED_S is enough to drop one of them.
+    """
+    unsent, clients = engine.encoding.unsent, mailbox.clients
+    for client in list(unsent.clients):
+        while client in unsent.clients and unsent.fits(client, clients.result_room(client)):
+            mailbox.send(client, engine.pop_results(client, clients.result_room(client)))
+    late = list(unsent.clients)
+    if late and clients.are_results_crowded:
+        late.append(clients.worst_reader(now))
+    is_crowded = clients.are_results_crowded or unsent.are_too_many
+    for client in late:
+        if clients.is_stalled(client, STALLED_S if is_crowded else lease_s, now):
+            mailbox.drop(client, now)
