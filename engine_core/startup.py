@@ -31,8 +31,8 @@ def build_engine(
     - key: the cluster's key; None if the engine is not part of a cluster
     - journal: records all input of the engine; None for no journal, and always in a cluster
     """
-    if config.is_group:
-        key = None  # it is for workers and clients: a group exchanges no K/V with other engines
+    if not config.transfers_kv:
+        key = None  # it is for workers and clients
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:

@@ -142,10 +142,13 @@ class Peers:
         )
 
     def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:
-        """Return (seal, endpoint, epoch). Raises InvalidRequest if there is no cluster, or if the
-        worker transfers no K/V."""
+        """Return (seal, endpoint, epoch). Raises InvalidRequest if the engine or its worker
+        transfers no K/V."""
         if self._seal is None or self._cluster is None:
-            raise _refusal("this engine cannot hand over K/V: it has no cluster key")
+            raise _refusal(
+                "this engine transfers no K/V: it needs --cluster-key, and either --role or "
+                "--kv-address"
+            )
         if self._cluster.endpoint is None:
             raise _refusal("this engine cannot hand over K/V: its worker transfers none")
         return self._seal, self._cluster.endpoint, self._cluster.epoch

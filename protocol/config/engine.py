@@ -208,16 +208,24 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")
         self._check_group()
-        # The worker reserves memory for the largest step of its engine.
+        # The worker reserves memory for the largest step of its engine. It needs the key only to
+        # exchange K/V, for which it keeps all blocks of a request (worker/startup/kv_window.py).
         drafts = 0 if self.speculation == "none" else self.max_drafts
         worker = msgspec.structs.replace(
             self.worker,
             token_budget=self.token_budget,
             max_drafts=drafts,
+            cluster_key=self.cluster_key if self.transfers_kv else "",
             world_size=self.tensor_parallel,
             local_size=self.tensor_parallel - self.workers_elsewhere,
         )
         msgspec.structs.force_setattr(self, "worker", worker)
+
+    @property
+    def transfers_kv(self) -> bool:
+        """Whether the engine may exchange K/V with others of its cluster. A replica, or a group of
+        workers, is in a cluster only for its clients."""
+        return self.role != "both" or self.worker.kv_export
 
     @property
     def is_group(self) -> bool:

@@ -398,7 +398,7 @@ def test_an_engine_refuses_requests_of_another_role() -> None:
 
 @pytest.mark.parametrize("fields", [{"kv_readers": 1}, {"kv_handle": "x"}])
 def test_an_engine_without_a_cluster_names_the_missing_part(fields: dict[str, Any]) -> None:
-    assert "no cluster key" in refusal(Bench(), **fields)
+    assert "this engine transfers no K/V" in refusal(Bench(), **fields)
     place = ClusterMember(KVNetwork(), PeerCluster(b"k" * 32, epoch="e", endpoint=None))
     assert "worker transfers none" in refusal(Bench(place=place), **fields)
 

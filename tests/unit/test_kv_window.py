@@ -27,6 +27,8 @@ from protocol.kv_window import (
 )
 from protocol.steps import NULL_BLOCK, WorkerReady
 from tests.support.engines import Bench, a_card
+from tools.__main__ import build_parser
+from tools.commands import engine as engine_command
 from worker.kv.cache import KVCache, layer_places
 from worker.startup.kv_window import kv_groups, kv_window
 
@@ -229,8 +231,10 @@ def test_an_engine_that_needs_whole_prefixes_refuses_a_window() -> None:
     )
     config = EngineConfig(worker=WorkerConfig(model=""))
     assert build_engine(ready, config, epoch="e").limits.max_len == 512
+    key = ClusterKey(b"k" * 32)  # of a replica
+    assert build_engine(ready, config, epoch="e", key=key).limits.kv_window == 20
     with pytest.raises(ValueError, match="kv_window is 20"):
-        build_engine(ready, config, epoch="e", key=ClusterKey(b"k" * 32))
+        build_engine(ready, replace(config, role="decode"), epoch="e", key=key)
     with pytest.raises(ValueError, match="kv_window is 20"):
         build_engine(replace(ready, kv_tiers=["host"]), config, epoch="e")
     grouped = replace(ready, kv_window=None, kv_groups=GROUPS, kv_tiers=["host"])
@@ -258,7 +262,6 @@ class WindowedModel:
         (20, {"kv_disk": "/blocks"}, None),
         (20, {"draft_model": "small"}, None),
         (20, {"kv_export": True}, None),
-        (20, {"cluster_key": "/key"}, None),
     ],
 )
 def test_a_worker_that_needs_whole_prefixes_keeps_all_blocks(
@@ -266,6 +269,25 @@ def test_a_worker_that_needs_whole_prefixes_keeps_all_blocks(
 ) -> None:
     model: Any = WindowedModel(window)
     assert kv_window(WorkerConfig(model="m", **options), [model]) == freed_before
+
+
+@pytest.mark.parametrize(
+    ("words", "freed_before"),
+    [
+        ((), 20),
+        (("--kv-address", "tcp://me:5601"), None),
+        (("--role", "decode"), None),
+        (("--role", "prefill", "--kv-address", "tcp://me:5601"), None),
+        (("--tensor-parallel", "2"), 20),
+    ],
+)
+def test_an_engine_with_a_cluster_key_keeps_all_blocks_only_if_it_transfers_kv(
+    words: tuple[str, ...], freed_before: int | None
+) -> None:
+    options = ("engine", "--address", "tcp://0.0.0.0:5600", "--cluster-key", "/key", *words)
+    config = engine_command.plan(vars(build_parser("engine").parse_args(options)))[1]
+    model: Any = WindowedModel(20)
+    assert kv_window(config.worker, [model]) == freed_before
 
 
 @pytest.mark.parametrize(

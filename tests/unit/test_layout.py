@@ -192,8 +192,16 @@ def test_a_single_engine_uses_its_configured_addresses() -> None:
     decode = engine("--role", "decode", *KEYED)
     assert (decode.worker.kv_export, decode.worker.kv_address) == (False, "")
     assert made.worker.address != decode.worker.address
+    assert decode.worker.cluster_key == key
     alone = engine(*KEYED)  # a replica, whose K/V nobody fetches
     assert (alone.role, alone.worker.kv_export, alone.worker.kv_address) == ("both", False, "")
+    assert (alone.cluster_key, alone.worker.cluster_key, alone.transfers_kv) == (key, "", False)
+
+
+def test_replicas_with_a_key_transfer_no_kv() -> None:
+    for replica in serve("--replicas", "2", *KEYED).engines.values():
+        assert replica.cluster_key == str(Path("some.key").absolute())
+        assert (replica.transfers_kv, replica.worker.cluster_key) == (False, "")
 
 
 @pytest.mark.parametrize(

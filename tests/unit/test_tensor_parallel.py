@@ -213,7 +213,7 @@ def test_a_group_in_a_cluster_exchanges_no_kv() -> None:
     config = EngineConfig(worker=WorkerConfig(model=""), tensor_parallel=2)
     key = ClusterKey(b"k" * 32)
     assert build_engine(READY, config, epoch="e", key=key).limits.kv_lease_s == 0
-    alone = replace(config, tensor_parallel=1)
+    alone = replace(config, tensor_parallel=1, role="prefill")
     assert build_engine(READY, alone, epoch="e", key=key).limits.kv_lease_s > 0
 
 

@@ -109,8 +109,8 @@ def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpu
         )
         if engine.journal:
             each = _with(each, journal=os.path.join(engine.journal, f"engine-{number}"))
-        if serve.cluster_key:
-            each = in_cluster(each, serve.cluster_key, f"ipc://{directory / f'kv-{number}.sock'}")
+        if serve.cluster_key:  # it is for clients: requests to replicas hand no K/V over
+            each = in_cluster(each, serve.cluster_key, "")
         found[f"engine {number}"] = each
     return found
 
@@ -176,9 +176,7 @@ def in_cluster(engine: EngineConfig, key: str, kv_address: str) -> EngineConfig:
         return _with(engine, cluster_key=key)
     exports = engine.role != "decode" and bool(kv_address)
     engine = _with(engine, cluster_key=key)
-    return _with_worker(
-        engine, cluster_key=key, kv_export=exports, kv_address=kv_address if exports else ""
-    )
+    return _with_worker(engine, kv_export=exports, kv_address=kv_address if exports else "")
 
 
 def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> EngineConfig:

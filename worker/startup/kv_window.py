@@ -78,6 +78,6 @@ def reason_to_keep(options: WorkerConfig) -> str:
         "--draft-model": options.draft_model,
         "--kv-host-gib": options.kv_host_gib,
         "--kv-disk": options.kv_disk,
-        "K/V transfer": options.kv_export or options.cluster_key,
+        "K/V transfer": options.kv_export or options.cluster_key,  # its engine's `transfers_kv`
     }
     return next((name for name, value in kept_for.items() if value), "")
