@@ -125,9 +125,13 @@ class EngineWatch:
 
     def _run(self) -> None:
         has_warned = False
+        is_connected = True  # or not known yet
         while not self._is_stopping.is_set():
             self._monitor.poll(WATCH_MS)
-            if all(sockets.read_connection_events(self._monitor)):
+            events = sockets.read_connection_events(self._monitor)
+            # Kept, because `has_joined` may be set after a loss was read, and no event follows.
+            is_connected = events[-1] if events else is_connected
+            if is_connected and all(events):
                 continue
             if self.has_joined.is_set():
                 self._end()
