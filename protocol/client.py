@@ -248,12 +248,15 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
     def _abort(self, request: int) -> None:
         with self._lock:
-            self._queues.pop(request, None)
-            message = self._session.abort(request)
-            if message is None or self._is_closed:
-                return
-            self._outbox.append(message)
+            self._queue_abort(request)
         self._flush()
+
+    def _queue_abort(self, request: int) -> None:
+        """Forget the queue of a request. If the request is open, queue its Abort."""
+        self._queues.pop(request, None)
+        message = self._session.abort(request)
+        if message is not None and not self._is_closed:
+            self._outbox.append(message)
 
     def _send_queued(self) -> None:
         while self._outbox:
@@ -297,6 +300,8 @@ class Client(BaseClient[Generation]):
     ) -> None:
         super().__init__(address, name=name, wait_s=wait_s, cluster_key=cluster_key)
         self._lock = threading.Lock()
+        #: Requests that were closed, for `_run` to abort.
+        self._closed: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._connect()
         self._wake_in, self._wake_out = self._wake_pair()
@@ -307,7 +312,7 @@ class Client(BaseClient[Generation]):
             raise self._no_answer()
 
     def _new_generation(self, request: int, reports: Any) -> Generation:
-        return Generation(request, reports, self._abort)
+        return Generation(request, reports, self._abort_soon)
 
     def _new_queue(self) -> Any:
         return queue.SimpleQueue()
@@ -417,8 +422,28 @@ class Client(BaseClient[Generation]):
         return source, sink
 
     def _flush(self) -> None:
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
+        with self._wake_lock:
+            self._send_wake_up()
+
+    def _send_wake_up(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is closed, or many wake-ups are waiting
             self._wake_in.send(b"", zmq.NOBLOCK)
+
+    def _abort_soon(self, request: int) -> None:
+        """Have `_run` abort a request. The garbage collector may call this at any time, also in a
+        thread that holds a lock of this client, so it waits for none. Without the wake-up, the
+        request is aborted after the poll's timeout."""
+        self._closed.put(request)
+        if self._wake_lock.acquire(blocking=False):
+            try:
+                self._send_wake_up()
+            finally:
+                self._wake_lock.release()
+
+    def _abort_closed(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue_abort(self._closed.get_nowait())
 
     def _run(self) -> None:
         """Run the thread that owns the socket: send queued messages and heartbeats, and deliver
@@ -434,6 +459,7 @@ class Client(BaseClient[Generation]):
                     messages, ended = self._session.tick(time.monotonic())
                     self._outbox.extend(messages)
                     self._deliver(ended)
+                    self._abort_closed()
                 self._send_queued()
                 if self._is_closed:
                     return
