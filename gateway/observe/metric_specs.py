@@ -63,6 +63,7 @@ class GatewaySeries:
         self._add_times()
         self._add_per_request()
         self._add_faults()
+        self._add_batches()
 
     def _add_counts(self) -> None:
         open_spec = MetricSpec(
@@ -173,6 +174,33 @@ class GatewaySeries:
             "tidegate_gateway_wire_errors",
             "Malformed messages from an engine, dropped by the gateway",
         )
+
+    def _add_batches(self) -> None:
+        self.open_batches = self._shared_gauge(
+            "tidegate_open_batches", "Batches that have not ended, by status", "status"
+        )
+        paused = MetricSpec(
+            "tidegate_paused_batches",
+            "Batches that wait for room in the file store or on its disk",
+            multiprocess_mode="livesum",
+        )
+        self.paused_batches = self._add(Gauge, paused)
+        self.batch_lines = self._counter(
+            "tidegate_batch_lines",
+            "Lines of batches with a stored result, by result",
+            "result",
+        )
+        self.file_store_bytes = self._shared_gauge(
+            "tidegate_file_store_bytes", "Size of the file store"
+        )
+        self.file_store_limit = self._shared_gauge(
+            "tidegate_file_store_limit_bytes", "Limit on the size of the file store"
+        )
+
+    def _shared_gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        """Return a gauge of something that all gateway processes share and report."""
+        spec = MetricSpec(name, help, labels, multiprocess_mode="livemostrecent")
+        return self._add(Gauge, spec)
 
     def _answer_counter(self, name: str, help: str, *labels: str) -> Counter:
         return self._with_models(self._counter(name, help, *self._model_label, *labels), labels)

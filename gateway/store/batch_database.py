@@ -82,6 +82,14 @@ class LineResult(msgspec.Struct, frozen=True):
     has_failed: bool
 
 
+class StoreFacts(msgspec.Struct, frozen=True):
+    """What the metrics report about the database."""
+
+    #: Numbers of batches by status; those of final statuses are absent.
+    open_batches: dict[BatchStatus, int]
+    num_bytes: int
+
+
 class BatchDatabase(SqliteFile):
     """The open database file. The arguments `now` are seconds since 1970.
 
@@ -307,6 +315,14 @@ class BatchDatabase(SqliteFile):
                 for file in (batch.output_file, batch.error_file):
                     self._execute(queries.SHOW_OUTPUT, file, now, expires_at)
         return status
+
+    # ---- metrics
+
+    def facts(self) -> StoreFacts:
+        counts = {status: 0 for status in BatchStatus if status not in FINAL}
+        for status, count in self._connection.execute(queries.OPEN_BY_STATUS):
+            counts[BatchStatus(status)] = count
+        return StoreFacts(counts, self._used_bytes())
 
     # ---- internals
 

@@ -131,6 +131,7 @@ SELECT {_BATCH} FROM batches WHERE owner = ?1 AND (?2 IS NULL OR seq < ?2)
 ORDER BY seq DESC LIMIT ?3
 """
 NUM_OPEN = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND {_OPEN}"
+OPEN_BY_STATUS = f"SELECT status, COUNT(*) FROM batches WHERE {_OPEN} GROUP BY status"
 CLAIMABLE = f"""
 WITH held AS (
     SELECT owner AS holder, COUNT(*) AS num_held FROM batches

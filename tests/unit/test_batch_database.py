@@ -387,3 +387,22 @@ def test_an_owner_with_many_batches_does_not_delay_another(database: BatchDataba
     assert claimed == ["a1", "b1", "a2", "a3"]
     later = NOW + LEASE_S + 1
     assert [each.id for _ in range(2) if (each := database.claim(later))] == ["a1", "b1"]
+
+
+def test_the_facts_count_open_batches_by_status(
+    database: BatchDatabase, batch: StoredBatch
+) -> None:
+    put_batch(database, "batch_2")
+    facts = database.facts()
+    assert facts.open_batches == {
+        BatchStatus.VALIDATING: 1,
+        BatchStatus.IN_PROGRESS: 1,
+        BatchStatus.FINALIZING: 0,
+        BatchStatus.CANCELLING: 0,
+    }
+    assert database.add_results(batch, results(1, 2, 3))
+    database.move(batch, BatchEvent.ALL_DONE, NOW)
+    database.move(batch, BatchEvent.PUBLISHED, NOW)
+    assert sum(database.facts().open_batches.values()) == 1
+    put_file(database, "large", bytes(MIB))
+    assert database.facts().num_bytes > facts.num_bytes + MIB

@@ -67,6 +67,14 @@ def batch(store: CountingStore) -> StoredBatch:
     return store.call(create)
 
 
+def buffer_of(
+    store: CountingStore, batch: StoredBatch, counted: list[int] | None = None
+) -> ResultBuffer:
+    """Return a buffer that adds the numbers of the lines that it stores to `counted`."""
+    numbers = [] if counted is None else counted
+    return ResultBuffer(store, batch, lambda stored: numbers.extend(r.number for r in stored))
+
+
 def add(buffer: ResultBuffer, *numbers: int, size: int = 10_000) -> None:
     for number in numbers:
         buffer.add(LineResult(number, b"%d" % number + b"x" * size, has_failed=False))
@@ -77,25 +85,26 @@ def stored(store: CountingStore, batch: StoredBatch) -> list[int]:
 
 
 def test_a_full_disk_loses_and_doubles_no_result(store: CountingStore, batch: StoredBatch) -> None:
-    buffer = ResultBuffer(store, batch)
+    counted: list[int] = []
+    buffer = buffer_of(store, batch, counted)
     store.set_disk_pages(1)  # SQLite takes the present size if it is larger
     add(buffer, 1, 2)
     assert buffer.flush(0.0)
     assert is_disk_full(store.errors[0])
     add(buffer, 3)
     assert (buffer.is_paused, buffer.is_empty) == (True, False)
-    assert stored(store, batch) == []
+    assert stored(store, batch) == counted == []
     store.set_disk_pages(None)
     assert buffer.flush(MAX_PAUSE_S)
     assert (buffer.is_paused, buffer.is_empty) == (False, True)
-    assert stored(store, batch) == [1, 2, 3]
+    assert stored(store, batch) == counted == [1, 2, 3]
     found = store.call(lambda database: database.get_batch(batch.id, batch.owner))
     assert found is not None
     assert found.num_completed == 3
 
 
 def test_attempts_on_a_full_disk_become_rare(store: CountingStore, batch: StoredBatch) -> None:
-    buffer = ResultBuffer(store, batch)
+    buffer = buffer_of(store, batch)
     store.set_disk_pages(1)
     add(buffer, 1)
     before = store.num_calls
@@ -110,7 +119,7 @@ def test_attempts_on_a_full_disk_become_rare(store: CountingStore, batch: Stored
 def test_a_full_store_pauses_the_batch_until_the_limit_is_lifted(
     store: CountingStore, batch: StoredBatch
 ) -> None:
-    buffer = ResultBuffer(store, batch)
+    buffer = buffer_of(store, batch)
     add(buffer, 1, size=2 * MIB)
     assert buffer.flush(0.0), "the limit holds for what is stored already"
     add(buffer, 2)
@@ -127,7 +136,7 @@ def test_a_full_store_pauses_the_batch_until_the_limit_is_lifted(
 def test_the_results_of_a_lost_batch_are_not_stored(
     store: CountingStore, batch: StoredBatch
 ) -> None:
-    buffer = ResultBuffer(store, batch)
+    buffer = buffer_of(store, batch)
     add(buffer, 1)
     store.call(lambda database: database.release(batch.id))
     assert not buffer.flush(0.0)

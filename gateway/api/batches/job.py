@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -133,6 +133,8 @@ class JobContext:
     #: Returns the caller with this key name and owner; None if the key is not valid any more.
     caller: Callable[[str, str], Caller | None]
     slots: LineSlots
+    #: Counts the results that were stored.
+    on_stored: Callable[[Sequence[LineResult]], None]
     max_lines: int
     max_line_bytes: int
 
@@ -144,9 +146,14 @@ class BatchJob:
         self.batch = batch
         self._context = context
         self._lines = Group()
-        self._buffer = ResultBuffer(context.store, batch)
+        self._buffer = ResultBuffer(context.store, batch, context.on_stored)
         self._is_stopping = False
         self._failure: BaseException | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the batch waits for room for its results."""
+        return self._buffer.is_paused
 
     def stop(self, *, aborts: bool) -> None:
         """Start no more lines. With `aborts`, abort those that are being computed."""

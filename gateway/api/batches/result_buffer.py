@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gateway.api.batches.responses import PAUSED
@@ -23,11 +24,20 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 
 
 class ResultBuffer:
-    """Results that are not stored yet. Only one greenlet at a time may call `flush`."""
+    """Results that are not stored yet. Only one greenlet at a time may call `flush`.
 
-    def __init__(self, store: Store[BatchDatabase], batch: StoredBatch) -> None:
+    on_stored   is called with results that were stored
+    """
+
+    def __init__(
+        self,
+        store: Store[BatchDatabase],
+        batch: StoredBatch,
+        on_stored: Callable[[Sequence[LineResult]], None],
+    ) -> None:
         self._store = store
         self._batch = batch
+        self._on_stored = on_stored
         self._results: list[LineResult] = []
         self._num_failures = 0  # in a row
         self._retry_at = 0.0
@@ -66,6 +76,8 @@ class ResultBuffer:
             return True
         del self._results[: len(results)]
         self._on_success()
+        if is_ours:
+            self._on_stored(results)
         return is_ours
 
     def _on_failure(self, now: float, reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import gevent
@@ -16,7 +17,7 @@ from gevent.event import Event
 
 from gateway.api.batches.job import Answer, BatchJob, JobContext, LineSlots
 from gateway.service import Service
-from gateway.store.batch_database import BatchDatabase
+from gateway.store.batch_database import BatchDatabase, LineResult, StoreFacts
 from gateway.store.batch_states import BatchStatus
 from gateway.store.sqlite_file import Store
 
@@ -41,6 +42,7 @@ class BatchRunner:
             answer,
             service.keys.caller_named,
             LineSlots(self._num_slots),
+            self._count_lines,
             service.config.batch_max_lines,
             service.config.max_body_mib << 20,
         )
@@ -52,6 +54,7 @@ class BatchRunner:
 
     def start(self) -> None:
         if self._loop is None:
+            self._service.metrics.file_store_limit.set(self._service.config.file_store_mib << 20)
             self._loop = gevent.spawn(self._run)
 
     def wake(self) -> None:
@@ -83,11 +86,26 @@ class BatchRunner:
     def _poll(self) -> None:
         if not Path(self._service.config.file_store).exists():
             return  # nothing was ever stored
+        self._report(self._store.call(BatchDatabase.facts))
         if self._jobs:
             now = time.time()
             self._check_jobs(self._store.call(lambda database: database.renew(now)))
         while len(self._jobs) < MAX_JOBS and not self._service.is_draining() and self._claim():
             pass
+
+    def _report(self, facts: StoreFacts) -> None:
+        """Set the metrics of the store, and of this process's batches."""
+        metrics = self._service.metrics
+        for status, count in facts.open_batches.items():
+            metrics.open_batches.labels(status).set(count)
+        metrics.file_store_bytes.set(facts.num_bytes)
+        metrics.paused_batches.set(sum(job.is_paused for job, _ in self._jobs.values()))
+
+    def _count_lines(self, results: Sequence[LineResult]) -> None:
+        num_failed = sum(result.has_failed for result in results)
+        lines = self._service.metrics.batch_lines
+        lines.labels("completed").inc(len(results) - num_failed)
+        lines.labels("failed").inc(num_failed)
 
     def _check_jobs(self, statuses: dict[str, BatchStatus]) -> None:
         """Stop the jobs whose batches were cancelled or lost, and all if this process drains."""
