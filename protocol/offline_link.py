@@ -16,6 +16,10 @@ from typing import Any
 from protocol.messages import Message
 from protocol.offline_messages import FrameReader, to_frame
 
+WAKE_S = 0.2
+"""Interval at which a waiting thread runs Python code. A signal that arrives just before the thread
+waits does not end the wait, and its handler runs only then."""
+
 
 class FrameLink:
     """Sends and receives whole frames. An exception of a signal handler may interrupt any call; it
@@ -32,7 +36,7 @@ class FrameLink:
         self._reader = FrameReader(sock, kind)
         self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        #: Whether the other side has closed the socket. Set before None is put into `_received`.
+        #: Whether no further message arrives. Set before None is put into `_received`.
         self._is_over = False
         self._threads = [
             threading.Thread(target=target, name=f"tidegate-llm-{name}", daemon=True)
@@ -47,9 +51,10 @@ class FrameLink:
 
     def receive(self) -> Any:
         """Wait for the next message and return it; None if the other side has closed the socket."""
-        if self._is_over and self._received.empty():
-            return None
-        return self._received.get()
+        while not self._is_over or not self._received.empty():
+            with contextlib.suppress(queue.Empty):
+                return self._received.get(timeout=WAKE_S)
+        return None
 
     def close(self) -> None:
         """Close the socket. May be called twice."""
