@@ -167,6 +167,19 @@ def test_the_first_ten_minutes_go_as_the_page_says(tmp_path: Path, session: Past
     assert not list((tmp_path / "run").glob("*/*/pid"))
 
 
+def test_the_wait_for_a_server_that_does_not_start_ends_with_the_reason(
+    session: PastingShell,
+) -> None:
+    loops = [each.text for each in shown_commands() if each.text.startswith("until tidegate")]
+    assert len(loops) == 2
+    for loop in loops:
+        session.run("tidegate serve --max-slots many > serve.out 2>&1 &")
+        code, printed = session.run(loop)
+        assert code == 0
+        assert printed[0] == "the server did not start:"
+        assert any("--max-slots" in line for line in printed[1:])
+
+
 def test_the_page_shows_each_step_of_a_newcomer() -> None:
     texts = [each.text for each in shown_commands()]
     for step in (
