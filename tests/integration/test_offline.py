@@ -355,6 +355,19 @@ def test_the_loss_of_a_process_is_an_error_and_ends_the_others(
     assert all_ended([pid for pid, _ in family])
 
 
+def test_a_forked_process_needs_an_llm_of_its_own(llm: LLM) -> None:
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run here
+        try:
+            llm.generate("w5")
+        except EngineError as error:
+            os._exit(7 if "belongs to another process" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert llm.generate("w5", max_tokens=2)[0].text
+
+
 def test_a_closed_llm_says_so(model: Path) -> None:
     llm = LLM(str(model), **OPTIONS)
     llm.close()
