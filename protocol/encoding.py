@@ -61,6 +61,24 @@ class EncodeInputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
             raise ValueError("the splits of the inputs do not match their lengths")
 
 
+class PairPrompt(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The text that a pair of texts becomes for a model that reads one text. It is truncated at the
+    end of its body."""
+
+    prefix: str
+    #: Contains `{query}`, `{document}`, and `{instruction}` if the model takes one.
+    body: str
+    suffix: str
+    #: The instruction of requests that give none; empty: the model takes none.
+    instruction: str = ""
+
+    @property
+    def plain(self) -> str:
+        """Return the whole text with the default instruction."""
+        body = self.body.replace("{instruction}", self.instruction)
+        return self.prefix + body + self.suffix
+
+
 class EncodingCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The inputs that a model encodes, and how (`ModelCard.encoding`)."""
 
@@ -79,3 +97,5 @@ class EncodingCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     prompts: dict[str, str] = {}
     #: Name of the prompt of requests that name none; None: none.
     default_prompt: str | None = None
+    #: The text that a pair becomes; None: the tokenizer joins the two texts.
+    pair_prompt: PairPrompt | None = None

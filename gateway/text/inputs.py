@@ -15,8 +15,22 @@ from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
 from protocol.encoding import MAX_REQUEST_TOKENS
 from protocol.errors import ContextTooLong, InvalidRequest
 
-InputText = str | tuple[str, str]
-"""A text, or a pair of texts."""
+
+@dataclass(frozen=True, slots=True)
+class FramedText:
+    """A text between two others, which are kept if the text is truncated."""
+
+    prefix: str
+    body: str
+    suffix: str
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        return self.prefix, self.body, self.suffix
+
+
+InputText = str | tuple[str, str] | FramedText
+"""A text, a pair of texts, or a framed text."""
 OffloadBatch = Callable[[Callable[[], "list[TokenizedInput]"]], "list[TokenizedInput]"]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
 TRUNCATES = "truncate_prompt_tokens: -1"
@@ -93,7 +107,7 @@ class InputTokenizer:
 
     def _size(self, text: InputText, param: str) -> int:
         """Return the size of an input in bytes. Raises ContextTooLong if it is not encoded."""
-        size = sum(text_bytes(part, param) for part in ([text] if isinstance(text, str) else text))
+        size = sum(text_bytes(part, param) for part in parts_of(text))
         most = max(self.max_text_bytes, MIN_TEXT_BYTES)
         if size > most:
             raise ContextTooLong(
@@ -118,7 +132,8 @@ class InputTokenizer:
         with library_failures(params[0]):
             for group in _groups(sizes):
                 found = self.inner.encode_batch_fast(
-                    list(texts[group.start : group.stop]), add_special_tokens=adds_special
+                    [whole_text(text) for text in texts[group.start : group.stop]],
+                    add_special_tokens=adds_special,
                 )
                 for index, whole in zip(group, found, strict=True):
                     kept, count = whole, len(whole.ids)
@@ -133,8 +148,10 @@ class InputTokenizer:
         return done
 
     def _truncated(self, text: InputText, limit: int, *, adds_special: bool) -> tokenizers.Encoding:
-        """Return the encoding of a text or a pair, with at most `limit` tokens, special tokens
-        included. Of a pair, the longer text is shortened first."""
+        """Return the encoding of an input, with at most `limit` tokens, special tokens included. Of
+        a pair, the longer text is shortened first."""
+        if isinstance(text, FramedText):
+            return self._truncated_body(text, limit)
         num_special = 0
         if adds_special:
             num_special = self.inner.num_special_tokens_to_add(not isinstance(text, str))
@@ -153,6 +170,35 @@ class InputTokenizer:
             part.truncate(size)
         pair = parts[1] if len(parts) > 1 else None
         return self.inner.post_process(parts[0], pair, adds_special)
+
+    def _truncated_body(self, text: FramedText, limit: int) -> tokenizers.Encoding:
+        prefix, body, suffix = (
+            self.inner.encode(part, add_special_tokens=False) for part in text.parts
+        )
+        num_kept = len(prefix.ids) + len(suffix.ids)
+        if limit <= num_kept:
+            raise InvalidRequest.at(
+                "truncate_prompt_tokens",
+                f"{limit} tokens leave no room for text beside the {num_kept} tokens of the "
+                "model's prompt",
+            )
+        body.truncate(limit - num_kept)
+        return tokenizers.Encoding.merge([prefix, body, suffix])
+
+
+def parts_of(text: InputText) -> Sequence[str]:
+    """Return the texts of which an input consists."""
+    match text:
+        case str():
+            return [text]
+        case FramedText():
+            return text.parts
+    return text
+
+
+def whole_text(text: InputText) -> str | tuple[str, str]:
+    """Return an input as the tokenizer takes it."""
+    return "".join(text.parts) if isinstance(text, FramedText) else text
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[range]:

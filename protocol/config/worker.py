@@ -20,7 +20,7 @@ AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
 KVDtype = Literal["auto", "int8"]
-PoolingOption = Literal["auto", "cls", "mean", "last"]
+PoolingOption = Literal["auto", "cls", "mean", "last", "rank"]
 
 MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
 TOKEN_BUDGET = DeviceDefault(cpu=256, gpu=8192)
@@ -154,7 +154,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         PoolingOption,
         about(
             "serve /v1/embeddings with the vector of the first token (cls), the mean of all tokens "
-            "or the last token; auto: as the model's files say, so a chat model has no embeddings"
+            "or the last token; rank: serve /v1/rerank with a Qwen3-Reranker; auto: as the "
+            "model's files say, so a chat model has no embeddings"
         ),
     ] = "auto"
     measurements: Annotated[

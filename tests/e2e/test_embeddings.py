@@ -19,6 +19,13 @@ from transformers import AutoModel, AutoTokenizer
 
 from tests.support.encoder_models import random_encoder, write_encoder
 from tests.support.model import minilm
+from tests.support.rerankers import (
+    INSTRUCTION,
+    probabilities,
+    prompt_ids,
+    random_reranker,
+    write_reranker,
+)
 from tests.support.server import Server
 
 pytestmark = pytest.mark.long
@@ -198,3 +205,27 @@ def test_a_cross_encoder_orders_documents_as_transformers_does(tmp_path: Path) -
         refused = requests.post(f"{server.url}/v1/embeddings", json={"input": "w1"}, timeout=60)
         assert refused.status_code == 400
         assert "has no embeddings" in refused.json()["error"]["message"]
+
+
+def test_a_reranker_is_recognised_and_orders_documents_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    model = random_reranker()
+    path = write_reranker(tmp_path / "Qwen3-Reranker-0.6B", model)
+    query, documents = "When is the harbour closed?", ["In a storm.", "Bread rises.", "no " * 60]
+    with Server("--dtype", "float32", model=str(path)) as server:
+        for instruction in (INSTRUCTION, "Find the cause"):
+            fields = {} if instruction == INSTRUCTION else {"instruction": instruction}
+            prompts = [prompt_ids(query, each, instruction) for each in documents]
+            scores = probabilities(model, prompts).flatten().tolist()
+            body = {"query": query, "documents": documents, **fields}
+            found = requests.post(f"{server.url}/v1/rerank", json=body, timeout=60).json()
+            by_place = {each["index"]: each["relevance_score"] for each in found["results"]}
+            assert [by_place[place] for place in range(3)] == pytest.approx(scores, abs=TOLERANCE)
+            pairs = {"text_1": query, "text_2": documents, **fields}
+            found = requests.post(f"{server.url}/v1/score", json=pairs, timeout=60).json()
+            assert [each["score"] for each in found["data"]] == pytest.approx(scores, abs=TOLERANCE)
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        refused = requests.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+        assert refused.status_code == 400
+        assert "does not generate text" in refused.json()["error"]["message"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.encoding import MAX_INPUTS, EncodingCard
+from protocol.encoding import MAX_INPUTS, EncodingCard, PairPrompt
 from protocol.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
@@ -44,6 +44,26 @@ def scorer(
     encoding = EncodingCard(task="score", max_tokens=MAX_TOKENS, size=2)
     card = scripted_card(encoding=encoding, generates=False)
     address = f"ipc://{tmp_path_factory.mktemp('scorer') / 'engine.sock'}"
+    with (
+        ScriptedEngine(address, card=card) as engine,
+        GatewayProcess(engine=address) as gateway,
+    ):
+        yield engine, gateway.await_ready()
+
+
+PROMPT = PairPrompt(
+    prefix="[", body="{instruction}: {query}? {document}", suffix="]=", instruction="Find"
+)
+
+
+@pytest.fixture(scope="module")
+def prompted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[ScriptedEngine, GatewayProcess]]:
+    """A model that scores pairs with a prompt."""
+    encoding = EncodingCard(task="score", max_tokens=MAX_TOKENS, size=1, pair_prompt=PROMPT)
+    card = scripted_card(encoding=encoding, generates=False)
+    address = f"ipc://{tmp_path_factory.mktemp('prompted') / 'engine.sock'}"
     with (
         ScriptedEngine(address, card=card) as engine,
         GatewayProcess(engine=address) as gateway,
@@ -240,6 +260,69 @@ def test_the_longer_text_of_a_pair_is_truncated_first(
         "/v2/rerank", {"query": "sea", "documents": ["x" * 90, "y"], "max_tokens_per_doc": 20}
     )
     assert engine.encodes[-1].inputs.tokens.tolist() == ids_of("sea" + "x" * 17 + "seay")
+
+
+RERANK = {"query": "sea", "documents": ["{query}", {"text": "b"}]}
+SCORE = {"text_1": "sea", "text_2": ["{query}", "b"]}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/rerank", RERANK), ("/v1/score", SCORE)])
+@pytest.mark.parametrize(
+    ("fields", "instruction"),
+    [({}, "Find"), ({"instruction": "Judge"}, "Judge"), ({"instruct": ""}, "")],
+)
+def test_a_model_with_a_prompt_gets_each_pair_in_it(
+    path: str,
+    body: dict[str, Any],
+    fields: dict[str, Any],
+    instruction: str,
+    prompted: tuple[ScriptedEngine, GatewayProcess],
+) -> None:
+    engine, gateway = prompted
+    response = gateway.post(path, {**body, **fields})
+    assert response.status_code == 200, response.text
+    inputs = engine.encodes[-1].inputs
+    texts = [f"[{instruction}: sea? {document}]=" for document in ("{query}", "b")]
+    assert inputs.tokens.tolist() == ids_of("".join(texts))
+    assert inputs.lengths.tolist() == [len(text) for text in texts]
+    assert response.json()["usage"]["total_tokens"] == sum(map(len, texts))
+
+
+def test_a_prompt_is_truncated_at_the_end_of_its_document(
+    prompted: tuple[ScriptedEngine, GatewayProcess],
+) -> None:
+    engine, gateway = prompted
+    body = {"query": "sea", "documents": ["x" * 90], "truncate_prompt_tokens": 20}
+    gateway.post("/v1/rerank", body)
+    assert engine.encodes[-1].inputs.tokens.tolist() == ids_of("[Find: sea? xxxxxx]=")
+    error = error_of(gateway, "/v1/rerank", {**body, "truncate_prompt_tokens": 3})
+    assert "beside the 3 tokens of the model's prompt" in error["message"]
+    error = error_of(gateway, "/v1/rerank", {"query": "sea", "documents": ["a", "x" * 90]})
+    assert error["param"] == "documents[1]"
+
+
+def test_texts_that_have_the_prompt_are_only_joined(
+    prompted: tuple[ScriptedEngine, GatewayProcess],
+) -> None:
+    engine, gateway = prompted
+    gateway.post("/v1/score", {"text_1": "[Q: sea? ", "text_2": "harbour]="})
+    assert engine.encodes[-1].inputs.tokens.tolist() == ids_of("[Q: sea? harbour]=")
+
+
+def test_two_instructions_are_refused(prompted: tuple[ScriptedEngine, GatewayProcess]) -> None:
+    _, gateway = prompted
+    error = error_of(gateway, "/v1/rerank", {**RERANK, "instruction": "a", "instruct": "b"})
+    assert error["param"] == "instruct"
+
+
+@pytest.mark.parametrize("field", ["instruction", "instruct"])
+def test_a_model_without_instructions_refuses_one(
+    field: str, gateway: GatewayProcess, scorer: tuple[ScriptedEngine, GatewayProcess]
+) -> None:
+    for each in (gateway, scorer[1]):
+        error = error_of(each, "/v1/rerank", {**RERANK, field: "Find"})
+        assert error["param"] == field
+        assert "takes no instruction" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])

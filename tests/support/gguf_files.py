@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,12 @@ def write_gguf(
     path: Path,
     model: Any,
     kind: GGMLQuantizationType | Kinds = F32,
-    metadata: Mapping[str, float | str | int | list[int]] | None = None,
+    metadata: Mapping[str, float | str | int | Sequence[int] | Sequence[str]] | None = None,
     *,
     stacks_experts: bool = True,
+    tokenizer: Callable[[GGUFWriter], None] | None = None,
+    skips: str | None = None,
+    more: Mapping[str, Array] | None = None,
 ) -> Path:
     """Write a model with the tiny tokenizer, and return `path`.
 
@@ -78,6 +81,9 @@ def write_gguf(
     metadata         keys to add
     stacks_experts   write the experts of a layer as one tensor, as today's converter does; older
                      files have a tensor for each expert
+    tokenizer        adds another tokenizer
+    skips            name of a tensor that is left out
+    more             tensors to add
     """
     config: Any = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -85,12 +91,14 @@ def write_gguf(
     _add_facts(writer, config)
     _add_own_facts(writer, config)
     _add_rope(writer, config)
-    _add_tokenizer(writer)
+    (tokenizer or _add_tokenizer)(writer)
     kinds = kind if callable(kind) else lambda _: kind
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     for theirs, data in _tensors(model):
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
+        if name == skips:
+            continue
         own = kinds(name) if data.ndim > 1 and not name.endswith(".bias") else F32
         parts = {name: data}
         if data.ndim == 3 and not stacks_experts:
@@ -98,6 +106,8 @@ def write_gguf(
             parts = {part_name.format(index): part for index, part in enumerate(data)}
         for part_name, part in parts.items():
             writer.add_tensor(part_name, _quantized(part, own), raw_dtype=own)
+    for name, data in (more or {}).items():
+        writer.add_tensor(name, data)
     for key, value in (metadata or {}).items():
         add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
         add |= {list: writer.add_array}

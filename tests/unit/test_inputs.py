@@ -25,7 +25,7 @@ class CountingTokenizer:
         self.inner = inner
         self.calls: list[int] = []
 
-    def encode_batch_fast(self, texts: list[InputText], **options: Any) -> Any:
+    def encode_batch_fast(self, texts: list[str | tuple[str, str]], **options: Any) -> Any:
         parts = [[text] if isinstance(text, str) else text for text in texts]
         self.calls.append(sum(text_bytes(part, "") for pair in parts for part in pair))
         return self.inner.encode_batch_fast(texts, **options)

@@ -1,5 +1,5 @@
-"""Encodes with a decoder: the hidden state of an input's last token, or the mean of all, is its
-vector. Each token sees the tokens before it, as in generation.
+"""Encodes with a decoder: the hidden state of an input's last token, or the mean of all, gives its
+vector or its score. Each token sees the tokens before it, as in generation.
 
 The model's own forward pass computes the step, with a small K/V cache that only this step uses. All
 layers share one layer's memory in it, because a layer reads only what it has just written.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from protocol.encoding import MAX_STEP_INPUTS
 from worker.attention.base import Attention, AttentionBatch
-from worker.encoders.pooling import VectorHead
+from worker.encoders.pooling import InputHead
 from worker.encoders.ragged import RaggedBatch
 from worker.kv.cache import KVCache, LayerPlace
 from worker.models.base import StepModel
@@ -38,7 +38,7 @@ class DecoderVectors:
     def __init__(
         self,
         model: StepModel,
-        vectors: VectorHead,
+        head: InputHead,
         attention: Attention,
         *,
         norm: Callable[[Tensor], Tensor] | None,
@@ -51,7 +51,7 @@ class DecoderVectors:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._vectors = vectors
+        self._head = head
         self._attention = attention
         self._norm = norm
         self._cache = KVCache(
@@ -68,7 +68,7 @@ class DecoderVectors:
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         hidden = self._model(batch.token_ids, self._placed(batch), self._cache, self._attention)
-        return self._vectors(hidden, batch, self._norm)
+        return self._head(hidden, batch, self._norm)
 
     def _placed(self, batch: RaggedBatch) -> AttentionBatch:
         """Return the places of the step's tokens in the cache: every input has blocks of its

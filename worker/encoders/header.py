@@ -58,6 +58,12 @@ class EncoderHeader:
         if the model has none."""
         if pooling == "auto":
             return self
+        if pooling == "rank":
+            if self.spec.head is not None:
+                return self
+            raise UnusableModel(
+                "an encoder without a head does not rank", remedy="serve without --pooling rank"
+            )
         if self.spec.head is not None:
             raise UnusableModel(
                 "a model that scores pairs has no pooling to choose",

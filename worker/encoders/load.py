@@ -12,9 +12,11 @@ from protocol.model_card import ModelCard
 from worker.encoders.encoder import Encoder, EncoderLayer, EncoderWeights, ScoreHead
 from worker.encoders.header import EncoderHeader
 from worker.encoders.modules import DenseSpec, VectorSpec
-from worker.encoders.pooling import DenseModule, VectorHead
+from worker.encoders.pair_scorer import PairScorer
+from worker.encoders.pooling import DenseModule, PairScoreHead, VectorHead
 from worker.encoders.spec import EncoderLayerSpec
 from worker.encoders.tensors import EncoderLayerTensors, EncoderTensors
+from worker.layers.embedding import Embedding
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.loading.digest import digest
@@ -23,8 +25,9 @@ from worker.loading.gguf_weights import GGUFWeights
 from worker.loading.huggingface import SafetensorsWeights
 from worker.loading.pinned_ring import Copy, copying_to
 from worker.loading.random_weights import RandomWeights
-from worker.loading.weights import WeightSource, read_part
-from worker.models.tensors import FusedMatrix, NormTensor
+from worker.loading.weights import WeightSource, read_box, read_part
+from worker.models.tensors import FusedMatrix, ModelTensors, NormTensor
+from worker.parallel.share import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,30 @@ def vector_head(spec: VectorSpec, device: torch.device) -> VectorHead:
     """Return what makes a model's vectors, with the weights of its dense layers in float32."""
     dense = [_dense_module(each, device) for each in spec.dense]
     return VectorHead(spec.pooling, dense, spec.normalizes)
+
+
+def pair_score_head(
+    scorer: PairScorer,
+    tensors: ModelTensors,
+    source: WeightSource,
+    embedding: Embedding,
+    device: torch.device,
+) -> PairScoreHead:
+    """Return what makes a decoder's scores.
+
+    embedding   the model's embedding, which has been read: its rows may be those of the head
+    """
+    if scorer.tensor == tensors.embedding:
+        rows = embedding(torch.tensor(scorer.rows, device=device)).float()
+    else:
+        # The output head can have a row for each token, so only the rows that score are read.
+        whole = (scorer.num_rows, tensors.spec.hidden)
+        rows = torch.empty(len(scorer.rows), tensors.spec.hidden, device=device)
+        for place, row in enumerate(scorer.rows):
+            box = Box((range(row, row + 1), range(whole[1])), whole)
+            read_box(source, scorer.tensor, rows[place : place + 1], box)
+    weight = rows[:1] if scorer.minus is None else rows[:1] - rows[1:]
+    return PairScoreHead(weight.clone(), scorer.has_sigmoid)
 
 
 def _dense_module(spec: DenseSpec, device: torch.device) -> DenseModule:

@@ -101,7 +101,7 @@ def read_modules(folder: Path, hidden: int) -> VectorSpec | None:
     dense: list[DenseSpec] = []
     normalizes = False
     for number, module in enumerate(_modules(folder)):
-        kind = module.text("type").rpartition(".")[2]
+        kind = _kind(module)
         place = folder / _inside(module.text("path", ""))
         if normalizes:
             raise UnusableModel(f"{MODULES}: a module after Normalize is not supported")
@@ -121,6 +121,16 @@ def read_modules(folder: Path, hidden: int) -> VectorSpec | None:
         raise UnusableModel(f"{MODULES} has no module of type Pooling")
     spec = VectorSpec(pooling=pooling, dense=tuple(dense), normalizes=normalizes)
     return _with_settings(spec, folder)
+
+
+def module_kinds(folder: Path) -> list[str]:
+    """Return the types of the modules in a directory with a modules.json, without their packages.
+    Raises UnusableModel if the file is damaged."""
+    return [_kind(module) for module in _modules(folder)]
+
+
+def _kind(module: Fields) -> str:
+    return module.text("type").rpartition(".")[2]
 
 
 def _modules(folder: Path) -> list[Fields]:
@@ -202,7 +212,10 @@ def _lowers(folder: Path) -> bool:
     )
 
 
-def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
+def max_sequence_length(folder: Path) -> int | None:
+    """Return the most tokens of an input by the files of sentence-transformers; None if they do not
+    say. Raises UnusableModel if they ask for lower case that the tokenizer does not make."""
+    longest = None
     for name in LENGTHS:
         if (folder / name).is_file():
             config = Fields(read_json(folder / name), name)
@@ -211,7 +224,12 @@ def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
                     f"{name}: do_lower_case is only supported if the tokenizer lowers texts itself"
                 )
             if config.get("max_seq_length") is not None:
-                spec = replace(spec, max_tokens=max(config.integer("max_seq_length"), 1))
+                longest = max(config.integer("max_seq_length"), 1)
+    return longest
+
+
+def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
+    spec = replace(spec, max_tokens=max_sequence_length(folder))
     if not (folder / SETTINGS).is_file():
         return spec
     config = Fields(read_json(folder / SETTINGS), SETTINGS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, normalize
+from torch.nn.functional import gelu, linear, normalize
 
 from protocol.encoding import Pooling
 from worker.encoders.ragged import RaggedBatch
@@ -60,6 +60,32 @@ class VectorHead:
         for module in self.dense:
             x = module(x)
         return normalize(x, dim=-1) if self.normalizes else x
+
+
+@dataclass(frozen=True, slots=True)
+class PairScoreHead:
+    """Everything after the hidden states of a decoder that scores.
+
+    weight   [1, hidden] float32
+    """
+
+    weight: Tensor
+    has_sigmoid: bool = True
+
+    def __call__(
+        self, hidden: Tensor, batch: RaggedBatch, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the scores [N, 1] float32 of hidden [T, hidden]: those of the last tokens.
+
+        norm   the model's final norm, if it has not been applied to `hidden` yet
+        """
+        x = pool(hidden, batch, "last")
+        score = linear(x if norm is None else norm(x), self.weight)
+        return score.sigmoid() if self.has_sigmoid else score
+
+
+InputHead = VectorHead | PairScoreHead
+"""What makes the results of inputs of a decoder's hidden states."""
 
 
 def pool(hidden: Tensor, batch: RaggedBatch, pooling: Pooling) -> Tensor:

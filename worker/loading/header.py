@@ -17,9 +17,21 @@ from typing import Any
 from protocol.config.worker import PoolingOption
 from protocol.encoding import EncodingCard
 from worker.encoders.families.registry import find_encoder
-from worker.encoders.gguf import ENCODERS, gguf_encoder, pooling_type
+from worker.encoders.gguf import ENCODERS, RANK, gguf_encoder, pooling_type
 from worker.encoders.header import EncoderHeader, config_encoder, directory_encoder
 from worker.encoders.modules import MODULES, VectorSpec, read_modules
+from worker.encoders.pair_scorer import ARCHITECTURE as RERANKER
+from worker.encoders.pair_scorer import (
+    GGUF_TENSOR,
+    PairScorer,
+    classifier_scorer,
+    gguf_scorer,
+    has_logit_score,
+    is_classifier,
+    is_named_reranker,
+    module_scorer,
+    token_scorer,
+)
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_config import Metadata
@@ -70,7 +82,9 @@ class ModelHeader:
     quantized: QuantizedFiles | None = None
     #: How its vectors are made; None: the model has none.
     vectors: VectorSpec | None = None
-    #: Whether the model generates text. Models that were made for vectors do not.
+    #: How it scores pairs of texts; None: it does not.
+    scorer: PairScorer | None = None
+    #: Whether the model generates text. Models that were made for vectors or scores do not.
     generates: bool = True
 
     @property
@@ -80,6 +94,8 @@ class ModelHeader:
     @property
     def encoding(self) -> EncodingCard | None:
         spec = self.spec
+        if self.scorer is not None:
+            return self.scorer.card(spec.context_tokens)
         if self.vectors is None:
             return None
         return self.vectors.card("embed", spec.hidden, spec.context_tokens)
@@ -130,16 +146,69 @@ def read_any_header(path: Path, pooling: PoolingOption = "auto") -> AnyHeader:
 def with_pooling(
     header: ModelHeader | TransformersHeader, pooling: PoolingOption
 ) -> ModelHeader | TransformersHeader:
-    """Return the header of a decoder if the operator has chosen a pooling. Raises UnusableModel if
-    the model cannot have vectors."""
+    """Return the header of a decoder as the operator wants to use it. Raises UnusableModel if the
+    model cannot be used so.
+
+    pooling   auto: the model's files and its name decide; rank: it scores; others: it has vectors
+    """
+    if isinstance(header, TransformersHeader):
+        if pooling == "auto":
+            return header
+        raise UnusableModel(
+            "models that transformers computes have no vectors or scores",
+            remedy="serve without --pooling",
+        )
+    if header.scorer is not None:
+        if pooling in ("auto", "rank"):
+            return header
+        raise UnusableModel(
+            "a model that scores pairs has no pooling to choose", remedy="serve without --pooling"
+        )
+    if pooling == "rank" or (pooling == "auto" and _is_named_reranker(header)):
+        return _named_reranker(header)
     if pooling == "auto":
         return header
-    if isinstance(header, TransformersHeader):
-        raise UnusableModel(
-            "models that transformers computes have no vectors", remedy="serve without --pooling"
-        )
     vectors = header.vectors or VectorSpec(pooling=pooling)
     return replace(header, vectors=replace(vectors, pooling=pooling))
+
+
+def _is_named_reranker(header: ModelHeader) -> bool:
+    """Return whether the name of a model that could also generate says that it is a reranker."""
+    if header.spec.architecture != RERANKER or header.vectors is not None or header.files is None:
+        return False
+    if isinstance(header.files, GGUFFile):
+        name = Metadata(header.files).fields.text("general.name", "")
+        return is_named_reranker(f"{header.name} {name}", None)
+    return is_named_reranker(header.name, header.paths[0].parent)
+
+
+def _named_reranker(header: ModelHeader) -> ModelHeader:
+    """Return the header of a model that compares the logits of "yes" and "no". Raises UnusableModel
+    if it is of another family, or has no tokenizer."""
+    if header.spec.architecture != RERANKER or header.files is None:
+        raise UnusableModel(
+            f"{header.spec.architecture} does not rank; only Qwen3-Reranker does, which is a "
+            f"{RERANKER}, and cross-encoders",
+            remedy="serve without --pooling rank",
+        )
+    tokenizer, head = header.text.tokenizer, header.tensors.head.parts[0]
+    if isinstance(header.files, GGUFFile):
+        scorer = gguf_scorer(Metadata(header.files), tokenizer, head, header.spec.hidden)
+    else:
+        scorer = token_scorer(tokenizer, head)
+    log.info(
+        "%s is served as a reranker, so it does not generate text (--pooling last: text and "
+        "vectors)",
+        header.name,
+    )
+    return _scoring(header, scorer)
+
+
+def _scoring(header: ModelHeader, scorer: PairScorer) -> ModelHeader:
+    """Return the header of a decoder that only scores. Its output head is not loaded."""
+    spec = replace(header.spec, tied_embeddings=True, head_bias=False)
+    tensors = ModelTensors(spec, header.tensors.names)
+    return replace(header, tensors=tensors, scorer=scorer, vectors=None, generates=False)
 
 
 def encoder_header(path: Path) -> EncoderHeader | None:
@@ -181,8 +250,11 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
             "config.json names code of the model's directory (auto_map), which is never run; the "
             "model is computed like others of its architecture"
         )
-    has_modules = (path / MODULES).is_file()
-    if has_modules:
+    is_scored, has_logits = is_classifier(config), has_logit_score(path)
+    has_vectors = (path / MODULES).is_file() and not (is_scored or has_logits)
+    if is_scored:
+        config = {**config, "architectures": [RERANKER]}
+    elif has_vectors:
         config = _causal(config)
     architecture = fallback(config)
     if architecture is not None:
@@ -193,10 +265,11 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
     names = family.names(spec)
-    vectors = read_modules(path, spec.hidden) if has_modules else None
+    vectors = read_modules(path, spec.hidden) if has_vectors else None
     if vectors is not None:
         # sentence-transformers saves the model without its head, and so without the prefix.
         names = names if names.prefix else replace(names, prefix="model.")
+    if is_scored or vectors is not None:
         spec = replace(spec, tied_embeddings=True, head_bias=False)
     names = without_prefix(names, list(files.tensors))
     quantization = read_quantization(config, family.quantizations)
@@ -209,9 +282,15 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     else:
         quantized = _quantized(quantization, tensors, files)
         shapes, kinds = quantized.shapes(), quantized.kinds()
+    scorer = None
+    if is_scored:
+        scorer = classifier_scorer(Fields(config, "config.json"), shapes, spec.hidden)
+        shapes = {name: shape for name, shape in shapes.items() if name != scorer.tensor}
+    elif has_logits:
+        scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
     tensors.check(shapes)
     _check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
-    return ModelHeader(
+    header = ModelHeader(
         directory_name(path),
         tensors,
         files,
@@ -222,6 +301,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         vectors=vectors,
         generates=vectors is None,
     )
+    return header if scorer is None else _scoring(header, scorer)
 
 
 def _causal(config: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +387,12 @@ def _gguf_header(path: Path) -> ModelHeader:
     file = GGUFFile(path)
     spec = gguf_spec(file)
     tensors = ModelTensors(spec, gguf_names(file, spec))
-    tensors.check({name: info.shape for name, info in file.tensors.items()})
+    metadata = Metadata(file)
+    ranks = spec.architecture == RERANKER and metadata.integer("pooling_type", 0) == RANK
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    if ranks:
+        shapes.pop(GGUF_TENSOR, None)
+    tensors.check(shapes)
     for name, info in file.tensors.items():
         if not info.kind.is_readable:
             raise UnusableModel(
@@ -315,11 +400,14 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    pooling = pooling_type(Metadata(file))
-    vectors = None if pooling is None else VectorSpec(pooling=pooling)
-    return ModelHeader(
-        path.stem, tensors, file, kinds, text, [path], vectors=vectors, generates=vectors is None
-    )
+    header = ModelHeader(path.stem, tensors, file, kinds, text, [path])
+    if ranks:
+        head = tensors.head.parts[0]
+        return _scoring(header, gguf_scorer(metadata, text.tokenizer, head, spec.hidden))
+    pooling = pooling_type(metadata)
+    if pooling is None:
+        return header
+    return replace(header, vectors=VectorSpec(pooling=pooling), generates=False)
 
 
 def _untied_if_heads_differ(tensors: ModelTensors, files: SafetensorsFiles) -> ModelTensors:

@@ -12,8 +12,8 @@ import torch
 
 from protocol.config.worker import Activations, KVDtype, PoolingOption, WeightForm
 from protocol.model_card import ModelCard
-from worker.encoders.load import vector_head
-from worker.encoders.pooling import VectorHead
+from worker.encoders.load import pair_score_head, vector_head
+from worker.encoders.pooling import InputHead
 from worker.kernels.base import Kernels
 from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.fingerprint import fingerprint
@@ -57,8 +57,8 @@ class LoadedModel:
     kv_dtype: torch.dtype
     rounded: Sequence[str]
     step_costs: list[tuple[int, float]] = field(default_factory=list)
-    #: Makes its vectors; None: it has none.
-    vectors: VectorHead | None = None
+    #: Makes its vectors or scores; None: it has none.
+    vectors: InputHead | None = None
 
 
 def load_model(
@@ -107,6 +107,11 @@ def load_model(
     with copying_to(device) as copy:
         source = open_weights(header, copy)
         loaded = load_weights(tensors, source, dtype=dtype, device=device, layout=form, group=group)
+        vectors: InputHead | None = None
+        if header.vectors is not None:
+            vectors = vector_head(header.vectors, device)
+        elif header.scorer is not None:
+            vectors = pair_score_head(header.scorer, tensors, source, loaded.embedding, device)
     # Ranks do not measure: they would have to call every layer equally often.
     costs = settle(spec, loaded, dtype, kernels, measurements) if group is None else []
     model = DecoderModel(spec, loaded, kernels)
@@ -120,7 +125,6 @@ def load_model(
         weights_bytes=sum(memory.values()),
         numerics=_numerics(model, dtype, rounded),
     )
-    vectors = None if header.vectors is None else vector_head(header.vectors, device)
     return LoadedModel(model, card, spec, cache_dtype, rounded, costs, vectors)
 
 
@@ -179,6 +183,8 @@ def _card(
         generates, encoding = header.generates, header.encoding
         if header.vectors is not None:
             facts, paths = facts + repr(header.encoding), [*paths, *header.vectors.paths]
+        elif header.scorer is not None:
+            facts += repr(header.scorer)
     return ModelCard(
         name=header.name,
         architecture=header.spec.architecture,

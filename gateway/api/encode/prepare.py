@@ -4,6 +4,7 @@ results to numbers."""
 from __future__ import annotations
 
 import math
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
@@ -16,9 +17,22 @@ from gateway.api.encode.requests import EncodeFields, EncodingFormat
 from gateway.generation.request import PromptRequest
 from gateway.generation.vectors import VectorParser
 from gateway.served_model import ServedModel
-from gateway.text.inputs import InputText, InputTokenizer, OffloadBatch, TokenizedInput, too_long
+from gateway.text.inputs import (
+    FramedText,
+    InputText,
+    InputTokenizer,
+    OffloadBatch,
+    TokenizedInput,
+    too_long,
+)
 from protocol.arrays import Float32, Int32
-from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, EncodeInputs, EncodingCard
+from protocol.encoding import (
+    MAX_INPUTS,
+    MAX_REQUEST_TOKENS,
+    EncodeInputs,
+    EncodingCard,
+    PairPrompt,
+)
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams, check_token_ids
 
@@ -30,6 +44,7 @@ QUERY_PROMPTS, DOCUMENT_PROMPTS = (
 TURN_NUMBERS = 1 << 15
 """Quantity of numbers of vectors that are handled before other greenlets run. A response can have
 millions, which take about a second."""
+_PLACE = re.compile(r"\{(instruction|query|document)\}")
 T = TypeVar("T")
 
 
@@ -88,6 +103,24 @@ class EncodePreparation:
             )
         )
 
+    def pairs(
+        self, pairs: Sequence[tuple[str, str]], params: Sequence[str], instruction: str | None
+    ) -> PromptRequest:
+        """Return the request that scores pairs of a query and a document, of a model that scores.
+        `params` are their names."""
+        prompt = self.encoding.pair_prompt
+        if prompt is None:
+            return self.texts(pairs, params)
+        chosen = prompt.instruction if instruction is None else instruction
+        framed = [framed_pair(prompt, *pair, chosen) for pair in pairs]
+        return self.texts(framed, params, adds_special=False)
+
+    def check_instruction(self, given: str | None, param: str) -> None:
+        """Raise InvalidRequest if a request has an instruction and the model takes none."""
+        prompt = self.encoding.pair_prompt
+        if given is not None and (prompt is None or not prompt.instruction):
+            raise InvalidRequest.at(param, "this model takes no instruction")
+
     def ids(self, inputs: Sequence[list[int]], params: Sequence[str]) -> PromptRequest:
         """Return the request that encodes lists of token ids."""
         found = []
@@ -135,6 +168,17 @@ class EncodePreparation:
         )
         params = SamplingParams(max_tokens=0)
         return PromptRequest(tokens, [params], VectorParser(), encode=inputs)
+
+
+def framed_pair(prompt: PairPrompt, query: str, document: str, instruction: str) -> FramedText:
+    """Return the text that a pair becomes. A client may already have written the model's prompt
+    around its texts, as other servers require; then the two texts are only joined."""
+    prefix, suffix = prompt.prefix, prompt.suffix
+    if query.startswith(prefix) and document.endswith(suffix):
+        body = query[len(prefix) :] + document[: len(document) - len(suffix)]
+        return FramedText(prefix, body, suffix)
+    values = {"instruction": instruction, "query": query, "document": document}
+    return FramedText(prefix, _PLACE.sub(lambda place: values[place[1]], prompt.body), suffix)
 
 
 def read_input(value: Any) -> tuple[list[str], None] | tuple[None, list[list[int]]]:

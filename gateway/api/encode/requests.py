@@ -90,7 +90,19 @@ class EmbeddingsBody(EncodeFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class RerankBody(EncodeFields, frozen=True, kw_only=True):
+class PairFields(EncodeFields, frozen=True, kw_only=True):
+    """Fields of all routes that score pairs.
+
+    instruction   what a document must do to match a query, for models that take an instruction;
+                  absent: the model's default one
+    instruct      another name of instruction
+    """
+
+    instruction: str | None = None
+    instruct: str | None = None
+
+
+class RerankBody(PairFields, frozen=True, kw_only=True):
     """The body of POST /v1/rerank, /v2/rerank and /rerank.
 
     top_n               number of results, best first; absent: all documents
@@ -106,7 +118,7 @@ class RerankBody(EncodeFields, frozen=True, kw_only=True):
     max_tokens_per_doc: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
-class ScoreBody(EncodeFields, frozen=True, kw_only=True):
+class ScoreBody(PairFields, frozen=True, kw_only=True):
     """The body of POST /v1/score and /score: one text against each of several, or as many texts as
     there are others, pair by pair."""
 
@@ -114,14 +126,14 @@ class ScoreBody(EncodeFields, frozen=True, kw_only=True):
     text_2: Texts
 
 
-class ScoreQueriesBody(EncodeFields, frozen=True, kw_only=True):
+class ScoreQueriesBody(PairFields, frozen=True, kw_only=True):
     """The same with other names."""
 
     queries: Texts
     documents: Texts
 
 
-class ScoreDataBody(EncodeFields, frozen=True, kw_only=True):
+class ScoreDataBody(PairFields, frozen=True, kw_only=True):
     """The same with other names."""
 
     data_1: Texts

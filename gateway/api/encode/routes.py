@@ -11,7 +11,13 @@ from msgspec import UNSET
 
 from gateway.api.encode import compute, prepare, requests, responses
 from gateway.api.encode.prepare import EncodePreparation
-from gateway.api.encode.requests import AnyScoreBody, EncodeFields, RerankBody, ScoreBody
+from gateway.api.encode.requests import (
+    AnyScoreBody,
+    EncodeFields,
+    PairFields,
+    RerankBody,
+    ScoreBody,
+)
 from gateway.api.encode.responses import EncodeUsage
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
@@ -206,7 +212,7 @@ def _scores(
     service: Service,
     use: ModelUse,
     context: RequestContext,
-    body: EncodeFields,
+    body: PairFields,
     preparation: EncodePreparation,
     pairs: list[tuple[str, str]],
     names: Sequence[str],
@@ -214,9 +220,10 @@ def _scores(
 ) -> tuple[list[float], EncodeUsage]:
     """Return the score of each pair: of a model that scores, its first result; otherwise the
     similarity of the two vectors."""
+    instruction = _instruction(body, preparation)
     if preparation.encoding.task == "score":
         with context.timeline.tokenizing():
-            prompt_request = preparation.texts(pairs, names)
+            prompt_request = preparation.pairs(pairs, names, instruction)
         vectors = compute.encode(service, use, context, body, prompt_request, kind)
         scores = [prepare.numbers_of(row)[0] for row in prepare.rows_of(vectors)]
         return scores, _usage(prompt_request)
@@ -238,6 +245,16 @@ def _scores(
     found = prepare.in_turns(zip(pairs, rows[len(queries) :], strict=True), width)
     scores = [prepare.similarity(of_query[query], row) for (query, _), row in found]
     return scores, _usage(prompt_request)
+
+
+def _instruction(body: PairFields, preparation: EncodePreparation) -> str | None:
+    """Return the instruction that a body gives. Raises InvalidRequest if it gives two, or one that
+    the model does not take."""
+    if body.instruction is not None and body.instruct is not None:
+        raise InvalidRequest.at("instruct", "is another name of instruction; give one of them")
+    preparation.check_instruction(body.instruction, "instruction")
+    preparation.check_instruction(body.instruct, "instruct")
+    return body.instruct if body.instruction is None else body.instruction
 
 
 def _read(service: Service, context: RequestContext, kind: type[F]) -> F:

@@ -152,7 +152,7 @@ EMBEDDINGS = {
 }
 RERANK = {
     **{"query": "a sea", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
-    "max_tokens_per_doc": 8,
+    **{"max_tokens_per_doc": 8, "instruction": None, "instruct": None},
 }
 SCORE = {"text_1": "a", "text_2": ["b", "c"]}
 

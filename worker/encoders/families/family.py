@@ -37,15 +37,6 @@ class EncoderConfig(ConfigFields):
         """Return whether the model has a head that scores."""
         return self.architecture.endswith(SCORES)
 
-    @property
-    def labels(self) -> int:
-        """Return the number of labels of the model's head: that of `id2label`, or 2, which is
-        transformers' default."""
-        names = self.get("id2label")
-        if isinstance(names, dict) and names:
-            return len(names)
-        return self.integer("num_labels", 2)
-
     def layer(self, **values: Any) -> EncoderLayerSpec:
         """Return the spec of a layer, with the fields `values`."""
         hidden, heads = self.integer("hidden_size"), self.num_heads
@@ -81,22 +72,30 @@ class EncoderConfig(ConfigFields):
         has several labels, or an unknown function for its score."""
         if not self.scores:
             return None
-        if self.labels != 1:
-            raise UnusableModel(
-                f"a model with {self.labels} labels classifies; only models with one label, which "
-                "score, are supported"
-            )
-        return HeadSpec(has_sigmoid=self._has_sigmoid, **values)
+        check_one_label(self)
+        return HeadSpec(has_sigmoid=has_sigmoid(self), **values)
 
-    @property
-    def _has_sigmoid(self) -> bool:
-        """Return whether scores are sigmoids. sentence-transformers stores the function under one
-        of two keys; its default for one label is the sigmoid."""
-        nested = Fields(self.get("sentence_transformers", {}), "sentence_transformers")
-        name = nested.get("activation_fn", self.get("sbert_ce_default_activation_function"))
-        if name is not None and name not in SCORE_FUNCTIONS:
-            raise UnusableModel(f"activation_fn {name!r:.80} is not supported")
-        return name is None or SCORE_FUNCTIONS[name]
+
+def check_one_label(config: Fields) -> None:
+    """Raise UnusableModel if the head of a model has several labels. Their number is that of
+    `id2label`, or 2, which is transformers' default."""
+    names = config.get("id2label")
+    is_given = isinstance(names, dict) and names
+    if (labels := len(names) if is_given else config.integer("num_labels", 2)) != 1:
+        raise UnusableModel(
+            f"a model with {labels} labels classifies; only models with one label, which score, "
+            "are supported"
+        )
+
+
+def has_sigmoid(config: Fields) -> bool:
+    """Return whether scores are sigmoids. sentence-transformers stores the function under one of
+    two keys; its default for one label is the sigmoid."""
+    nested = Fields(config.get("sentence_transformers", {}), "sentence_transformers")
+    name = nested.get("activation_fn", config.get("sbert_ce_default_activation_function"))
+    if name is not None and name not in SCORE_FUNCTIONS:
+        raise UnusableModel(f"activation_fn {name!r:.80} is not supported")
+    return name is None or SCORE_FUNCTIONS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
