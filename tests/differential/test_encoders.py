@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import MPNetTokenizer
+from transformers import MPNetTokenizer, PreTrainedModel
 
 from gateway.text.inputs import InputTokenizer
 from protocol.encoding import Pooling
@@ -87,6 +87,56 @@ def test_scores_equal_those_of_transformers(kind: str, name: str, tmp_path: Path
     assert_close(vectors(runner_of(tmp_path), inputs), wanted)
 
 
+NOMIC = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
+
+
+def published_nomic(path: Path, **fields: Any) -> PreTrainedModel:
+    """Write a model of Nomic's BERT with the keys of its published configs. Return the model."""
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    model = random_encoder("nomic_bert", rope_parameters=rope)
+    write_modules(write_encoder(path, model), "mean")
+    config = json.loads((path / "config.json").read_text())
+    own = {name: config[key] for name, key in NOMIC.items()}
+    own |= {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "rotary_emb_base": 100,
+        "rotary_emb_fraction": 1.0,
+        "rotary_scaling_factor": None,
+        "vocab_size": config["vocab_size"],
+        "type_vocab_size": 2,
+        "qkv_proj_bias": False,
+        "prenorm": False,
+    }
+    (path / "config.json").write_text(json.dumps(own | fields))
+    return model
+
+
+def test_a_published_config_of_nomics_bert_is_read(tmp_path: Path) -> None:
+    model = published_nomic(tmp_path)
+    inputs = some_inputs(LENGTHS)
+    wanted = torch.stack([pooled(hidden_states(model, ids), "mean") for ids in inputs])
+    assert_close(vectors(runner_of(tmp_path), inputs), wanted)
+    assert header_of(tmp_path).encoding.max_tokens == 320
+
+
+def test_inputs_beyond_the_training_are_refused_if_they_would_be_scaled(tmp_path: Path) -> None:
+    published_nomic(tmp_path, rotary_scaling_factor=2, max_trained_positions=200)
+    assert header_of(tmp_path).encoding.max_tokens == 200
+    published_nomic(tmp_path, rotary_scaling_factor=2, n_positions=8192)
+    assert header_of(tmp_path).encoding.max_tokens == 2048
+    published_nomic(tmp_path, n_positions=8192)
+    assert header_of(tmp_path).encoding.max_tokens == 8192
+
+
 def test_learned_biases_reach_across_tiles_of_queries(tmp_path: Path) -> None:
     model = random_encoder("mpnet", **VARIANTS["mpnet"]["a long table"])
     write_modules(write_encoder(tmp_path, model), "mean")
@@ -116,8 +166,9 @@ def test_the_tokenizer_of_an_mpnet_puts_its_own_special_tokens_around_texts(
     assert_close(vectors(runner_of(tmp_path), ids, splits), torch.stack(wanted))
 
 
-def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:
-    model = random_encoder("bert")
+@pytest.mark.parametrize("kind", ["bert", "nomic_bert"])
+def test_the_second_text_of_a_pair_has_another_token_type(kind: str, tmp_path: Path) -> None:
+    model = random_encoder(kind)
     write_modules(write_encoder(tmp_path, model), "mean")
     inputs, splits = some_inputs([9, 4, 9, 30]), [3, 4, 0, 17]
     wanted = torch.stack(
@@ -182,7 +233,10 @@ def test_an_encoder_without_module_files_has_means_of_length_one(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("bert", {}), ("xlm-roberta", {"type_vocab_size": 1}), ("modernbert", {}), ("mpnet", {})],
+    [
+        *[("bert", {}), ("xlm-roberta", {"type_vocab_size": 1}), ("modernbert", {})],
+        *[("mpnet", {}), ("nomic_bert", {})],
+    ],
 )
 def test_the_head_of_a_masked_language_model_is_ignored(
     kind: str, changes: dict[str, Any], tmp_path: Path

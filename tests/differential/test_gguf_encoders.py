@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+    quants,
+)
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedModel
 
@@ -39,6 +47,10 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "sea", "har", "##bour", "##s
 TEXTS = ["The sea", "harbours", "harbour seas the", "a [ a", "unknown", "É é", ""]
 
 
+GGUF_ARCHS = {"nomic_bert": MODEL_ARCH.NOMIC_BERT}
+"""model_type -> architecture of the GGUF file, if that is not "bert"."""
+
+
 def wordpiece(words: list[str], *, lowercase: bool = True) -> Tokenizer:
     """Return a tokenizer as those of BERT's checkpoints are."""
     tokenizer = Tokenizer(
@@ -66,17 +78,18 @@ def write_encoder_gguf(
     skips_types: bool = False,
     **metadata: Any,
 ) -> Path:
-    """Write a BERT or an XLM-RoBERTa as llama.cpp's converter does.
+    """Write a BERT, an XLM-RoBERTa or Nomic's BERT as llama.cpp's converter does.
 
     words         the vocabulary of a BERT
     tokenizer     the metadata of the tokenizer of an XLM-RoBERTa
     skips_types   write no table of token types
     """
     config = model.config
+    arch = GGUF_ARCHS.get(config.model_type, MODEL_ARCH.BERT)
     # XLM-RoBERTa's first position has the row after that of the padding token's id. The converter
     # leaves out the rows before it.
     first = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0
-    writer = GGUFWriter(path, "bert")
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings - first)
     writer.add_embedding_length(config.hidden_size)
@@ -93,9 +106,13 @@ def write_encoder_gguf(
         _add_unigram(writer, tokenizer)
     for key, value in metadata.items():
         add = {bool: writer.add_bool, int: writer.add_uint32}[type(value)]
-        add(f"bert.{key}", value)
-    names = get_tensor_name_map(MODEL_ARCH.BERT, config.num_hidden_layers)
-    for theirs, tensor in model.state_dict().items():
+        add(f"{MODEL_ARCH_NAMES[arch]}.{key}", value)
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = model.state_dict()
+    if arch == MODEL_ARCH.NOMIC_BERT:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        tensors = load_file(saved(model, path.parent))
+    for theirs, tensor in tensors.items():
         if theirs.startswith("pooler") or theirs.endswith(("position_ids", "token_type_ids")):
             continue
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
@@ -113,6 +130,12 @@ def write_encoder_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    """Write a model, which gives tensors their published names. Return the file."""
+    model.save_pretrained(folder / "saved")
+    return folder / "saved" / "model.safetensors"
 
 
 def _add_wordpiece(writer: GGUFWriter, words: list[str]) -> None:
@@ -166,6 +189,22 @@ def test_vectors_of_a_gguf_equal_those_of_transformers(pooling: Pooling, tmp_pat
         found = runner.encode(encode_inputs(inputs))
     wanted = torch.stack([pooled(hidden_states(model, ids), pooling) for ids in inputs])
     assert float((found - wanted).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("theta", [1000.0, 50.0])
+def test_vectors_of_nomics_bert_equal_those_of_transformers(theta: float, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    model = random_encoder("nomic_bert", rope_parameters=rope)
+    header = header_of(write_encoder_gguf(tmp_path / "n.gguf", model, pooling_type=1))
+    assert (header.spec.architecture, header.encoding.max_tokens) == ("NomicBertModel", 320)
+    loaded = load_encoder(header, dtype=torch.float32, device=torch.device("cpu"))
+    inputs = some_inputs([5, 1, 130, 320])
+    with torch.inference_mode():
+        runner = EncodeRunner(EncoderModel(loaded.model, loaded.vectors))
+        found = runner.encode(encode_inputs(inputs))
+    wanted = torch.stack([pooled(hidden_states(model, ids), "mean") for ids in inputs])
+    assert float((found - wanted).abs().max()) < 1e-4
+    check_config(tmp_path / "n.gguf")
 
 
 def random_xlmr(vocab_size: int, **changes: Any) -> PreTrainedModel:

@@ -47,6 +47,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "roberta": {"plain": {"type_vocab_size": 1}, "late padding": {"pad_token_id": 5}},
     "xlm-roberta": {"plain": {"type_vocab_size": 1}},
     "mpnet": {"plain": {}, "a long table": {"max_position_embeddings": 1032}},
+    "nomic_bert": {
+        "plain": {},
+        "one type": {"type_vocab_size": 1},
+        "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        "scaled after training": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+        },
+    },
     "modernbert": {
         "plain": MODERN,
         "biases": MODERN | {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
@@ -76,6 +84,7 @@ SCORERS: dict[str, dict[str, dict[str, Any]]] = {
     "roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
     "xlm-roberta": {"one label": {"num_labels": 1, "type_vocab_size": 1}},
     "mpnet": {"one label": {"num_labels": 1}},
+    "nomic_bert": {"one label": {"num_labels": 1}},
     "modernbert": {
         "one label": MODERN | {"num_labels": 1},
         "mean": MODERN | {"num_labels": 1, "classifier_pooling": "mean", "classifier_bias": True},

@@ -18,7 +18,7 @@ from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.gguf_config import Metadata
+from worker.loading.gguf_config import Metadata, rope_parameters
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.gguf_tokenizer import gguf_text
 from worker.models.tensor_names import TensorNames
@@ -56,6 +56,8 @@ class GGUFEncoder:
     families: tuple[str, ...]
     #: Keys of config.json that have the same value in all files.
     config: dict[str, Any] = field(default_factory=dict)
+    #: Whether positions are rotary embeddings.
+    has_rope: bool = False
     #: Returns the one of `families` to which a file belongs; None: the first one.
     choose: Callable[[Metadata], str] | None = None
 
@@ -77,6 +79,7 @@ ENCODERS = {
     "jina-bert-v2": GGUFEncoder(
         ("JinaBertModel",), {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     ),
+    "nomic-bert": GGUFEncoder(("NomicBertModel",), has_rope=True),
 }
 """`general.architecture` -> how its files are read. Positions are counted from the row after that
 of `pad_token_id`, which is the first one in these files."""
@@ -125,6 +128,7 @@ def _config(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of config.json."""
     tensors, encoder = metadata.file.tensors, ENCODERS[metadata.architecture]
     types = tensors.get("token_types.weight")
+    rope = {"rope_parameters": rope_parameters(metadata)} if encoder.has_rope else {}
     return {
         "architectures": [encoder.family(metadata)],
         "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -135,6 +139,7 @@ def _config(metadata: Metadata) -> dict[str, Any]:
         "max_position_embeddings": metadata.integer("context_length"),
         "layer_norm_eps": metadata.number("attention.layer_norm_epsilon"),
         "type_vocab_size": 0 if types is None else types.shape[0],
+        **rope,
         **encoder.config,
     }
 

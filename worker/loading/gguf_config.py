@@ -117,14 +117,14 @@ def common(metadata: Metadata) -> Config:
         "head_dim": metadata.head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_parameters": _rope(metadata),
+        "rope_parameters": rope_parameters(metadata),
         # Whether there are biases is read from the tensors.
         "attention_bias": False,
         "mlp_bias": False,
     }
 
 
-def _rope(metadata: Metadata) -> Config:
+def rope_parameters(metadata: Metadata) -> Config:
     """Return `rope_parameters`. A factor without a type means linear scaling.
 
     Factors in the tensor ROPE_FREQS are added to the spec afterwards (gguf_header.py).
@@ -226,7 +226,7 @@ def _ropes(metadata: Metadata, sliding_theta: float) -> Config:
     layers without windows are scaled."""
     return {
         "rope_parameters": {
-            FULL: _rope(metadata),
+            FULL: rope_parameters(metadata),
             SLIDING: {
                 "rope_type": "default",
                 "rope_theta": metadata.number("rope.freq_base_swa", sliding_theta),
@@ -258,7 +258,7 @@ def qwen3_moe(metadata: Metadata) -> Config:
 def gpt_oss(metadata: Metadata) -> Config:
     """Return the keys of gpt-oss besides those of `common`. The ends of its YaRN ramp are not
     rounded. GGUF files do not store this, so `truncate` (`YarnScaling`) is set here."""
-    rope = _rope(metadata)
+    rope = rope_parameters(metadata)
     return {
         **rms(metadata),
         **_windows(metadata, 2),

@@ -115,6 +115,8 @@ class EncoderFamily:
     unused: tuple[str, ...] = ()
     #: Key -> the only values that are supported.
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    #: Another name of a key, in older configs -> the key.
+    aliases: Mapping[str, str] = field(default_factory=dict)
     #: Keys that may be null, besides those whose default is None.
     nullable: frozenset[str] = frozenset()
 
@@ -135,7 +137,8 @@ class EncoderFamily:
         Raises UnusableModel, naming the field, if a value is null, wrong or not supported.
         """
         architecture = (config.get("architectures") or self.architectures)[0]
-        values = {**self.defaults, **config}
+        named = {key: config[alias] for alias, key in self.aliases.items() if alias in config}
+        values = {**self.defaults, **named, **config}
         for key, default in self.defaults.items():
             if values[key] is None and default is not None and key not in self.nullable:
                 raise UnusableModel(f"{source}: {key!r} is null")

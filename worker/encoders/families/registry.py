@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from worker.encoders.families import bert, modernbert, mpnet
+from worker.encoders.families import bert, modernbert, mpnet, nomic
 from worker.encoders.families.family import EncoderFamily
 from worker.loading.errors import UnusableModel
 
-FAMILIES: tuple[EncoderFamily, ...] = (*bert.FAMILIES, *modernbert.FAMILIES, *mpnet.FAMILIES)
+FAMILIES: tuple[EncoderFamily, ...] = tuple(
+    family for module in (bert, modernbert, mpnet, nomic) for family in module.FAMILIES
+)
 REFUSED = {
     "jina_embeddings_v3": "Jina's embeddings v3 choose LoRA weights by task",
     "xlm-roberta-flash": "Jina's embeddings v3 choose LoRA weights by task",
