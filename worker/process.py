@@ -1,7 +1,6 @@
 """The worker process: command line, logging, connection to the engine, exit code.
 
-It connects, locks its device, sends TokenizerRead, loads the model, sends WorkerReady, and then
-answers each StepPlan with a StepResult until Stop (loop.py). Exit codes are in
+It connects, loads the model and executes plans (execution.py). Exit codes are in
 protocol/exit_codes.py; a failure is also sent to the engine as WorkerFailed. The worker never
 outlives the engine. torch is imported late, so that its import time is part of the reported phases.
 """
@@ -9,7 +8,6 @@ outlives the engine. torch is imported late, so that its import time is part of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
 import os
@@ -18,7 +16,6 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from msgspec.structs import replace
 
 from protocol import sockets
 from protocol.config.worker import WorkerConfig
@@ -27,7 +24,7 @@ from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
 from protocol.start_gate import wait_at_gate
-from protocol.steps import TokenizerRead, WorkerFailed
+from protocol.steps import WorkerFailed
 from worker.connection import EngineConnection, ParentGone
 from worker.loading.errors import NotEnoughMemory, UnusableModel
 from worker.parallel.errors import PeerLost
@@ -75,57 +72,14 @@ def run(
 
     close   closes the connection to the engine
     """
-
-    def send_tokenizer(tokenizer: TokenizerRead) -> None:
-        if config.rank == 0:
-            engine.send(tokenizer)
-
     gc.disable()  # loading creates no garbage; collections took a tenth of its time
     try:
         timing = StartupTiming()
         with timing("import torch"):
-            from worker.kv.layout import KVLayout
-            from worker.kv.transfer.service import KVTransferService
-            from worker.loop import WorkerLoop
-            from worker.lora.service import AdapterService
-            from worker.startup.assembly import assemble
-            from worker.startup.device import lock_device
+            from worker.execution import load_and_execute
         gc.freeze()  # later collections skip the million objects that the imports created
         wait_at_gate()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(lock_device(config))
-            runner, encoder, ready = assemble(config, timing, on_tokenizer=send_tokenizer)
-            gc.collect()
-            gc.freeze()  # later collections skip what was loaded
-            gc.enable()
-            if runner is None:
-                loop = stack.enter_context(WorkerLoop(None, engine, None, encoder=encoder))
-                engine.send(ready)
-                loop.run()
-                return 0
-            layout = KVLayout.from_cache(ready.model, runner.components.cache)
-            kv_transfers = stack.enter_context(
-                KVTransferService(
-                    config, context, runner.components.cache, layout, ready.model.numerics
-                )
-            )
-            adapters = None
-            if runner.adapters.files is not None:
-                adapters = stack.enter_context(AdapterService(runner.adapters))
-            loop = stack.enter_context(
-                WorkerLoop(
-                    runner,
-                    engine,
-                    kv_transfers,
-                    encoder=encoder,
-                    adapters=adapters,
-                    answers=config.rank == 0,
-                )
-            )
-            ready = replace(ready, kv=kv_transfers.endpoint, kv_tiers=kv_transfers.tiers)
-            engine.send(replace(ready, kv_report=kv_transfers.report()))
-            log.debug("ready in %.1f s", sum(seconds for _, seconds in ready.phases))
-            loop.run()
+        load_and_execute(config, context, engine, timing)
         return 0
     except ParentGone:
         log.error("the engine has exited")
