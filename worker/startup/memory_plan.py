@@ -138,45 +138,16 @@ def plan_memory(
     Raises NotEnoughMemory, with the numbers and the options to change, and UnusableModel if
     `options.max_len` exceeds the model's context.
     """
-    model, rounds_kv = models[0], options.kv_dtype == "int8"
-    limits = step_limits(options, is_gpu=device != "cpu")
-    context_tokens = model.spec.context_tokens
+    model = models[0]
+    demand = _demand(options, models, dtype, step_limits(options, is_gpu=device != "cpu"))
     weights = sum(weights_bytes(each, dtype) for each in models)
-    specs = [each.spec for each in models]
-    window, groups = kv_window(options, specs), kv_groups(options, specs)
-    block = sum(
-        block_bytes(spec, options.block_tokens, dtype, groups, rounds_kv=rounds_kv)
-        for spec in specs
-    )
-    demand = KVDemand(
-        context_tokens=context_tokens,
-        block_bytes=block,
-        limits=limits,
-        window=window,
-        groups=groups,
-    )
-    work = work_bytes(model, dtype, limits)
-    # Slots hold a request's tokens, and no request is longer than the cache can serve.
-    longest = max_request_tokens(
-        options.max_len or context_tokens,
-        num_blocks=max(free_bytes - weights - work, 0) // block + 1,
-        block_tokens=options.block_tokens,
-        window=window,
-        groups=groups,
-    )
-    work += 4 * limits.max_slots * longest + adapters_bytes(options, model, dtype)
+    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     text = _needs(model.name, weights, _form(dtype, expanded), work, free_bytes)
-    left = free_bytes - weights - work
-    # The null block and one more. By default the cache of a CPU gets only 1/FREE_SHARE of the free
-    # memory.
-    takes_all = options.kv_blocks or options.kv_memory_gib or device != "cpu"
-    least = 2 * block * (1 if takes_all else FREE_SHARE)
+    left, block = free_bytes - weights - work, demand.block_bytes
+    least = _least_free_bytes(options, block, device)
     if left < least:
-        remedy = _smaller(model, dtype, expanded)
-        raise NotEnoughMemory(
-            text, remedy=remedy if device == "cpu" else f"{remedy}, or {SMALLER_STEP}"
-        )
+        raise NotEnoughMemory(text, remedy=_smaller(model, dtype, expanded, device))
     tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, text)
     try:
         if device == "cpu":
@@ -198,7 +169,7 @@ def plan_memory(
         architecture=model.spec.architecture,
         device=device,
         dtype=dtype,
-        context_tokens=context_tokens,
+        context_tokens=demand.context_tokens,
         max_len=budget.max_len,
         weights_bytes=weights,
         kv_bytes=budget.num_blocks * block,
@@ -208,6 +179,49 @@ def plan_memory(
         free_bytes=free_bytes,
         expanded=expanded,
     )
+
+
+def _demand(
+    options: WorkerConfig, models: Sequence[AnyPlanned], dtype: str, limits: StepLimits
+) -> KVDemand:
+    """Return what the sizes of the caches depend on."""
+    specs = [each.spec for each in models]
+    groups = kv_groups(options, specs)
+    rounds_kv = options.kv_dtype == "int8"
+    return KVDemand(
+        context_tokens=specs[0].context_tokens,
+        block_bytes=sum(
+            block_bytes(spec, options.block_tokens, dtype, groups, rounds_kv=rounds_kv)
+            for spec in specs
+        ),
+        limits=limits,
+        window=kv_window(options, specs),
+        groups=groups,
+    )
+
+
+def _least_free_bytes(options: WorkerConfig, block_bytes: int, device: str) -> int:
+    """Return how much memory must be free for the smallest cache: the null block and one more. By
+    default the cache of a CPU gets only 1/FREE_SHARE of the free memory."""
+    takes_all = options.kv_blocks or options.kv_memory_gib or device != "cpu"
+    return 2 * block_bytes * (1 if takes_all else FREE_SHARE)
+
+
+def _total_work_bytes(
+    options: WorkerConfig, model: AnyPlanned, dtype: str, demand: KVDemand, free_bytes: int
+) -> int:
+    """Return the memory of a step, of the slots and of adapters, in bytes. `free_bytes` is what the
+    weights leave."""
+    work = work_bytes(model, dtype, demand.limits)
+    # Slots hold a request's tokens, and no request is longer than the cache can serve.
+    longest = max_request_tokens(
+        options.max_len or demand.context_tokens,
+        num_blocks=max(free_bytes - work, 0) // demand.block_bytes + 1,
+        block_tokens=options.block_tokens,
+        window=demand.window,
+        groups=demand.groups,
+    )
+    return work + 4 * demand.limits.max_slots * longest + adapters_bytes(options, model, dtype)
 
 
 def adapters_bytes(options: WorkerConfig, model: AnyPlanned, dtype: str) -> int:
@@ -414,8 +428,8 @@ def _form(dtype: str, expanded: Sequence[str]) -> str:
     return dtype + (f", expanded from {', '.join(expanded)}" if expanded else "")
 
 
-def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
-    """Return advice for an error: ways to make this model's weights smaller."""
+def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str], device: str) -> str:
+    """Return advice for an error: ways to make this model's weights smaller, or a GPU's step."""
     ways = []
     if dtype == "float32" and weights_bytes(model, "bfloat16") < weights_bytes(model, "float32"):
         ways.append("--dtype bfloat16")
@@ -425,4 +439,5 @@ def _smaller(model: AnyPlanned, dtype: str, expanded: Sequence[str]) -> str:
         and (expanded or PLAIN_KINDS & set(model.kinds.values()))
     ):
         ways.append("a GGUF file of type Q4_K or Q8_0, which stay packed")
-    return "use " + ", or ".join([*ways, "a smaller model"])
+    ways.append("a smaller model")
+    return "use " + ", or ".join([*ways, SMALLER_STEP] if device != "cpu" else ways)
