@@ -131,6 +131,18 @@ ENVIRONMENT = {
 }
 """Files besides `__main__` that may read or set environment variables, and what for."""
 
+MAX_FILE_LINES = 500
+SOURCE_SUFFIXES = {".py", ".js", ".css", ".cpp", ".h"}
+LONG_FILES: dict[str, str] = {}
+"""Files with more than MAX_FILE_LINES lines, and why they stay whole."""
+
+MAX_BODY_LINES = 60
+LONG_FUNCTIONS = {
+    "worker/kernels/triton/attention.py:prefill": "a Triton kernel, whose parts share their tiles",
+}
+"""Functions with more than MAX_BODY_LINES lines, and why they stay whole. The signature and the
+docstring do not count, because they list options."""
+
 HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
 LIGHT_ENTRANCES = {
     "gateway.app": HEAVY,
@@ -343,6 +355,37 @@ def test_every_module_has_a_docstring(room: str) -> None:
         assert isinstance(module, ast.Module)
         law = ast.get_docstring(module)
         assert law, f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_only_listed_files_are_long() -> None:
+    """A file that has grown too long is cut at a part with a name of its own."""
+    long = {
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in SOURCE_SUFFIXES
+        and len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
+    }
+    assert long == set(LONG_FILES)
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function's body after its docstring."""
+    has_docstring = ast.get_docstring(function) is not None
+    first = function.body[1 if has_docstring and len(function.body) > 1 else 0]
+    return (function.end_lineno or 0) - first.lineno + 1
+
+
+def test_only_listed_functions_are_long() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for room in ROOMS
+        for path in files(room)
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and body_lines(node) > MAX_BODY_LINES
+    }
+    assert long == set(LONG_FUNCTIONS)
 
 
 @pytest.mark.parametrize("entrance", LIGHT_ENTRANCES)
