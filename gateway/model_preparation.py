@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from gevent.lock import Semaphore
 
-from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
+from gateway.prompt.template import TemplateLoader
+from gateway.sandbox.clients import trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel, return_free_memory
 from protocol.config.gateway import ModelConfig
 from protocol.messages import Limits
@@ -35,7 +36,7 @@ class ModelPreparation:
     def __init__(
         self,
         config: ModelConfig,
-        templates: TemplateProcesses,
+        templates: TemplateLoader,
         *,
         describe_writing: Callable[[], str],
         on_unservable: Callable[[ValueError], None],
