@@ -83,7 +83,7 @@ def test_an_answer_is_counted_and_timed(server: Server) -> None:
     talk = conversation(server, temperature=0, max_tokens=12)
     pieces = list(talk.ask("Count from one to fifty."))
     assert len(pieces) > 1
-    assert "".join(pieces) == talk.last.text
+    assert "".join(piece.text for piece in pieces) == talk.last.text
     assert (talk.last.tokens, talk.last.finish_reason) == (12, "length")
     assert talk.last.tokens_per_s > 0
 
@@ -93,7 +93,7 @@ def test_an_answer_that_is_left_early_stays_in_the_history_as_far_as_it_came(
 ) -> None:
     talk = conversation(server, temperature=0)
     answer = talk.ask("Tell me a very long story.")
-    first = next(answer)
+    first = next(answer).text
     answer.close()
     assert talk.messages[-1]["content"].startswith(first)
     assert eventually(lambda: "running  0 of" in tidegate("status", *port(server)).stdout)
@@ -196,7 +196,7 @@ def test_a_folder_of_the_users_that_is_called_worker_does_no_harm(
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
     with Server(model=babbling_model, cwd=tmp_path) as server:
-        assert "".join(conversation(server, temperature=0, max_tokens=4).ask(FRUITS))
+        assert list(conversation(server, temperature=0, max_tokens=4).ask(FRUITS))
 
 
 def port(server: Server) -> list[str]:

@@ -14,7 +14,7 @@ from worker.encoders.spec import EncoderSpec
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
 from worker.models.rope_config import RopeConfig
-from worker.models.tensors import TensorNames
+from worker.models.tensor_names import TensorNames
 
 LAYER = "encoder.layers.{i}."
 ROLES = {
