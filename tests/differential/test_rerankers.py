@@ -245,6 +245,20 @@ def test_texts_with_the_prompt_around_them_are_only_joined() -> None:
     assert framed == framed_pair(PROMPT, "sea", "harbour", "Find it.")
 
 
+@pytest.mark.parametrize("form", [with_modules, classifier])
+def test_the_default_prompt_of_a_directory_is_the_instruction(
+    form: Callable[[Path, PreTrainedModel], Path], tmp_path: Path
+) -> None:
+    path = form(tmp_path, random_reranker())
+    settings = {"prompts": {"law": "Find the law"}, "default_prompt_name": "law"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 900}))
+    encoding = header_of(path).encoding
+    assert encoding is not None
+    assert encoding.pair_prompt is not None
+    assert (encoding.pair_prompt.instruction, encoding.max_tokens) == ("Find the law", 900)
+
+
 def test_a_gguf_file_has_a_prompt_of_its_own(tmp_path: Path) -> None:
     template = "Judge.\nQ: {query}\nD: {document}\nA:"
     path = write_gguf(

@@ -228,10 +228,11 @@ def max_sequence_length(folder: Path) -> int | None:
     return longest
 
 
-def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
-    spec = replace(spec, max_tokens=max_sequence_length(folder))
+def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a model by name, and the name of the default one; None: there is none.
+    Raises UnusableModel if they are not texts, or if the default one is missing."""
     if not (folder / SETTINGS).is_file():
-        return spec
+        return {}, None
     config = Fields(read_json(folder / SETTINGS), SETTINGS)
     prompts = config.get("prompts", {})
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
@@ -239,6 +240,15 @@ def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
     default = config.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise UnusableModel(f"{SETTINGS}: there is no prompt {default!r:.80}")
+    return prompts, default
+
+
+def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
+    spec = replace(spec, max_tokens=max_sequence_length(folder))
+    if not (folder / SETTINGS).is_file():
+        return spec
+    prompts, default = read_prompts(folder)
+    config = Fields(read_json(folder / SETTINGS), SETTINGS)
     similarity = config.text("similarity_fn_name", "cosine")
     if similarity not in SIMILARITIES:
         raise UnusableModel(f"{SETTINGS}: similarity_fn_name {similarity!r:.80} is not supported")

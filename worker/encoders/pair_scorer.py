@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from protocol.encoding import EncodingCard, PairPrompt
 from worker.encoders.families.family import SCORES, check_one_label, has_sigmoid
-from worker.encoders.modules import MODULES, max_sequence_length, module_kinds
+from worker.encoders.modules import MODULES, max_sequence_length, module_kinds, read_prompts
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import Fields, parsed_json, read_json
 from worker.loading.gguf_config import Metadata
@@ -88,7 +90,9 @@ def has_logit_score(folder: Path) -> bool:
     return (folder / MODULES).is_file() and LOGIT_SCORE in module_kinds(folder)
 
 
-def classifier_scorer(config: Fields, found: Mapping[str, Shape], hidden: int) -> PairScorer:
+def classifier_scorer(
+    folder: Path, config: Fields, found: Mapping[str, Shape], hidden: int
+) -> PairScorer:
     """Return the scorer of a decoder with a head that scores. Raises UnusableModel if the head has
     several labels, or if its tensor is missing or has another shape.
 
@@ -96,7 +100,8 @@ def classifier_scorer(config: Fields, found: Mapping[str, Shape], hidden: int) -
     """
     check_one_label(config)
     _check_head(SCORE_TENSOR, found.get(SCORE_TENSOR), (1, hidden))
-    return PairScorer(tensor=SCORE_TENSOR, num_rows=1, plus=0, has_sigmoid=has_sigmoid(config))
+    scorer = PairScorer(tensor=SCORE_TENSOR, num_rows=1, plus=0, has_sigmoid=has_sigmoid(config))
+    return _with_settings_of(folder, scorer)
 
 
 def module_scorer(folder: Path, tokenizer: bytes, head: MatrixPart) -> PairScorer:
@@ -114,7 +119,17 @@ def module_scorer(folder: Path, tokenizer: bytes, head: MatrixPart) -> PairScore
             f"{file}: the tokens {given} are not {scorer.rows}, the ids of {YES!r} and {NO!r}; "
             "only Qwen3-Reranker and models that were made from it are supported"
         )
-    return replace(scorer, max_tokens=max_sequence_length(folder))
+    return _with_settings_of(folder, scorer)
+
+
+def _with_settings_of(folder: Path, scorer: PairScorer) -> PairScorer:
+    """Return a scorer with the limit and the instruction that the files of sentence-transformers
+    name. Their default prompt is the instruction."""
+    prompts, default = read_prompts(folder)
+    prompt = scorer.prompt
+    if default is not None and prompts[default]:
+        prompt = msgspec.structs.replace(prompt, instruction=prompts[default])
+    return replace(scorer, max_tokens=max_sequence_length(folder), prompt=prompt)
 
 
 def token_scorer(tokenizer: bytes, head: MatrixPart) -> PairScorer:
