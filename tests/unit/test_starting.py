@@ -46,13 +46,19 @@ def test_the_worker_reserves_memory_for_drafts_only_with_speculation(
 
 
 @pytest.mark.parametrize(
-    ("role", "key", "lease_s"),
-    [("both", KEY, 7.0), ("prefill", KEY, 7.0), ("decode", KEY, 0.0), ("both", None, 0.0)],
+    ("role", "exports", "key", "lease_s"),
+    [
+        ("both", True, KEY, 7.0),
+        ("both", False, KEY, 0.0),
+        ("prefill", True, KEY, 7.0),
+        ("decode", False, KEY, 0.0),
+        ("both", True, None, 0.0),
+    ],
 )
 def test_only_an_engine_that_hands_over_kv_has_a_lease_time(
-    role: str, key: ClusterKey | None, lease_s: float
+    role: str, exports: bool, key: ClusterKey | None, lease_s: float
 ) -> None:
-    config = replace(CONFIG, role=role)
+    config = replace(CONFIG, role=role, worker=replace(CONFIG.worker, kv_export=exports))
     assert build_engine(READY, config, epoch="e", key=key).limits.kv_lease_s == lease_s
 
 
