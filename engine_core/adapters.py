@@ -105,6 +105,7 @@ class AdapterRegistry:
     ) -> None:
         self._reserved = frozenset(reserved)
         self._can_load = can_load
+        self._num_started = len(started)
         #: Row -> its generation, which increases each time an adapter gets the row.
         self._generations = [0] * num_rows
         self._adapters: list[EngineAdapter] = []
@@ -121,6 +122,17 @@ class AdapterRegistry:
     def infos(self) -> list[AdapterInfo]:
         """The adapters that requests can use now."""
         return [each.info for each in self._adapters if each.state is AdapterState.READY]
+
+    @property
+    def loaded_at_run_time(self) -> list[AdapterInfo]:
+        """The adapters that requests can use now, except those that the worker loaded at its start:
+        they are the first owners of the first rows."""
+        return [
+            each.info
+            for each in self._adapters
+            if each.state is AdapterState.READY
+            and (each.row >= self._num_started or each.generation > 1)
+        ]
 
     @property
     def num_requests(self) -> dict[str, int]:

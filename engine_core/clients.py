@@ -106,6 +106,11 @@ class Clients:
         record = self._clients.get(client)
         return record.name if record else ""
 
+    @property
+    def described(self) -> str:
+        """The names and identities of all clients, for the log."""
+        return ", ".join(f"{each.name} ({client.hex()})" for client, each in self._clients.items())
+
     def on_message(self, client: bytes, now: float) -> None:
         """Record that the client sent a message. An unknown client is not added."""
         if (record := self._clients.get(client)) is not None:

@@ -25,6 +25,7 @@ from engine_core.journal.file import Writer
 from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
 from engine_core.result_sender import send_results
+from engine_core.saved_adapters import AdapterRestore
 from engine_core.startup import build_engine
 from engine_core.status import engine_status
 from engine_core.worker_link import WorkerLink
@@ -124,6 +125,7 @@ class EngineLoop:
         self._clients = self._mailbox.clients
         worker_address = config.worker.address or config.address + ".worker"
         self._worker = WorkerLink(context, config, worker_address, key)
+        self._restore = AdapterRestore.from_config(config, worker_address)
         #: None until the worker is ready.
         self._engine: Engine | None = None
         self._model: ModelCard | None = None
@@ -187,7 +189,8 @@ class EngineLoop:
         for client, answer in self._timelines.run(TIMELINES_S, time.monotonic):
             self._mailbox.send(client, answer)
         if self._engine is not None:
-            self._send_freed(self._engine)
+            for client, requests in self._engine.pop_freed().items():
+                self._mailbox.send(client, ResourcesFreed(requests=requests))
         if self._publisher is not None and self._engine is not None:
             self._publisher.send(self._engine.drain_kv_events(), time.time())
 
@@ -298,10 +301,6 @@ class EngineLoop:
         cause = "the model is loading" if self._engine is None else "the engine was restarted"
         return EngineNotReady(f"{cause}: try again", retry_after_s=1).info()
 
-    def _send_freed(self, engine: Engine) -> None:
-        for client, requests in engine.pop_freed().items():
-            self._mailbox.send(client, ResourcesFreed(requests=requests))
-
     def _abort_by_label(self, client: bytes, message: AbortByLabel) -> None:
         """Abort the requests that `message` names, of any client.
 
@@ -321,13 +320,11 @@ class EngineLoop:
         )
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded; otherwise send Loading.
-
-        After Loading, `_start` sends Welcome once the model is loaded.
-        """
-        if self._engine is None:
+        """Send Welcome if the model is loaded, and the adapters that a restart must restore.
+        Otherwise send Loading; `_welcome_all_if_restored` sends Welcome later."""
+        if self._engine is None or self._restore.is_busy:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
-        if self._engine is not None and self._model is not None:
+        elif self._model is not None:
             welcome = Welcome(
                 protocol=PROTOCOL_VERSION,
                 epoch=self._epoch,
@@ -372,8 +369,11 @@ class EngineLoop:
             case AdapterReport():
                 assert self._engine is not None
                 client, answer = self._engine.on_adapter_report(message)
-                self._send_adapter_list(self._engine)  # first: the client may use it at once
-                self._mailbox.send(client, answer)
+                if self._restore.on_reply(client, answer):
+                    self._welcome_all_if_restored(self._engine)
+                else:
+                    self._send_adapter_list(self._engine)  # first: the client may use it at once
+                    self._mailbox.send(client, answer)
             case Traced():
                 if (reply := self._profiling.on_traced(message)) is not None:
                     self._mailbox.send(*reply)
@@ -391,11 +391,17 @@ class EngineLoop:
             self._engine.on_kv_report(ready.kv_report)  # no client has asked for anything yet
         if self.drained_by:
             self._engine.drain()
-        clients = self._clients.all()
-        if clients:
-            names = (f"{self._clients.get_name(client)} ({client.hex()})" for client in clients)
-            log.info("clients that waited for the model: %s", ", ".join(names))
-        for client in clients:
+        self._restore.start(self._engine)
+        self._welcome_all_if_restored(self._engine)
+
+    def _welcome_all_if_restored(self, engine: Engine) -> None:
+        if self._restore.is_busy:
+            return
+        engine.adapters.has_changed = False  # Welcome contains the list
+        self._restore.save(engine.adapters)
+        if len(self._clients):
+            log.info("clients that waited for the model: %s", self._clients.described)
+        for client in self._clients.all():
             self._welcome(client)
 
     def _next_step(self, now: float) -> None:
@@ -403,7 +409,8 @@ class EngineLoop:
         if engine is None:
             return
         self._worker_watch.check_limits(engine, now)
-        self._send_adapter_commands(engine)
+        for command in engine.drain_adapter_commands():
+            self._worker.send(command)
         while True:
             plan = engine.plan()
             self._send_kv_commands(engine)
@@ -426,15 +433,11 @@ class EngineLoop:
         if (command := self._profiling.pop_command()) is not None:
             self._worker.send(command)
 
-    def _send_adapter_commands(self, engine: Engine) -> None:
-        """Send the pending commands about LoRA adapters."""
-        for command in engine.drain_adapter_commands():
-            self._worker.send(command)
-
     def _send_adapter_list(self, engine: Engine) -> None:
         """Send the list of LoRA adapters to all clients if it has changed."""
         if engine.adapters.has_changed:
             engine.adapters.has_changed = False
+            self._restore.save(engine.adapters)
             self._mailbox.broadcast(Adapters(adapters=engine.adapters.infos))
 
     def _send_kv_commands(self, engine: Engine) -> None:

@@ -39,6 +39,8 @@ from protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IPC_PATH = 107
 """Most bytes in the path of a Unix socket, without the terminating zero (man 7 unix)."""
+ADAPTERS_SUFFIX = ".adapters"
+"""Suffix of the file, beside a worker's socket, with the adapters that were loaded at run time."""
 MEETING_FILE = "group-"
 """Start of the name of a file in which the workers of an engine meet, beside their socket."""
 SEND_QUEUE = 10_000

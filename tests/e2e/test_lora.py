@@ -4,7 +4,9 @@ what is refused. Its logprobs are those of PEFT."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.support.adapters import logprobs, peft_model, write_adapter
 from tests.support.eager import expected
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 from tools.__main__ import main
 
 pytestmark = pytest.mark.long
@@ -357,3 +359,24 @@ def test_the_steps_of_a_journal_with_adapters_are_repeated(files, tmp_path, capf
     out = capfd.readouterr().out
     assert "all decisions are the same" in out
     assert "computed again: 16 of 16 tokens are equal, 16 of 16 logprobs" in out
+
+
+def test_an_engine_that_is_restarted_after_a_crash_loads_its_adapters_again(files, tmp_path):
+    folder, adapters, models = files
+    for name in ("fr", "de", "it"):
+        shutil.copytree(adapters / name, tmp_path / name)
+    options = ("--dtype", "float32", "--lora", f"fr={tmp_path / 'fr'}", "--lora-dir", str(tmp_path))
+    with Server(*options, "--restart", model=str(folder)) as server:
+        served = AdapterScene(server, tmp_path, models)
+        for name in ("de", "it"):
+            assert served.load(name).status_code == 200
+        wanted = [served.tokens(name) for name in ("fr", "de")]
+        shutil.rmtree(tmp_path / "it")
+        with Client(server.address) as client:
+            os.kill(client.get_status().stats.worker.engine_pid, signal.SIGKILL)
+        with Client(server.address, wait_s=HANG_S) as client:
+            assert [info.name for info in client.adapters] == ["fr", "de"]
+        assert eventually(lambda: served.complete("it").status_code == 404)
+        assert {name for name, entry in served.listed().items() if entry["parent"]} == {"fr", "de"}
+        assert [served.tokens(name) for name in ("fr", "de")] == wanted
+        server.line_with("the adapter 'it' (it) is missing after the restart", on_stderr=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.exit_codes import ExitCode
-from protocol.sockets import MEETING_FILE, make_private
+from protocol.sockets import ADAPTERS_SUFFIX, MEETING_FILE, make_private
 from tools.failure import Failure
 from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE
 
@@ -125,7 +125,7 @@ def clear(directory: Path) -> list[str]:
         elif (
             path.is_socket()
             or path.name in (RUN_KEY, LOG_FILE, OLD_LOG_FILE)
-            or path.suffix == CARD_SUFFIX
+            or path.suffix in (CARD_SUFFIX, ADAPTERS_SUFFIX)
             or path.name.startswith(MEETING_FILE)
             or path.stem == ENGINES_FILE
         ):
