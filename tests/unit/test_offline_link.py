@@ -24,7 +24,7 @@ from protocol.offline_messages import (
 from tests.support.waiting import HANG_S
 
 
-class Interrupted(Exception):
+class InterruptedHalfway(Exception):
     """Raised by a signal handler, like KeyboardInterrupt."""
 
 
@@ -54,10 +54,10 @@ def peer(sockets: tuple[socket.socket, socket.socket]) -> Iterator[socket.socket
 
 @pytest.fixture
 def dice() -> Iterator[random.Random]:
-    """Random numbers, for the times of SIGALRM. Its handler raises Interrupted."""
+    """Random numbers, for the times of SIGALRM. Its handler raises InterruptedHalfwayHalfway."""
 
     def interrupt(*_: object) -> None:
-        raise Interrupted
+        raise InterruptedHalfway
 
     before = signal.signal(signal.SIGALRM, interrupt)
     yield random.Random(0)
@@ -83,7 +83,7 @@ def test_a_wait_is_interrupted_whenever_the_signal_arrives(
         assert link.receive() is not None, "the watchdog has ended the wait"
 
     for _ in range(4000):
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedHalfway):
             wait()
     peer.sendall(to_frame(answer(7)))
     assert link.receive() == answer(7)
@@ -110,7 +110,7 @@ def test_frames_are_whole_whatever_is_interrupted(
             link.send(request)
             link.receive()
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interrupted:
+        except InterruptedHalfway:
             num_interrupted += 1
             link.send(OfflineAbort(requests=[number]))
     assert num_interrupted > 100

@@ -15,18 +15,27 @@ from gateway.store.batch_database import BatchDatabase, LineResult
 from gateway.store.batch_queries import StoredBatch
 from gateway.store.batch_states import BatchEvent
 from gateway.store.sqlite_file import Store, is_disk_full
-from tests.unit.test_batch_database import NOW, opened, put_batch, put_file
+from tests.unit.test_batch_database import DAY_S, NOW, put_batch, put_file
 
 MIB = 1 << 20
 NO_LIMIT = 1 << 30
 T = TypeVar("T")
 
 
+class FillableDatabase(BatchDatabase):
+    """A database on a disk that can be full."""
+
+    def limit_pages(self, count: int) -> None:
+        self._connection.execute(f"PRAGMA max_page_count = {count}").fetchall()
+
+
 class CountingStore(Store[BatchDatabase]):
     """A store that counts the attempts to use it, and its errors of SQLite."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(lambda: opened(path, max_bytes=MIB))
+        super().__init__(
+            lambda: FillableDatabase(str(path), max_bytes=MIB, max_age_s=30 * DAY_S, runner="me")
+        )
         self.num_calls = 0
         self.errors: list[sqlite3.Error] = []
 
@@ -40,8 +49,12 @@ class CountingStore(Store[BatchDatabase]):
 
     def set_disk_pages(self, count: int | None) -> None:
         """Limit the file, as a full disk does. None: there is room again."""
-        limit = NO_LIMIT if count is None else count
-        self.call(lambda db: db._connection.execute(f"PRAGMA max_page_count = {limit}").fetchall())
+
+        def limit(database: BatchDatabase) -> None:
+            assert isinstance(database, FillableDatabase)
+            database.limit_pages(NO_LIMIT if count is None else count)
+
+        self.call(limit)
 
 
 @pytest.fixture
