@@ -22,6 +22,7 @@ from tests.support.scripted_engine import (
     scripted_card,
     scripted_vector,
 )
+from tests.support.waiting import eventually
 
 SIZE, MAX_TOKENS = 6, 64
 ENCODING = EncodingCard(
@@ -486,7 +487,7 @@ def test_requests_are_labelled_and_counted(gateway: GatewayProcess, engine: Scri
         if line.startswith("tidegate_requests_total") and f'route="{EMBEDDINGS}"' in line
     )
     assert float(line.rpartition(" ")[2]) >= 1
-    assert "prompt_tokens=7" in gateway.log
+    assert eventually(lambda: "prompt_tokens=7" in gateway.log)
 
 
 def test_vectors_by_ollamas_api(gateway: GatewayProcess, engine: ScriptedEngine) -> None:
