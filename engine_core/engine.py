@@ -21,8 +21,8 @@ Its main methods and their results:
     drain_adapter_commands()         -> commands about LoRA adapters, to send before the next plan
     on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
 
-`parts.py` builds its parts, `planner.py` plans, `committer.py` applies results, and every request
-ends in `endings.py`. The engine has no socket and no clock; times are arguments.
+`parts.py` builds its parts, `schedule/planner.py` plans, `schedule/committer.py` applies results,
+and every request ends in `endings.py`. The engine has no socket and no clock; times are arguments.
 
 At most `steps_in_flight` plans are in flight (schedule/), so a step can be planned before the
 tokens of the previous one are known. A slot or block that a step in flight may still write to is
@@ -44,8 +44,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from engine_core.adapters import AdapterCommand, AdapterReply
-from engine_core.committer import StepCommitter
+from engine_core.adapters.registry import AdapterCommand, AdapterReply
 from engine_core.endings import RequestEndings
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.history.history import TimelineWork
@@ -55,9 +54,10 @@ from engine_core.kv.fetches import FetchState as FetchState
 from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
 from engine_core.parts import build_parts
-from engine_core.planner import StepPlanner
 from engine_core.policy.deadlines import has_started, timeout_error
 from engine_core.schedule.commit import CommittedTokens
+from engine_core.schedule.committer import StepCommitter
+from engine_core.schedule.planner import StepPlanner
 from engine_core.status import (
     engine_load,
     engine_stats,
@@ -197,8 +197,9 @@ class Engine:
         return ends, {name: bool(requests) for name, requests in found.items()}
 
     def on_client_lost(self, client: bytes) -> None:
-        """Abort all requests of a client that has sent Goodbye, was dropped (clients.py), or opens
-        a new session with another Hello. Their last Outputs are not returned."""
+        """Abort all requests of a client that has sent Goodbye, was dropped
+        (connections/clients.py), or opens a new session with another Hello. Their last Outputs are
+        not returned."""
         for request in self.open_requests.from_client(client):
             self.endings.finish(request, "abort")
 

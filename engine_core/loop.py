@@ -17,19 +17,19 @@ import time
 import zmq
 from msgspec.structs import replace
 
+from engine_core.adapters.saved import AdapterRestore
+from engine_core.connections.event_publisher import EventPublisher
+from engine_core.connections.mailbox import Mailbox
+from engine_core.encode.result_sender import send_results
 from engine_core.engine import Engine
-from engine_core.event_publisher import EventPublisher
 from engine_core.grammar.service import GrammarService
 from engine_core.history.queue import TimelineQueue, timelines_answer
 from engine_core.journal.file import Writer
-from engine_core.mailbox import Mailbox
 from engine_core.profiling import Profiling
-from engine_core.result_sender import send_results
-from engine_core.saved_adapters import AdapterRestore
 from engine_core.startup import build_engine
 from engine_core.status import engine_status
-from engine_core.worker_link import WorkerLink
-from engine_core.worker_watch import WorkerWatch
+from engine_core.workers.link import WorkerLink
+from engine_core.workers.watch import WorkerWatch
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.errors import EngineLost, EngineNotReady, ErrorInfo

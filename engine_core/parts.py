@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine_core.adapters import AdapterRegistry
+from engine_core.adapters.registry import AdapterRegistry
 from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
-from engine_core.encoding import EncodeScheduler
+from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.history.history import EngineHistory
 from engine_core.kv.peers import PeerCluster, Peers
 from engine_core.kv.tiers import TierIndex

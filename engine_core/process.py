@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine_core.event_publisher import EventPublisher
+from engine_core.connections.event_publisher import EventPublisher
 from engine_core.journal.file import Writer
 from engine_core.loop import EngineLoop, StoppedBySignal
-from engine_core.worker_process import WorkerLost
+from engine_core.workers.process import WorkerLost
 from protocol import sockets
 from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig

@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine_core.adapters import EngineAdapter
+from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher
 from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
@@ -25,7 +25,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from engine_core.encoding import EncodeProgress
+    from engine_core.encode.scheduler import EncodeProgress
     from engine_core.kv.handle import Handle
     from engine_core.speculation.drafting import RequestDrafting
 
@@ -199,8 +199,8 @@ class Request:
     num_drafts: int = 0
     #: How many of `num_drafts` became part of the answer.
     num_accepted: int = 0
-    #: The inputs and results of a request that encodes (encoding.py); None: it generates. A request
-    #: that encodes never owns a slot or blocks.
+    #: The inputs and results of a request that encodes (encode/scheduler.py); None: it generates. A
+    #: request that encodes never owns a slot or blocks.
     encode: EncodeProgress | None = None
     #: Time spent in each stage so far.
     stage_timer: StageTimer = field(default_factory=lambda: StageTimer(EngineClock()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, islice
 
-from engine_core.encoding import EncodeStep
+from engine_core.encode.scheduler import EncodeStep
 from engine_core.history.requests import RequestHistories, RequestHistory
 from engine_core.history.steps import StepLog, between
 from engine_core.history.timeline import build_timeline

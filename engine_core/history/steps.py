@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from engine_core.encoding import EncodeStep
+from engine_core.encode.scheduler import EncodeStep
 from engine_core.schedule.inflight import InflightStep
 from protocol.arrays import Int32
 from protocol.stats import StepSummary

@@ -20,7 +20,7 @@ from pathlib import Path
 from engine_core.journal.file import SUFFIX, list_journals, read
 from engine_core.journal.replay import NoJournal, ReplayDiffers, ReplayReport, replay
 from engine_core.journal.weights import NotComparable, ReplayWorker
-from engine_core.worker_process import WorkerLost
+from engine_core.workers.process import WorkerLost
 from protocol.errors import WireError
 
 SAME, DIFFERS, NO_JOURNAL = 0, 1, 2

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from engine_core.adapters import EngineAdapter
+from engine_core.adapters.registry import EngineAdapter
 from engine_core.blocks.pool import BlockPool
-from engine_core.encoding import EncodeScheduler
+from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.engine import Engine
 from engine_core.journal.snapshot import (
     ADAPTER_FIELDS,

@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Protocol
 
-from engine_core.adapters import AdapterCommand
+from engine_core.adapters.registry import AdapterCommand
 from engine_core.engine import Engine
 from engine_core.grammar import large_stack
 from engine_core.grammar.cache import CompiledGrammar, grammar_digest

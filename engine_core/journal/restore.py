@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from engine_core.adapters import EngineAdapter
+from engine_core.adapters.registry import EngineAdapter
 from engine_core.blocks.pool import BlockPool
-from engine_core.encoding import EncodeScheduler, EncodeStep
+from engine_core.encode.scheduler import EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.journal.snapshot import (

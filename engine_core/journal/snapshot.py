@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine_core.adapters import AdapterState
-from engine_core.encoding import EncodeProgress
+from engine_core.adapters.registry import AdapterState
+from engine_core.encode.scheduler import EncodeProgress
 from engine_core.grammar.cache import CompileJob
 from engine_core.kv.fetches import FetchState, Match
 from engine_core.kv.tiers import Tier

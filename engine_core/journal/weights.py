@@ -16,9 +16,9 @@ from pathlib import Path
 import zmq
 from msgspec.structs import astuple, replace
 
-from engine_core.adapters import AdapterCommand
+from engine_core.adapters.registry import AdapterCommand
 from engine_core.journal.records import StartRecord
-from engine_core.worker_link import WorkerLink
+from engine_core.workers.link import WorkerLink
 from protocol.adapters import AdapterInfo
 from protocol.arrays import Array
 from protocol.model_card import ModelCard

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from math import inf
 
-from engine_core.adapters import AdapterRegistry
-from engine_core.encoding import EncodeScheduler
+from engine_core.adapters.registry import AdapterRegistry
+from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.kv.transfers import KVTransfers

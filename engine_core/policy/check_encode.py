@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from engine_core.encoding import EncodeProgress
+from engine_core.encode.scheduler import EncodeProgress
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock, StageTimer
 from protocol.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS

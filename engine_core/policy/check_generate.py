@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from engine_core.adapters import EngineAdapter
+from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock, StageTimer

@@ -1,1 +1,1 @@
-"""One step: the scheduler's decisions, the plan for the worker, and the commit of the result."""
+"""One step: what it computes, the plan for the worker, and the commit of the result."""

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine_core.blocks.hash import root_hash
-from engine_core.event_publisher import EventPublisher
+from engine_core.connections.event_publisher import EventPublisher
 from protocol import sockets
 from protocol.client import Client
 from protocol.exit_codes import ExitCode

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine_core.clients import MAX_UNREAD_BYTES, MAX_UNREAD_WITH_RESULTS, STALLED_S
-from engine_core.mailbox import Mailbox
-from engine_core.result_sender import send_results
+from engine_core.connections.clients import MAX_UNREAD_BYTES, MAX_UNREAD_WITH_RESULTS, STALLED_S
+from engine_core.connections.mailbox import Mailbox
+from engine_core.encode.result_sender import send_results
 from protocol import wire
 from protocol.errors import ErrorInfo
 from protocol.messages import (
@@ -227,7 +227,7 @@ def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
     scene: MailboxScene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bound, size, num_rounds = 16 << 20, 1 << 20, 4
-    monkeypatch.setattr("engine_core.clients.MAX_TOTAL_UNREAD_BYTES", bound)
+    monkeypatch.setattr("engine_core.connections.clients.MAX_TOTAL_UNREAD_BYTES", bound)
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * size))
     message_bytes = sum(len(bytes(frame)) for frame in wire.encode(large))
     reader = scene.greet()
@@ -317,7 +317,7 @@ def test_a_client_that_reads_slowly_is_not_dropped_for_its_results(results: Resu
 def test_a_stalled_client_is_dropped_soon_if_the_results_of_others_wait_for_it(
     results: ResultScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_core.clients.MAX_TOTAL_UNREAD_WITH_RESULTS", 1000)
+    monkeypatch.setattr("engine_core.connections.clients.MAX_TOTAL_UNREAD_WITH_RESULTS", 1000)
     client, stalled = results.greet(), results.greet(results.connect())
     results.stay_behind(client, 300)
     results.stay_behind(stalled, 700)
@@ -336,7 +336,7 @@ def test_a_stalled_client_is_dropped_soon_if_the_results_of_others_wait_for_it(
 def test_a_stalled_client_is_dropped_soon_if_too_many_results_wait(
     results: ResultScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_core.unsent_results.MAX_UNSENT_BYTES", 0)
+    monkeypatch.setattr("engine_core.encode.unsent_results.MAX_UNSENT_BYTES", 0)
     client = results.greet()
     results.stay_behind(client, MAX_UNREAD_WITH_RESULTS)
     results.compute(client)

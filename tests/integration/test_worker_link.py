@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine_core.worker_link import WorkerLink
-from engine_core.worker_process import WorkerLost
+from engine_core.workers.link import WorkerLink
+from engine_core.workers.process import WorkerLost
 from protocol import sockets, wire
 from protocol.arrays import Int32
 from protocol.cluster_key import ClusterKey

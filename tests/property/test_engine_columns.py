@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-from engine_core import planner
 from engine_core.request import Request, RequestPhase
-from engine_core.schedule import columns, inflight, plan, scheduler
+from engine_core.schedule import columns, inflight, plan, planner, scheduler
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule
 from engine_core.schedule.row_results import RowResult, row_results

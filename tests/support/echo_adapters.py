@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine_core.adapters import AdapterCommand, AdapterReply
+from engine_core.adapters.registry import AdapterCommand, AdapterReply
 from engine_core.engine import Engine
 from protocol.adapters import AdapterInfo
 from protocol.errors import InvalidRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_core.clients import (
+from engine_core.connections.clients import (
     IGNORED_S,
     MAX_IGNORED,
     MAX_TOTAL_UNREAD_BYTES,

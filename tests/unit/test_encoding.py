@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.encoding import MAX_STARTED
+from engine_core.encode.scheduler import MAX_STARTED
 from protocol.arrays import Int32
 from protocol.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs, EncodingCard
 from protocol.messages import Account, Output, Refused

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.adapters import (
+from engine_core.adapters.registry import (
     NEXT_ADAPTER_STATE,
     AdapterEvent,
     AdapterReply,

@@ -118,7 +118,7 @@ ENVIRONMENT = {
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
-    "engine_core/worker_process.py": "a worker's",
+    "engine_core/workers/process.py": "a worker's",
     "protocol/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/models/preflight.py": "the model check's",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.health import LATE_S, Health, step_limit_s
+from engine_core.workers.health import LATE_S, Health, step_limit_s
 from gateway.api.health import describe_worker, engine_activity
 from protocol.messages import Limits
 from protocol.stats import EngineStats, WorkerStatus

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine_core.adapters import AdapterCommand
+from engine_core.adapters.registry import AdapterCommand
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (

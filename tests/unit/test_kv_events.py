@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine_core.event_publisher import KeptBatches
+from engine_core.connections.event_publisher import KeptBatches
 from protocol import sockets
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig

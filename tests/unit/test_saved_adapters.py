@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.saved_adapters import AdapterFile, AdapterRestore, SavedAdapter
+from engine_core.adapters.saved import AdapterFile, AdapterRestore, SavedAdapter
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.sockets import ADAPTERS_SUFFIX

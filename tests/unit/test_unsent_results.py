@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.encoding import MAX_STARTED
+from engine_core.encode.scheduler import MAX_STARTED
 from engine_core.invariants import check_encoding
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.messages import Account, Refused
@@ -106,7 +106,7 @@ def test_a_message_has_the_results_of_a_bounded_number_of_requests() -> None:
 def test_no_request_starts_while_too_many_results_are_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine_core.unsent_results.MAX_UNSENT_BYTES", RESULT_BYTES)
+    monkeypatch.setattr("engine_core.encode.unsent_results.MAX_UNSENT_BYTES", RESULT_BYTES)
     bench, _ = late_bench()
     bench.not_reading.add(b"second")
     bench.encode([1] * 8, client=b"second")
@@ -121,7 +121,7 @@ def test_no_request_starts_while_too_many_results_are_not_sent(
 def test_started_requests_go_on_while_too_many_results_are_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine_core.unsent_results.MAX_UNSENT_BYTES", RESULT_BYTES - 1)
+    monkeypatch.setattr("engine_core.encode.unsent_results.MAX_UNSENT_BYTES", RESULT_BYTES - 1)
     bench = Bench(token_budget=8)
     bench.not_reading.add(LATE)
     large = bench.encode(*[[1] * 8] * 9, client=PROMPT)
@@ -141,7 +141,7 @@ def test_started_requests_go_on_while_too_many_results_are_not_sent(
 def test_what_waits_is_bounded_by_the_limit_and_the_started_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine_core.unsent_results.MAX_UNSENT_BYTES", 5 * RESULT_BYTES)
+    monkeypatch.setattr("engine_core.encode.unsent_results.MAX_UNSENT_BYTES", 5 * RESULT_BYTES)
     bench = Bench(token_budget=8)
     for index in range(30):
         client = b"client %d" % index

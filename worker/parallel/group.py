@@ -7,7 +7,7 @@ rows of a step, as those of gloo's own sums do. On GPUs it is NCCL's sum, which 
 copied to all ranks.
 
 If a rank ends, the operations of the others fail (`PeerLost`) or never return. The engine then ends
-the other ranks (engine_core/worker_link.py).
+the other ranks (engine_core/workers/link.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Results of encoding that are computed and not sent yet, because their clients must read first.
 
-A result can have 32 MiB, and a client with too many unread bytes is dropped (clients.py). So a
-result is sent only while its client has few unread bytes. Until then its request waits here. It is
-still open, so it can be aborted, it keeps a draining engine alive, and it can miss its deadline.
+A result can have 32 MiB, and a client with too many unread bytes is dropped
+(connections/clients.py). So a result is sent only while its client has few unread bytes. Until then
+its request waits here. It is still open, so it can be aborted, it keeps a draining engine alive,
+and it can miss its deadline.
 
 What waits is bounded, because requests whose results could not be sent are not started:
 

@@ -13,7 +13,7 @@ in any of these cases:
 - All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and this one has the most. A
   client that has read nothing for STALLED_S is dropped before any client that reads.
 - Results of encoding wait until it has read more, and it has read nothing for `lease_s`; or for
-  STALLED_S, if results of other clients wait for it, too (result_sender.py).
+  STALLED_S, if results of other clients wait for it, too (encode/result_sender.py).
 
 A client dropped for its unread bytes is also ignored for IGNORED_S: its messages are discarded. The
 mailbox closes the connection of a dropped client, if it is still open, which frees the bytes queued

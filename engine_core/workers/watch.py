@@ -8,9 +8,9 @@ import os
 from msgspec.structs import replace
 
 from engine_core.engine import Engine
-from engine_core.health import Health, step_limit_s
-from engine_core.worker_link import WorkerLink
-from engine_core.worker_process import WorkerLost
+from engine_core.workers.health import Health, step_limit_s
+from engine_core.workers.link import WorkerLink
+from engine_core.workers.process import WorkerLost
 from protocol.config.engine import EngineConfig
 from protocol.stats import WorkerStatus
 

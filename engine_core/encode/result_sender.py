@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine_core.clients import STALLED_S
+from engine_core.connections.clients import STALLED_S
+from engine_core.connections.mailbox import Mailbox
 from engine_core.engine import Engine
-from engine_core.mailbox import Mailbox
 
 
 def send_results(engine: Engine, mailbox: Mailbox, lease_s: float, now: float) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from engine_core.group import TokenAgreement, joint_ready
-from engine_core.worker_process import WorkerLost, WorkerProcess, name_of
+from engine_core.workers.group import TokenAgreement, joint_ready
+from engine_core.workers.process import WorkerLost, WorkerProcess, name_of
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from engine_core.encode.unsent_results import UnsentResults
 from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.fair_share import FairShare
 from engine_core.policy.queue import QueueLoad, WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
-from engine_core.unsent_results import UnsentResults
 from protocol.arrays import Float32, Int32
 from protocol.encoding import MAX_STEP_INPUTS, EncodeInputs
 from protocol.steps import EncodePlan, EncodeResult

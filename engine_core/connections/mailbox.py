@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
-from engine_core.clients import Clients
+from engine_core.connections.clients import Clients
 from protocol import sockets, wire
 from protocol.cluster_key import ClusterKey
 from protocol.errors import WireError

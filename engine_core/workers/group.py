@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from engine_core.worker_process import WorkerLost, name_of
+from engine_core.workers.process import WorkerLost, name_of
 from protocol.exit_codes import ExitCode
 from protocol.ranks import TokenDigest
 from protocol.steps import RankDigest, StepResult, WorkerReady

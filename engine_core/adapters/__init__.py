@@ -1,0 +1,1 @@
+"""LoRA adapters: which are loaded, who uses them, and which to load again after a restart."""

@@ -1,0 +1,1 @@
+"""Requests that encode: their steps, and their results until the client has room for them."""

@@ -1,0 +1,1 @@
+"""The workers: starting and feeding them, and noticing that one is late, stopped or lost."""
