@@ -182,6 +182,25 @@ def test_a_batch_pauses_in_a_full_store_and_continues_when_a_file_was_deleted(
     small.line_with(f"the batch {batch} continues", on_stderr=True)
 
 
+def test_several_gateway_processes_report_their_store_as_one(
+    engine: ScriptedEngine, counting: CountingEngine, tmp_path: Path
+) -> None:
+    counting.pauses_at = 1
+    path, status = str(tmp_path / "files.db"), "in_progress"
+    gateway = GatewayProcess(engine=engine.address, file_store=path, file_store_mib=8, gateways=2)
+    with gateway, client_of(gateway.await_ready()) as client:
+        batch = created(client, long_lines()).id
+        assert eventually(lambda: metric(gateway, "tidegate_open_batches", status=status) == 1)
+        assert metric(gateway, "tidegate_file_store_limit_bytes") == 8 * MIB
+        counting.resume()
+        assert awaited(client, batch).status == "completed"
+        assert eventually(lambda: metric(gateway, "tidegate_open_batches", status=status) == 0)
+        assert lines_stored(gateway, NUM_LINES)
+        assert eventually(
+            lambda: ANSWER_MIB * MIB < metric(gateway, "tidegate_file_store_bytes") < 8 * MIB
+        )
+
+
 def test_a_batch_that_is_cancelled_in_a_full_store_keeps_its_results(
     small: GatewayProcess, counting: CountingEngine
 ) -> None:
