@@ -11,10 +11,10 @@ from protocol.messages import FinishReason, Output
 class RequestEndings:
     """Ends requests, and releases what they own once no step or fetch may still write to it.
 
-    in_flight   ended requests that are in a step in flight. They keep slot and blocks until it
-                commits
+    in_flight   ended requests that are in a step in flight. They keep their slots and blocks until
+                the step commits
     freed       client -> numbers of its aborted requests whose slot and blocks have become free.
-                The loop reports these to the client, and clears the dict
+                `Engine.pop_freed` takes the dict, and the loop reports the numbers to the clients
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -25,7 +25,7 @@ class RequestEndings:
         self._aborted: set[Request] = set()
 
     def abort(self, requests: list[Request]) -> list[Output]:
-        """End requests of one client at its wish. Their numbers are added to `freed` once their
+        """End requests that their client has aborted. Their numbers are added to `freed` once their
         slots and blocks are free."""
         self._aborted.update(requests)
         return [self.finish(request, "abort") for request in requests]

@@ -247,8 +247,8 @@ class Engine:
         return self._committer.pop_results(client, num_bytes)
 
     def pop_freed(self) -> dict[bytes, list[int]]:
-        """Return, by client, its aborted requests whose slot and blocks have become free since the
-        last call."""
+        """Return client -> numbers of its aborted requests whose slot and blocks have become
+        free since the last call."""
         freed, self.endings.freed = self.endings.freed, {}
         return freed
 

@@ -84,7 +84,7 @@ TICK_MS = 250
 The loop wakes earlier for a request's deadline.
 """
 TIMELINES_S = 0.001
-"""Seconds that one turn spends on timelines at most, and so delays the next step."""
+"""Most seconds that one turn spends on timelines, which delays the next step by as much."""
 
 
 class StoppedBySignal(Exception):
@@ -320,7 +320,7 @@ class EngineLoop:
         )
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded, and the adapters that a restart must restore.
+        """Send Welcome if the model is loaded, and so are the adapters to restore after a restart.
         Otherwise send Loading; `_welcome_all_if_restored` sends Welcome later."""
         if self._engine is None or self._restore.is_busy:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
@@ -482,7 +482,7 @@ class EngineLoop:
         )
 
     def _add_timelines(self, client: bytes, message: GetTimeline) -> None:
-        """Compute timelines in the next turns. Without a model, there are none."""
+        """Queue timelines to be computed in the next turns. Without a model, there are none."""
         if self._engine is None:
             self._mailbox.send(client, timelines_answer(message.request, []))
             return

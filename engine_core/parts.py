@@ -49,7 +49,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineParts:
-    """Everything that an engine consists of. Each part has one job, and knows only those that its
+    """Everything that an engine consists of. Each part has one job, and uses only those that its
     constructor names."""
 
     config: EngineConfig
@@ -148,8 +148,8 @@ def build_parts(
 
 
 def _check_window(config: EngineConfig, limits: Limits, *, keeps_all: bool) -> None:
-    """Raise ValueError if the limits let blocks be freed that a window has passed, but the engine
-    must keep all of them."""
+    """Raise ValueError if the limits allow freeing the blocks that a window has passed, but the
+    engine must keep all blocks."""
     window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
     if window is not None and (keeps_all or config.speculation == "model"):
         raise ValueError(

@@ -32,7 +32,7 @@ def build_engine(
     - journal: records all input of the engine; None for no journal, and always in a cluster
     """
     if not config.transfers_kv:
-        key = None  # it is for workers and clients
+        key = None  # the key is only for the connections to workers and clients
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:

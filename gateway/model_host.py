@@ -426,12 +426,14 @@ class ModelUse:
         return {"adapter": self.adapter.name, "adapter_digest": self.adapter.digest}
 
     def with_current_adapter(self) -> ModelUse:
-        """Return the use with the adapter that has the same name now. Raises UnknownModel if there
-        is none any more."""
+        """Return this use with the adapter that has the same name now. Raises UnknownModel if no
+        adapter has it any more."""
         assert self.adapter is not None
         name = self.adapter.name
         if (current := self.host.find_adapter(name)) is None:
-            raise UnknownModel(f"the adapter {name!r} was unloaded meanwhile", param="model")
+            raise UnknownModel(
+                f"the adapter {name!r} was unloaded while the request was sent", param="model"
+            )
         return replace(self, adapter=current)
 
     def check(self) -> None:

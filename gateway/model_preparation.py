@@ -90,7 +90,7 @@ class ModelPreparation:
             return served
 
     def has_failed(self, card: ModelCard | None) -> bool:
-        """Return whether the model with this card could not be prepared last."""
+        """Return whether the last card that could not be prepared is this one."""
         return self._unservable is not None and self._unservable[0] is card
 
     def _prepare(self, card: ModelCard, limits: Limits) -> ServedModel:

@@ -19,7 +19,7 @@ if sys.byteorder != "little":  # pragma: no cover
 
 MAX_DIMS = 4
 _CHECKED_BYTES = 1 << 16
-"""`find_outside` checks so many bytes at once: few enough for a processor's first caches."""
+"""Bytes that `find_outside` checks at once. They fit into the fastest caches of a processor."""
 
 
 class Array:

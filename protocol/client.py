@@ -426,7 +426,7 @@ class Client(BaseClient[Generation]):
             self._send_wake_up()
 
     def _send_wake_up(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is closed, or many wake-ups are waiting
+        with contextlib.suppress(zmq.ZMQError):  # the socket is closed, or full of wake-ups
             self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _abort_soon(self, request: int) -> None:

@@ -15,7 +15,7 @@ ServingError
 │   ├── EngineNotReady      "engine_not_ready"          the engine is loading, or not started
 │   ├── NoEngine            "no_engine"                 this server has no engine
 │   ├── StepFailed          "step_failed"               the computation of this request failed
-│   ├── StaleAdapter        "stale_adapter"             its adapter's name has another adapter now
+│   ├── StaleAdapter        "stale_adapter"             its adapter was replaced under its name
 │   └── Draining            "draining"                  new requests are refused
 └── WireError             a message is malformed; it is dropped and counted
 

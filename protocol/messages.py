@@ -113,8 +113,8 @@ class Generate(Message, frozen=True, kw_only=True):
     answer: Int32 | None = None
     #: Name of the LoRA adapter to use; "": none.
     adapter: str = ""
-    #: `AdapterInfo.digest` of the adapter that is meant: the name may have been given to another
-    #: one, and then the engine refuses the request with StaleAdapter. "": whichever has the name.
+    #: `AdapterInfo.digest` of the adapter to use. If another adapter has the name when the request
+    #: arrives, the engine refuses the request with StaleAdapter. "": any adapter with the name.
     adapter_digest: str = ""
 
     def __post_init__(self) -> None:

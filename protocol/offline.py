@@ -270,7 +270,9 @@ class LLM:
         if not self._close.alive:
             raise EngineError(CLOSED)
         if os.getpid() != self._process_id:
-            raise EngineError("this LLM belongs to another process; create one after the fork")
+            raise EngineError(
+                "this LLM belongs to another process; create an LLM in each forked process"
+            )
         if any(body.get("stream") for body in bodies):
             raise InvalidRequest.at("stream", "an LLM returns whole answers")
         results: list[OfflineResult | ServingError | None] = [None] * len(bodies)

@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt, and the exceptions of other signal handlers, in the main thread,
 between any two steps of its code. In the middle of a frame this would lose the rest of the frame,
-and all later ones would be misread. So threads of their own send and receive.
+and all later ones would be misread. So separate threads send and receive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from protocol.messages import Message
 from protocol.offline_messages import FrameReader, to_frame
 
 WAKE_S = 0.2
-"""Interval at which a waiting thread runs Python code. A signal that arrives just before the thread
-waits does not end the wait, and its handler runs only then."""
+"""Longest wait before a thread runs Python code again. A signal that arrives just before a wait
+does not end it, so the signal's handler runs only after the wait."""
 
 
 class FrameLink:

@@ -129,7 +129,7 @@ class EngineWatch:
         while not self._is_stopping.is_set():
             self._monitor.poll(WATCH_MS)
             events = sockets.read_connection_events(self._monitor)
-            # Kept, because `has_joined` may be set after a loss was read, and no event follows.
+            # The last state is kept: `has_joined` may be set after a loss, without another event.
             is_connected = events[-1] if events else is_connected
             if is_connected and all(events):
                 continue

@@ -1,1 +1,1 @@
-"""LoRA adapters: which are loaded, who uses them, and which to load again after a restart."""
+"""LoRA adapters: which are loaded, which requests use them, and which to load after a restart."""

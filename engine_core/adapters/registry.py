@@ -66,7 +66,7 @@ class EngineAdapter:
     rank: int = 0
     #: Number of requests that were accepted with it.
     num_requests: int = 0
-    #: The requests that are open or still own a slot, and use the adapter. Only `add_user` and
+    #: The requests that use the adapter and are open or still own a slot. Only `add_user` and
     #: `remove_user` change it.
     users: set[Request] = field(default_factory=set)
     #: The client that waits for the adapter to be loaded or unloaded, and its request's number.
@@ -125,8 +125,8 @@ class AdapterRegistry:
 
     @property
     def loaded_at_run_time(self) -> list[AdapterInfo]:
-        """The adapters that requests can use now, except those that the worker loaded at its start:
-        they are the first owners of the first rows."""
+        """The adapters that requests can use now, except those that the worker loaded at its start.
+        Those are the first owners of the first rows."""
         return [
             each.info
             for each in self._adapters
@@ -156,7 +156,7 @@ class AdapterRegistry:
             if adapter.name == name and adapter.state is AdapterState.READY:
                 if digest and adapter.digest != digest:
                     raise StaleAdapter(
-                        f"another adapter was loaded as {name!r:.200} meanwhile: try again",
+                        f"the adapter {name!r:.200} was replaced in the meantime: try again",
                         retry_after_s=1,
                     )
                 return adapter
@@ -210,9 +210,9 @@ class AdapterRegistry:
             request.adapter.users.discard(request)
 
     def drain_commands(self) -> list[AdapterCommand]:
-        """Return the commands for the worker since the last call. They free the rows of the
-        adapters that leave and that no request uses any more. It takes O(adapters), because the
-        loop calls it on each turn."""
+        """Return the commands for the worker since the last call. They include the unloading of
+        adapters that are to leave and that no request uses any more. The loop calls this on each
+        turn, so it must take only O(adapters)."""
         for adapter in self._adapters:
             if adapter.state is AdapterState.LEAVING and not adapter.users:
                 adapter.move(AdapterEvent.UNUSED)
@@ -242,8 +242,8 @@ class AdapterRegistry:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if a request that is open or owns a slot uses an adapter that may
-        not be used, if the users of an adapter are others than these requests, or if two adapters
-        own one row; for tests and replays."""
+        not be used, if `users` of an adapter are not exactly these requests, or if two adapters own
+        one row. For tests and replays."""
         rows = [adapter.row for adapter in self._adapters]
         assert len(set(rows)) == len(rows), "two adapters own one row"
         usable = (AdapterState.READY, AdapterState.LEAVING)

@@ -1,8 +1,8 @@
 """The LoRA adapters that were loaded at run time, kept for an engine that is restarted.
 
 The engine writes their names and paths to a file beside its worker's socket. If it is started again
-by the same process, it loads them before it welcomes clients. So a crash does not take adapters
-away, and a server that the operator starts anew has only those of --lora.
+by the same process, it loads them before it welcomes clients. So adapters survive a crash, but a
+server that the operator starts anew has only those of --lora.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.sockets import ADAPTERS_SUFFIX
 log = logging.getLogger(__name__)
 
 RESTORER = b""
-"""Stands for the client of the loads that this module requests. No client has this identity."""
+"""The client identity of the loads that this module requests. No real client has it."""
 IPC = "ipc://"
 
 
@@ -36,7 +36,7 @@ class SavedAdapter(msgspec.Struct, frozen=True):
 
 
 class _Content(msgspec.Struct, frozen=True):
-    """The content of the file, as JSON. `starter` is the pid of the process that had started the
+    """The content of the file, as JSON. `starter` is the pid of the process that started the
     engine, and the clock ticks between the boot and the start of that process."""
 
     starter: tuple[int, int]
@@ -44,20 +44,22 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class AdapterFile:
-    """The file of one engine. `starter` identifies the process that has started the engine."""
+    """The file of one engine. `starter` identifies the process that started the engine."""
 
     def __init__(self, path: Path, starter: tuple[int, int]) -> None:
         self._path = path
         self._starter = starter
 
     def read(self) -> list[SavedAdapter]:
-        """Return the adapters of the engine that the same process had started before this one."""
+        """Return the adapters of the previous engine, if the same process started that one."""
         try:
             content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return []
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("the adapters of the last start are unknown: %s: %s", self._path, error)
+            log.warning(
+                "adapters cannot be loaded again after the restart: %s: %s", self._path, error
+            )
             return []
         return content.adapters if content.starter == self._starter else []
 
@@ -68,7 +70,9 @@ class AdapterFile:
             new.write_bytes(msgspec.json.encode(_Content(self._starter, list(adapters))))
             new.replace(self._path)
         except OSError as error:
-            log.warning("adapters will be missing after a restart: %s", error)
+            log.warning(
+                "adapters will be missing after a restart, as they cannot be saved: %s", error
+            )
 
 
 class AdapterRestore:
@@ -84,8 +88,8 @@ class AdapterRestore:
 
     @classmethod
     def from_config(cls, config: EngineConfig, worker_address: str) -> AdapterRestore:
-        """Return the object for an engine. Only engines that load adapters at run time, and whose
-        worker is on this machine, have a file."""
+        """Return the AdapterRestore of an engine. Only an engine that loads adapters at run time,
+        and whose worker is on this machine, has a file."""
         starter = os.getppid()
         stat = read_stat(starter)
         if not config.worker.lora_dir or not worker_address.startswith(IPC) or stat is None:

@@ -12,8 +12,8 @@ in any of these cases:
 - It has more than MAX_UNREAD_BYTES unread.
 - All clients together have more than MAX_TOTAL_UNREAD_BYTES unread, and this one has the most. A
   client that has read nothing for STALLED_S is dropped before any client that reads.
-- Results of encoding wait until it has read more, and it has read nothing for `lease_s`; or for
-  STALLED_S, if results of other clients wait for it, too (encode/result_sender.py).
+- Results of encoding cannot be sent until it reads, and it has read nothing for `lease_s`, or for
+  STALLED_S if it holds up the results of other clients (encode/result_sender.py).
 
 A client dropped for its unread bytes is also ignored for IGNORED_S: its messages are discarded. The
 mailbox closes the connection of a dropped client, if it is still open, which frees the bytes queued
@@ -195,7 +195,7 @@ class Clients:
 
     @property
     def are_results_crowded(self) -> bool:
-        """Whether the largest result must wait, because all clients have too much unread."""
+        """Whether a result of the largest size must wait, because of all clients' unread bytes."""
         room = MAX_TOTAL_UNREAD_WITH_RESULTS - self._unread_bytes
         return room < MAX_RESULT_NUMBERS * Float32.itemsize
 

@@ -8,10 +8,11 @@ from engine_core.engine import Engine
 
 
 def send_results(engine: Engine, mailbox: Mailbox, lease_s: float, now: float) -> None:
-    """Send the results that the unread bytes of the clients allow.
+    """Send the waiting results of each client that has few enough unread bytes.
 
-    A client for which results wait is dropped if it has read nothing for `lease_s`. If results also
-    wait because of what other clients have not read, STALLED_S is enough to drop one of them.
+    A client whose results still wait is dropped if it has read nothing for `lease_s`. If clients
+    hold up each other's results, they are dropped after STALLED_S, and so is the client with the
+    most unread bytes.
     """
     unsent, clients = engine.encoding.unsent, mailbox.clients
     for client in list(unsent.clients):

@@ -9,10 +9,10 @@ steps take turns: one starts requests in the order of the waiting queue, the nex
 that are started. Whatever room is left goes to the other kind.
 
 While other requests generate, steps that generate and steps that encode take turns as well. If
-several accounts send requests, a step that encodes has only the share of prompts
+several accounts send requests, a step that encodes has only the token budget of prompts
 (`FairShare.shared_prefill_budget`), so that it does not stretch the time between the tokens of
-others. An input that is longer than the share is followed by as many steps that generate as make up
-for it.
+others. An input that is longer than this budget is followed by several steps that generate, each
+of which makes up for one budget.
 
 The results of a request are sent together, when all are computed, and when its client has few
 unread bytes. Requests of a client that must read first are held (unsent_results.py).
@@ -113,7 +113,7 @@ class EncodeScheduler:
         self.held: dict[bytes, WaitingQueue] = {}
         #: Number of requests that were added and have not ended.
         self.num_open = 0
-        #: Tokens of the last step that encodes for which no step that generates has made up.
+        #: Tokens of the last step that encodes that steps that generate have not made up for yet.
         self.debt = 0
         #: Whether the next step first continues started requests.
         self.continues = False
@@ -154,7 +154,7 @@ class EncodeScheduler:
         return QueueLoad(sum(load.requests for load in loads), sum(load.tokens for load in loads))
 
     def num_accounts(self, usage: AccountUsage) -> int:
-        """Return the number of accounts with waiting requests, if `usage` is one of them."""
+        """Return the number of accounts with waiting requests, counting `usage` in any case."""
         waiting = {usage, *self.waiting.accounts}
         return len(waiting.union(*(queue.accounts for queue in self.held.values())))
 
@@ -197,8 +197,8 @@ class EncodeScheduler:
     def plan(self, step: int, *, has_share: bool = False) -> EncodePlan:
         """Return the plan of the next step, which is number `step`. There must be work.
 
-        `has_share` is whether the step has only the share of prompts. If not, the next step that
-        generates makes up for it, however long it is.
+        `has_share` is whether the step has only the token budget of prompts. If it is false, one
+        step that generates makes up for this step, whatever its length.
         """
         share = self._fair_share.shared_prefill_budget
         new = _StepInputs(min(share, self._token_budget) if has_share else self._token_budget)

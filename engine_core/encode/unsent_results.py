@@ -1,17 +1,18 @@
 """Results of encoding that are computed and not sent yet, because their clients must read first.
 
-A result can have 32 MiB, and a client with too many unread bytes is dropped
+A result can be 32 MiB, and a client with too many unread bytes is dropped
 (connections/clients.py). So a result is sent only while its client has few unread bytes. Until then
 its request waits here. It is still open, so it can be aborted, it keeps a draining engine alive,
 and it can miss its deadline.
 
 What waits is bounded, because requests whose results could not be sent are not started:
 
-- A client with unsent results starts no request. Those of others go on.
+- While a client has unsent results, none of its requests is started. Other clients are not
+  affected.
 - No request starts while the unsent results are more than MAX_UNSENT_BYTES together. The loop then
   drops clients that do not read (result_sender.py).
 
-Requests that were started before are computed to their end. They are few (encoding.py:
+Requests that were started before are computed to their end. They are few (scheduler.py:
 MAX_STARTED).
 """
 

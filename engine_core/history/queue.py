@@ -40,14 +40,14 @@ class TimelineQueue:
         """Queue the work for a message. Return the refusal if too many messages wait already."""
         if len(self._waiting) >= MAX_WAITING:
             error = Overloaded(
-                f"{MAX_WAITING} requests for timelines are waiting already", retry_after_s=1
+                f"{MAX_WAITING} requests for timelines already wait: try again", retry_after_s=1
             )
             return Refused(request=message.request, error=error.info())
         self._waiting.append(_Waiting(client, message.request, work))
         return None
 
     def remove(self, client: bytes) -> None:
-        """Forget the messages of a client that is gone."""
+        """Drop the messages of a client that is gone."""
         self._waiting = deque(each for each in self._waiting if each.client != client)
 
     def run(

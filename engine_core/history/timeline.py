@@ -95,7 +95,7 @@ def _stages(history: RequestHistory, end: float) -> list[StageSpan]:
 
 @dataclass(slots=True)
 class _GroupSums:
-    """What the entries of one group computed, for the request of a timeline and for others."""
+    """Sums of what the entries of one group computed, for the timeline's request and for others."""
 
     own_prefill: int = 0
     own_decodes: int = 0
@@ -103,12 +103,12 @@ class _GroupSums:
     other_decodes: int = 0
     other_prefill: int = 0
     other_drafts: int = 0
-    #: Owner of each other prompt -> the tokens of it that were computed, and of the largest chunk.
-    #: None: the owner is forgotten.
+    #: Owner of each other prompt -> its tokens that were computed, and those of the largest chunk.
+    #: None: the owners that the history no longer has.
     shares: dict[RequestHistory | None, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, run: StepRun, history: RequestHistory, find_owner: FindOwner) -> None:
-        """Add an entry of the log. Lists are made only of the columns that it needs."""
+        """Add an entry of the log. Only columns that are needed are converted to lists."""
         slots = run.slots.tolist()
         row = _own_row(run, slots, history)
         first_prompt = run.num_decodes

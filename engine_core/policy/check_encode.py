@@ -20,8 +20,9 @@ def check_encode(
     """Return the tokens of a request that encodes.
 
     Raises InvalidRequest if the model does not encode, if there are too many inputs or results, or
-    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long. There
-    may be MAX_REQUEST_TOKENS tokens, and the streams of others wait meanwhile: no Python loop
+    if a token id is outside the vocabulary. Raises ContextTooLong if an input is too long.
+
+    There may be MAX_REQUEST_TOKENS tokens, and streams wait during the check. So no Python loop
     handles single tokens.
     """
     encoding = model.encoding

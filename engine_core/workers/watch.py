@@ -21,8 +21,8 @@ CHECK_EVERY_S = 0.25
 
 
 class WorkerWatch:
-    """Times the steps in flight, and judges a worker that is late. Times are in seconds of a steady
-    clock."""
+    """Times the steps in flight, and checks whether the worker is late. Times are in seconds of a
+    steady clock."""
 
     def __init__(self, config: EngineConfig, worker: WorkerLink) -> None:
         self._config = config
@@ -62,8 +62,8 @@ class WorkerWatch:
             raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
 
     def check_health(self, engine: Engine | None, now: float) -> bool:
-        """Check the worker's health every CHECK_EVERY_S. Return whether it has changed, which is
-        then logged.
+        """Check the worker's health if CHECK_EVERY_S have passed since the last check. If it has
+        changed, log that and return True.
 
         Raises WorkerLost if the worker was stopped for too long, or if one of another machine has
         disconnected.

@@ -153,7 +153,7 @@ class GenerationRunner:
         try:
             try:
                 open_group(use)
-            except StaleAdapter:  # the engine has sent the new list of its adapters before
+            except StaleAdapter:  # before this refusal, the engine has sent its new list
                 context.timeline.reopen()
                 open_group(use.with_current_adapter())
         except RequestError as error:

@@ -186,8 +186,8 @@ class ZmqEngineClient:
 
     def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
         """Return the timelines of the open and recently ended requests of all clients with these
-        names. Raises EngineNotReady or EngineLost if the engine cannot be reached, Overloaded if it
-        computes too many timelines already."""
+        names. Raises EngineNotReady or EngineLost if the engine cannot be reached, Overloaded if
+        too many requests for timelines wait there."""
         self.start()
         return self._reply(self.session.get_timeline(names), RequestTimelines)
 
@@ -201,8 +201,8 @@ class ZmqEngineClient:
         self._with_ping.append(message)
 
     def _reply(self, message: AbortByLabel | GetTimeline, kind: type[Reply]) -> Reply:
-        """Send a command, and wait for its reply, which is of this kind. Raises the engine's
-        refusal."""
+        """Send a command, wait for its reply of the class `kind`, and return it. If the engine
+        refuses the command, raise the error."""
         result: AsyncResult[Report] = AsyncResult()
         self._open(message, result.set)
         report = result.get()

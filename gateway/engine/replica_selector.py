@@ -1,4 +1,4 @@
-"""Selects the replica for each request, so that all choices of one prompt get the same."""
+"""Selects the replica for each request. All choices of one prompt go to the same replica."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplicaSelector:
         return found
 
     def lacks_adapter(self, request: ReplicatedRequest) -> bool:
-        """Return whether there are usable replicas, of which none has the request's adapter."""
+        """Return whether there are usable replicas, but none of them has the request's adapter."""
         usable = self._replicas.router.usable
         return bool(usable) and self._without_adapter(request).issuperset(usable)
 

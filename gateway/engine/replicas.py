@@ -279,8 +279,9 @@ class ReplicatedClient:
         if isinstance(request.refusal, Refused):
             return error_from(request.refusal.error)
         if self._selector.lacks_adapter(request):
+            name = request.options["adapter"]
             return StaleAdapter(
-                f"no engine has this adapter {request.options['adapter']!r:.200} now: try again",
+                f"no replica has this version of the adapter {name!r:.200} now: try again",
                 retry_after_s=1,
             )
         held = self._replicas.shortest_refusal(request.options.get("account"))

@@ -1,4 +1,4 @@
-"""Bases of the formats that cover a whole answer, and of their parsers."""
+"""Base classes of the formats that cover a whole answer, and of their parsers."""
 
 from __future__ import annotations
 

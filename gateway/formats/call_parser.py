@@ -1,4 +1,4 @@
-"""Bases of the syntaxes of tool calls that come in groups, and of their parsers."""
+"""Base classes of the syntaxes whose tool calls come in groups, and of their parsers."""
 
 from __future__ import annotations
 

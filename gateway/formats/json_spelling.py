@@ -1,4 +1,4 @@
-"""JSON's own spelling of strings, numbers and constants, and of the blanks between them."""
+"""How JSON itself spells strings, numbers and constants, and the whitespace between them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The regions of a checkpoint's `response_template`, and the patterns that open them.
 
-A pattern is a regular expression of few kinds of parts, its atoms; `response_template_loader` says
-which ones. It is both matched against an answer and written by a grammar.
+A pattern is a regular expression made of a few kinds of parts, the atoms, which
+`response_template_loader` lists. Answers are matched against it, and grammars write texts that
+match it.
 """
 
 from __future__ import annotations

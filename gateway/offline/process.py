@@ -105,7 +105,7 @@ class TextProcess:
         self._outgoing.put(answer)
 
     def _send_all(self) -> None:
-        """Send messages, in a greenlet that no abort ends in the middle of a frame."""
+        """Send the messages. No abort ends the greenlet of this, so none cuts a frame short."""
         with contextlib.suppress(OSError):  # the script is gone, which `_answer_all` sees
             for message in self._outgoing:
                 self._socket.sendall(to_frame(message))

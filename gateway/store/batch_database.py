@@ -8,7 +8,7 @@
 - The output files of a batch become visible in the transaction that gives it its last status.
 - A file that an open batch reads is not deleted.
 - If the database is full, uploads, new batches and results are refused. Results are stored anyway
-  if the window of their batch has ended, so that the batch can end, too.
+  if the window of their batch has ended, so that the batch can end.
 """
 
 from __future__ import annotations

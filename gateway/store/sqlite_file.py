@@ -29,7 +29,8 @@ D = TypeVar("D", bound="SqliteFile")
 
 
 def is_disk_full(error: sqlite3.Error) -> bool:
-    """Return whether an operation failed because the disk has no room. It can be tried again."""
+    """Return whether an operation failed because the disk has no room. The operation can be
+    tried again."""
     code = getattr(error, "sqlite_errorcode", 0)  # absent if SQLite did not raise the error
     return bool(code & 0xFF == sqlite3.SQLITE_FULL)
 

@@ -305,8 +305,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     file_store_mib: Annotated[
         int,
         about(
-            "size of the file store from which uploads and new batches are refused and open "
-            "batches pause",
+            "size limit of the file store; at this size uploads and new batches are refused, and "
+            "open batches pause",
             ge=1,
             le=1 << 24,
         ),

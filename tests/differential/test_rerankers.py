@@ -311,12 +311,12 @@ def test_a_model_without_the_tokens_is_refused(tmp_path: Path) -> None:
 
 def test_a_decoder_of_another_family_does_not_rank(tmp_path: Path) -> None:
     write_directory(tmp_path, random_model("llama"))
-    assert "LlamaForCausalLM does not rank" in refusal(tmp_path, "rank")
+    assert "LlamaForCausalLM cannot rank" in refusal(tmp_path, "rank")
 
 
 def test_an_encoder_without_a_head_does_not_rank(tmp_path: Path) -> None:
     write_encoder(tmp_path, random_encoder("bert"))
-    assert "without a head does not rank" in refusal(tmp_path, "rank")
+    assert "without a head cannot rank" in refusal(tmp_path, "rank")
     scorer = write_encoder(tmp_path / "scorer", random_encoder("bert", scores=True, num_labels=1))
     header = read_any_header(scorer, "rank")
     assert isinstance(header, EncoderHeader)

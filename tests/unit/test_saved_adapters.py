@@ -53,7 +53,7 @@ def test_a_damaged_file_is_reported_and_ignored(
     path = tmp_path / "adapters"
     path.write_bytes(content)
     assert AdapterFile(path, STARTER).read() == []
-    assert "the adapters of the last start are unknown" in caplog.text
+    assert "adapters cannot be loaded again after the restart" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_reported(

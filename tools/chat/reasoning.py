@@ -1,4 +1,4 @@
-"""`ReasoningPrinter`: shows a model's reasoning faintly above its answer."""
+"""`ReasoningPrinter`: shows a model's reasoning in faint text above its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReasoningPrinter:
         return start + safe_text(text)
 
     def finish(self) -> str:
-        """Return what ends the reasoning; "" if there was none since the last call."""
+        """Return the text that ends the reasoning; "" if there was none since the last call."""
         end = f"{PLAIN}\n\n" if self._is_open else ""
         self._is_open = False
         return end

@@ -71,7 +71,7 @@ class ChatSession:
         """Send `text` as a user's message, and yield the pieces of the answer as they arrive.
 
         Closing the iterator early disconnects, which ends the request on the server. The text so
-        far is added to the history, because the user has read it, but not the reasoning. A message
+        far is added to the history, because the user has read it; the reasoning is not. A message
         without any answer is not added. Raises Failure if the server refuses the request or reports
         an error, or if the connection is lost.
         """
@@ -144,7 +144,7 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def _apply(chunk: dict[str, Any], answer: ChatAnswer) -> list[ChatPiece]:
-    """Add a chunk to `answer`. Return what it adds. Raises Failure if the chunk is an error."""
+    """Add a chunk to `answer`. Return its pieces. Raises Failure if the chunk is an error."""
     if error := chunk.get("error"):
         raise Failure(f"the server reported an error: {error.get('message', error)}")
     if usage := chunk.get("usage"):

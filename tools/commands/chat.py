@@ -29,8 +29,8 @@ from tools.processes.discovery import add_server, server_url
 from tools.terminal import safe_text
 
 DESCRIPTION = """\
-Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. Markdown is shown as such,
-and reasoning faintly above the answer.
+Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. Markdown is rendered,
+and reasoning is shown in faint text above the answer.
 A line that ends with a backslash continues in the next one, and so does one that starts with three
 double quotes, until three more. Ctrl-R searches earlier lines, which are kept in
 $TIDEGATE_HOME/chat_history.

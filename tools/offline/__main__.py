@@ -54,7 +54,7 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 
 def new_directory() -> Path:
-    """Return the path of a new run directory. It does not exist yet. Its parent is that of the
+    """Return a path for a new run directory, which does not exist yet. Its parent holds the
     directories of all LLMs of this user."""
     base = Path(tempfile.gettempdir()) / f"tidegate-llm-{os.getuid()}"
     return base / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"

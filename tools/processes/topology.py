@@ -109,7 +109,7 @@ def _replicas(serve: ServeConfig, engine: EngineConfig, directory: Path, num_gpu
         )
         if engine.journal:
             each = _with(each, journal=os.path.join(engine.journal, f"engine-{number}"))
-        if serve.cluster_key:  # it is for clients: requests to replicas hand no K/V over
+        if serve.cluster_key:  # the key is only for clients: replicas transfer no K/V
             each = in_cluster(each, serve.cluster_key, "")
         found[f"engine {number}"] = each
     return found

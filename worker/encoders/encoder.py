@@ -84,7 +84,7 @@ HEAD_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
 class EncoderWeights:
     """All weights of an encoder. Tables are [rows, hidden]; None: there is none.
 
-    offset_bias   [OFFSET_BUCKETS, H]: what each head adds to scores
+    offset_bias   [OFFSET_BUCKETS, H]: what each head adds to scores, by bucket of offsets
     """
 
     embedding: Tensor

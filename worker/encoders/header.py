@@ -62,7 +62,7 @@ class EncoderHeader:
             if self.spec.head is not None:
                 return self
             raise UnusableModel(
-                "an encoder without a head does not rank", remedy="serve without --pooling rank"
+                "an encoder without a head cannot rank", remedy="serve without --pooling rank"
             )
         if self.spec.head is not None:
             raise UnusableModel(

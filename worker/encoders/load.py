@@ -93,14 +93,14 @@ def pair_score_head(
     embedding: Embedding,
     device: torch.device,
 ) -> PairScoreHead:
-    """Return what makes a decoder's scores.
+    """Return the head that computes a decoder's scores.
 
-    embedding   the model's embedding, which has been read: its rows may be those of the head
+    embedding   the model's embedding, already read; its rows may also be those of the head
     """
     if scorer.tensor == tensors.embedding:
         rows = embedding(torch.tensor(scorer.rows, device=device)).float()
     else:
-        # The output head can have a row for each token, so only the rows that score are read.
+        # The output head may have a row for every token, so only the rows that score are read.
         whole = (scorer.num_rows, tensors.spec.hidden)
         rows = torch.empty(len(scorer.rows), tensors.spec.hidden, device=device)
         for place, row in enumerate(scorer.rows):

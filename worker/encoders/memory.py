@@ -172,8 +172,9 @@ def work_bytes(
 
 
 def _bias_numbers(header: EncoderHeader, tokens: int, longest: int) -> int:
-    """Return the most numbers of the biases of scores that exist at the same time: those of a tile
-    of queries of each input of a group (ragged.py), twice because of the padding and its mask."""
+    """Return how many numbers the biases of scores have at most at the same time: those of a tile
+    of queries of each input of a group (ragged.py), counted twice because of padding and
+    its mask."""
     num_heads = header.spec.layers[0].num_heads
     keys = max(min(tokens, MAX_GROUP_TOKENS), longest)
     return 2 * num_heads * min(longest, QUERY_TILE) * keys

@@ -213,8 +213,9 @@ def _lowers(folder: Path) -> bool:
 
 
 def max_sequence_length(folder: Path) -> int | None:
-    """Return the most tokens of an input by the files of sentence-transformers; None if they do not
-    say. Raises UnusableModel if they ask for lower case that the tokenizer does not make."""
+    """Return the most tokens of an input that the files of sentence-transformers allow; None if
+    they do not say. Raises UnusableModel if they require lower case that the tokenizer does not
+    make."""
     longest = None
     for name in LENGTHS:
         if (folder / name).is_file():

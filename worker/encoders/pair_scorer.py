@@ -11,8 +11,8 @@ suffices: that of "yes" minus that of "no". The model exists in several forms:
     Qwen3ForSequenceClassification  "score.weight", already subtracted
     a GGUF file of pooling type 4   "cls.output.weight"
 
-Files of the first form say nothing of it, so their name or their README.md decides, as in
-llama.cpp's converter.
+Files of the first form do not say that they are a reranker, so their name or their README.md
+decides, as in llama.cpp's converter.
 """
 
 from __future__ import annotations

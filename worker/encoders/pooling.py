@@ -85,7 +85,7 @@ class PairScoreHead:
 
 
 InputHead = VectorHead | PairScoreHead
-"""What makes the results of inputs of a decoder's hidden states."""
+"""Computes the results of inputs from a decoder's hidden states."""
 
 
 def pool(hidden: Tensor, batch: RaggedBatch, pooling: Pooling) -> Tensor:

@@ -42,13 +42,13 @@ def bucketed_bias(learned: Tensor, context: int) -> Tensor:
 
 
 def offset_buckets(offsets: Tensor) -> Tensor:
-    """Return the bucket of each offset, as T5 and MPNet do: half of the buckets are for later keys.
-    Of each half, the first half is for one distance each, and the rest grow by equal factors up to
-    MAX_OFFSET, after which all distances share the last one."""
+    """Return the bucket of each offset, as T5 and MPNet do. Half of the buckets are for later keys,
+    half for the others. In each half, the first buckets are for one distance each. The rest grow by
+    equal factors up to MAX_OFFSET, and all longer distances share the last one."""
     half = OFFSET_BUCKETS // 2
     exact = half // 2
     distances = offsets.abs()
-    # In float32, which decides the bucket of distances at a border.
+    # In float32: its rounding decides the bucket of distances at a border.
     growth = torch.log(distances.clamp(min=1).float() / exact) / math.log(MAX_OFFSET / exact)
     grown = (exact + (growth * (half - exact)).long()).clamp(max=half - 1)
     return torch.where(distances < exact, distances, grown) + half * (offsets > 0)

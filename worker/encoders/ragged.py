@@ -176,7 +176,7 @@ def attend(
 def _attend_tiles(
     q: Tensor, k: Tensor, v: Tensor, group: InputGroup, window: int | None, table: Tensor | None
 ) -> Tensor:
-    """Return the attention [n, H, L, D] of a group whose scores have a bias, some queries at a
+    """Return the attention [n, H, L, D] of a group with a window or a bias, some queries at a
     time."""
     places = torch.arange(group.longest, device=q.device)
     tiles = []

@@ -16,7 +16,8 @@ from worker.models.rope_config import RopeConfig
 from worker.models.spec import MAX_DIMENSION, Activation, NormSpec
 
 OFFSET_BUCKETS = 32
-"""Buckets of the offsets of two tokens, for which models with learned biases have a number each."""
+"""Number of buckets for the offset of two tokens. Models with learned biases have one number for
+each head and bucket."""
 MAX_OFFSET = 128
 """Distance from which on all offsets of a direction share a bucket."""
 MAX_GROUP_TOKENS = 1 << 13

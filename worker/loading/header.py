@@ -187,8 +187,8 @@ def _named_reranker(header: ModelHeader) -> ModelHeader:
     if it is of another family, or has no tokenizer."""
     if header.spec.architecture != RERANKER or header.files is None:
         raise UnusableModel(
-            f"{header.spec.architecture} does not rank; only Qwen3-Reranker does, which is a "
-            f"{RERANKER}, and cross-encoders",
+            f"{header.spec.architecture} cannot rank; only Qwen3-Reranker (a {RERANKER}) and "
+            "cross-encoders can",
             remedy="serve without --pooling rank",
         )
     tokenizer, head = header.text.tokenizer, header.tensors.head.parts[0]
@@ -197,8 +197,8 @@ def _named_reranker(header: ModelHeader) -> ModelHeader:
     else:
         scorer = token_scorer(tokenizer, head)
     log.info(
-        "%s is served as a reranker, so it does not generate text (--pooling last: text and "
-        "vectors)",
+        "%s is served as a reranker, so it does not generate text; --pooling last serves text and "
+        "vectors instead",
         header.name,
     )
     return _scoring(header, scorer)

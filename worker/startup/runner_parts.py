@@ -1,4 +1,5 @@
-"""A runner without its slots and caches: the runs of the start have others than the steps."""
+"""The parts of a runner except its slots and caches. The runs at startup use other slots and caches
+than the steps do."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gateway.api.batches.file_routes import (
     file_store,
     listed,
     number_in_query,
-    refusals_without_room,
+    refuse_if_full,
 )
 from gateway.api.batches.requests import BatchCreateBody
 from gateway.api.batches.responses import BatchList, BatchObject, batch_list, batch_object
@@ -59,7 +59,7 @@ def create(service: Service, context: RequestContext) -> Response:
         expires_at=now + body.window_s,
     )
     try:
-        with refusals_without_room():
+        with refuse_if_full():
             batch = store.call(lambda db: db.create_batch(new, config.batches_per_key, now))
     except TooMany as error:
         raise InvalidRequest(
@@ -110,7 +110,7 @@ def read(service: Service, context: RequestContext, batch_id: str) -> Response:
 def cancel(service: Service, context: RequestContext, batch_id: str) -> Response:
     owner, now = context.caller.owner, time.time()
     try:
-        with refusals_without_room():
+        with refuse_if_full():
             file_store(service).call(lambda db: db.cancel_batch(batch_id, owner, now))
     except IllegalBatchMove as error:
         raise InvalidRequest(f"{batch_id[:128]}: {error}") from None

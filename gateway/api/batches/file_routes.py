@@ -100,7 +100,7 @@ def upload(service: Service, context: RequestContext) -> Response:
     if (request.content_length or 0) > max_bytes + MAX_FORM_BYTES:
         raise RequestEntityTooLarge(f"the file is larger than {max_bytes:,} bytes")
     sink = _StoringSink(store, context.caller.owner, service.config.files_per_key)
-    with refusals_without_room(), contextlib.ExitStack() as on_failure:
+    with refuse_if_full(), contextlib.ExitStack() as on_failure:
         on_failure.callback(sink.abandon)
         fields = read_upload(request.stream, request.content_type or "", max_bytes, sink)
         if fields.get("purpose") != INPUT_PURPOSE:
@@ -193,7 +193,7 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
     store = file_store(service)
     owner, now = context.caller.owner, time.time()
     try:
-        with refusals_without_room():
+        with refuse_if_full():
             was_there = store.call(lambda database: database.delete_file(file_id, owner, now))
     except FileInUse as error:
         raise InvalidRequest.at(
@@ -205,7 +205,7 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
 
 
 @contextlib.contextmanager
-def refusals_without_room() -> Iterator[None]:
+def refuse_if_full() -> Iterator[None]:
     """Refuse the request if the `with` block finds no room: in the store (413), or on its disk
     (503)."""
     try:

@@ -246,7 +246,7 @@ class BatchJob:
         finally:
             self._lines.kill()
             is_computed.set()
-            flusher.join()  # killed, it would not know whether the last results are stored
+            flusher.join()  # not killed, because it may be storing the last results
             self._flush(is_last=True)
         if self._failure is not None:
             raise self._failure
@@ -316,8 +316,8 @@ class BatchJob:
             self._flush()
 
     def _flush(self, *, is_last: bool = False) -> None:
-        """Store the new results. Stop if this process has lost the batch. After the window there is
-        no limit, because the lines left have short results and the batch must end."""
+        """Store the new results. Stop if this process has lost the batch. After the window there
+        is no size limit, because the remaining lines have short results and the batch must end."""
         now, has_limit = time.monotonic(), not self._is_over()
         if not self._buffer.flush(now, is_last=is_last, has_limit=has_limit):
             self.stop(aborts=True)

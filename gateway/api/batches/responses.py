@@ -51,7 +51,7 @@ class BatchProblem(msgspec.Struct, frozen=True):
 PAUSED = BatchProblem(
     "file_store_full",
     "the file store is full (--file-store-mib). The batch continues when there is room: delete "
-    "files, or cancel batches",
+    "files, or cancel batches and delete their files",
 )
 
 

@@ -1,7 +1,7 @@
 """Results of a batch on their way to the store.
 
 If there is no room for them, because the store has reached its limit or because the disk is full,
-they are kept here, and the batch starts no more lines. Storing them is tried again after pauses.
+they are kept here, and the batch starts no more lines. Storing them is retried after a pause.
 So no line is computed twice, and the results need no more memory than those of the open lines.
 """
 
@@ -20,7 +20,8 @@ from gateway.store.sqlite_file import Store
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
-"""The pause after the first failure in a row, which doubles with each further one."""
+"""The pause after the first failure, which doubles with each further failure in a row, and the
+longest pause."""
 
 
 class ResultBuffer:
@@ -60,7 +61,7 @@ class ResultBuffer:
 
         now        time of a clock that only moves forward
         is_last    try now, because there is no later attempt
-        has_limit  whether the size limit of the store holds
+        has_limit  whether the size limit of the store applies
         """
         if not self._results or (now < self._retry_at and not is_last):
             return True

@@ -106,8 +106,8 @@ class EncodePreparation:
     def pairs(
         self, pairs: Sequence[tuple[str, str]], params: Sequence[str], instruction: str | None
     ) -> PromptRequest:
-        """Return the request that scores pairs of a query and a document, of a model that scores.
-        `params` are their names."""
+        """Return the request that scores pairs of a query and a document. The model must be one
+        that scores. `params` are the names of the pairs in errors."""
         prompt = self.encoding.pair_prompt
         if prompt is None:
             return self.texts(pairs, params)

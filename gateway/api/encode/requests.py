@@ -95,7 +95,7 @@ class PairFields(EncodeFields, frozen=True, kw_only=True):
 
     instruction   what a document must do to match a query, for models that take an instruction;
                   absent: the model's default one
-    instruct      another name of instruction
+    instruct      another name for instruction
     """
 
     instruction: str | None = None

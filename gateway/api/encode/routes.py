@@ -251,7 +251,9 @@ def _instruction(body: PairFields, preparation: EncodePreparation) -> str | None
     """Return the instruction that a body gives. Raises InvalidRequest if it gives two, or one that
     the model does not take."""
     if body.instruction is not None and body.instruct is not None:
-        raise InvalidRequest.at("instruct", "is another name of instruction; give one of them")
+        raise InvalidRequest.at(
+            "instruct", "is another name for instruction; give only one of them"
+        )
     preparation.check_instruction(body.instruction, "instruction")
     preparation.check_instruction(body.instruct, "instruct")
     return body.instruct if body.instruction is None else body.instruction

@@ -37,7 +37,7 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
 
     A caller with the scope `admin` sees all requests and all names, any other its own requests
     without the names of others. Raises UnknownRequest if no engine knows the request, Overloaded if
-    an engine computes too many timelines already, and the trouble of the server if no engine can be
+    too many requests for timelines wait at an engine, and the server's trouble if no engine can be
     reached.
     """
     label = caller.abort_label(name)
@@ -89,8 +89,8 @@ def of_last_request(
 
 
 def _ask_all(service: Service, label: str) -> Iterator[AskedEngine]:
-    """Ask all engines at once, and yield each with its reply. Raises Overloaded if one of them
-    computes too many timelines already."""
+    """Ask all engines at once, and yield each with its reply. Raises Overloaded if too
+    many requests for timelines wait at one of them."""
     places = [
         (host.name, number, connection)
         for host in service.hosts

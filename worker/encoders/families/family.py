@@ -115,7 +115,7 @@ class EncoderFamily:
     unused: tuple[str, ...] = ()
     #: Key -> the only values that are supported.
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    #: Another name of a key, in older configs -> the key.
+    #: Another name for a key, as in older configs -> the key.
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Keys that may be null, besides those whose default is None.
     nullable: frozenset[str] = frozenset()

@@ -1,7 +1,7 @@
 """Nomic's BERT: rotary embeddings instead of a table of positions, gated MLPs, and no biases.
 
-The published configs have keys of their own, which are those of GPT-2 where GPT-2 has one.
-transformers writes its usual keys, and the published names of tensors.
+The published configs use GPT-2's keys, and keys of their own for what GPT-2 does not have.
+transformers writes its usual keys, but the published names of tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROLES = {
     "mlp_norm": LAYER + "norm2",
 }
 TRAINED_TOKENS = 2048
-"""Tokens of the longest texts in training, if a config does not say."""
+"""Tokens of the longest texts in training, if a config does not give them."""
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 30528,
     "hidden_size": 768,
@@ -97,12 +97,17 @@ def read_nomic(config: EncoderConfig) -> EncoderSpec:
 
 
 def _rope(config: EncoderConfig) -> tuple[RopeConfig, bool]:
-    """Return the rotary embeddings, and whether those of inputs that are longer than the texts in
-    training are scaled, by a factor of each input's length. Such inputs are not supported."""
+    """Return the rotary embeddings, and whether the model scales them for inputs that are longer
+    than its training texts. Such inputs are not supported, because the scale depends on each
+    input's length."""
     rope = Fields(config.get("rope_parameters", {}), "rope_parameters")
     kind = rope.text("rope_type", "default")
-    if kind not in ("default", "dynamic") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnusableModel(f"rope_parameters of type {kind!r} are not supported for Nomic's BERT")
+    fraction = rope.get("partial_rotary_factor", 1.0)
+    if kind not in ("default", "dynamic") or fraction != 1.0:
+        raise UnusableModel(
+            f"rope_type {kind!r} with partial_rotary_factor {fraction!r:.80} is not supported for "
+            "Nomic's BERT"
+        )
     head_dim = config.integer("hidden_size") // max(config.num_heads, 1)
     if config.integer("head_dim", head_dim) != head_dim:
         raise UnusableModel(f"head_dim {config.get('head_dim')} is not supported; only {head_dim}")
