@@ -7,7 +7,7 @@ long is an error, or is truncated: the text is shortened, and the special tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tokenizers
 
@@ -15,26 +15,41 @@ from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
 from protocol.encoding import MAX_REQUEST_TOKENS
 from protocol.errors import ContextTooLong, InvalidRequest
 
+TRUNCATE_FIELD = "truncate_prompt_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class FramedText:
-    """A text between two others, which are kept if the text is truncated."""
+    """A text between two others, which are kept if the text is truncated.
+
+    must_reach  some text after this many characters of the body must be kept, too
+    """
 
     prefix: str
     body: str
     suffix: str
+    must_reach: int = 0
 
     @property
     def parts(self) -> tuple[str, str, str]:
         return self.prefix, self.body, self.suffix
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The number of tokens to which inputs are truncated, and the field of the request that says
+    so."""
+
+    tokens: int
+    field: str = TRUNCATE_FIELD
+
+
 InputText = str | tuple[str, str] | FramedText
 """A text, a pair of texts, or a framed text."""
 OffloadBatch = Callable[[Callable[[], "list[TokenizedInput]"]], "list[TokenizedInput]"]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
-TRUNCATES = "truncate_prompt_tokens: -1"
-"""The field that an error of a long input names."""
+TRUNCATES = f"{TRUNCATE_FIELD}: -1"
+"""The remedy that an error of a long input names."""
 MIN_TEXT_BYTES = 1 << 16
 """A text of up to this size is encoded even if it must be too long, so that it can be truncated."""
 
@@ -77,15 +92,14 @@ class InputTokenizer:
         texts: Sequence[InputText],
         params: Sequence[str],
         *,
-        limit: int | None = None,
+        truncation: Truncation | None = None,
         adds_special: bool = True,
         offload: OffloadBatch,
     ) -> list[TokenizedInput]:
         """Return the tokens of the inputs.
 
         params        name of each input, for errors
-        limit         truncate inputs to this many tokens; None: longer ones than the model takes
-                      are errors
+        truncation    how inputs are truncated; None: longer ones than the model takes are errors
         adds_special  add the model's special tokens
         offload       runs the work in a thread if the texts are long
 
@@ -101,7 +115,7 @@ class InputTokenizer:
             )
 
         def work() -> list[TokenizedInput]:
-            return self._encode(texts, params, sizes, limit, adds_special=adds_special)
+            return self._encode(texts, params, sizes, truncation, adds_special=adds_special)
 
         return work() if total < INLINE_BYTES else offload(work)
 
@@ -122,11 +136,13 @@ class InputTokenizer:
         texts: Sequence[InputText],
         params: Sequence[str],
         sizes: Sequence[int],
-        limit: int | None,
+        truncation: Truncation | None,
         *,
         adds_special: bool,
     ) -> list[TokenizedInput]:
-        most = self.max_tokens if limit is None else min(limit, self.max_tokens)
+        most = self.max_tokens
+        if truncation is not None:
+            most = min(truncation.tokens, most)
         done: list[TokenizedInput] = []
         num_tokens = 0
         with library_failures(params[0]):
@@ -138,28 +154,31 @@ class InputTokenizer:
                 for index, whole in zip(group, found, strict=True):
                     kept, count = whole, len(whole.ids)
                     if count > most:
-                        if limit is None:
+                        if truncation is None:
                             raise too_long(params[index], count, most)
-                        kept = self._truncated(texts[index], most, adds_special=adds_special)
+                        to = replace(truncation, tokens=most)
+                        kept = self._truncated(texts[index], to, adds_special=adds_special)
                     done.append(tokens_of(kept, params[index]))
                     num_tokens += len(done[-1].ids)
                     if num_tokens > MAX_REQUEST_TOKENS:
                         raise too_many_tokens(params[index])
         return done
 
-    def _truncated(self, text: InputText, limit: int, *, adds_special: bool) -> tokenizers.Encoding:
-        """Return the encoding of an input, with at most `limit` tokens, special tokens included. Of
-        a pair, the longer text is shortened first."""
+    def _truncated(
+        self, text: InputText, to: Truncation, *, adds_special: bool
+    ) -> tokenizers.Encoding:
+        """Return the encoding of an input, with at most `to.tokens` tokens, special tokens
+        included. Of a pair, the longer text is shortened first."""
         if isinstance(text, FramedText):
-            return self._truncated_body(text, limit)
+            return self._truncated_body(text, to)
         num_special = 0
         if adds_special:
             num_special = self.inner.num_special_tokens_to_add(not isinstance(text, str))
-        room = limit - num_special
+        room = to.tokens - num_special
         if room < 1:
             raise InvalidRequest.at(
-                "truncate_prompt_tokens",
-                f"{limit} tokens leave no room for text beside {num_special} special tokens",
+                to.field,
+                f"{to.tokens} tokens leave no room for text beside {num_special} special tokens",
             )
         parts = [
             self.inner.encode(part, add_special_tokens=False)
@@ -171,18 +190,17 @@ class InputTokenizer:
         pair = parts[1] if len(parts) > 1 else None
         return self.inner.post_process(parts[0], pair, adds_special)
 
-    def _truncated_body(self, text: FramedText, limit: int) -> tokenizers.Encoding:
+    def _truncated_body(self, text: FramedText, to: Truncation) -> tokenizers.Encoding:
         prefix, body, suffix = (
             self.inner.encode(part, add_special_tokens=False) for part in text.parts
         )
         num_kept = len(prefix.ids) + len(suffix.ids)
-        if limit <= num_kept:
-            raise InvalidRequest.at(
-                "truncate_prompt_tokens",
-                f"{limit} tokens leave no room for text beside the {num_kept} tokens of the "
-                "model's prompt",
-            )
-        body.truncate(limit - num_kept)
+        body.truncate(max(to.tokens - num_kept, 0))
+        if not body.ids or body.offsets[-1][1] <= text.must_reach:
+            beside = f"the {num_kept} tokens of the model's prompt"
+            if text.must_reach:
+                beside = "the model's prompt, the instruction and the query"
+            raise InvalidRequest.at(to.field, f"{to.tokens} tokens leave no room beside {beside}")
         return tokenizers.Encoding.merge([prefix, body, suffix])
 
 

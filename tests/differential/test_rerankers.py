@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gateway.api.encode.prepare import framed_pair
-from gateway.text.inputs import InputTokenizer
+from gateway.text.inputs import InputTokenizer, Truncation
 from protocol.config.worker import WorkerConfig
+from protocol.errors import InvalidRequest
 from protocol.steps import EncodePlan
 from tests.support.checkpoints import write_directory
 from tests.support.encoder_models import encode_inputs, random_encoder, write_encoder
@@ -230,7 +233,7 @@ def test_a_prompt_is_truncated_before_its_end() -> None:
     (found,) = tokenizer.encode(
         [framed_pair(PROMPT, *pair, INSTRUCTION)],
         ["text"],
-        limit=500,
+        truncation=Truncation(500),
         adds_special=False,
         offload=lambda work: work(),
     )
@@ -242,7 +245,33 @@ def test_texts_with_the_prompt_around_them_are_only_joined() -> None:
     query = f"{PREFIX}<Instruct>: Find it.\n<Query>: sea\n"
     document = f"<Document>: harbour{SUFFIX}"
     framed = framed_pair(PROMPT, query, document, INSTRUCTION)
-    assert framed == framed_pair(PROMPT, "sea", "harbour", "Find it.")
+    assert framed.parts == framed_pair(PROMPT, "sea", "harbour", "Find it.").parts
+
+
+@pytest.mark.parametrize("outside", [{"prefix": ""}, {"suffix": ""}])
+def test_texts_are_not_joined_if_nothing_tells_that_they_have_the_prompt(
+    outside: dict[str, str],
+) -> None:
+    prompt = msgspec.structs.replace(PROMPT, **outside)
+    framed = framed_pair(prompt, PREFIX + "sea", "harbour" + SUFFIX, "Find it.")
+    assert framed.body == (
+        f"<Instruct>: Find it.\n<Query>: {PREFIX}sea\n<Document>: harbour{SUFFIX}"
+    )
+
+
+def test_a_truncation_that_leaves_nothing_of_the_document_is_refused() -> None:
+    tokenizer = InputTokenizer(TOKENIZER, CONTEXT, 1 << 16)
+    query = "sea " * 20
+    room = len(prompt_ids(query, ""))
+    for limit, is_refused in [(room - 5, True), (room, True), (room + 5, False)]:
+        with pytest.raises(InvalidRequest) if is_refused else nullcontext():
+            tokenizer.encode(
+                [framed_pair(PROMPT, query, "harbour " * 50, INSTRUCTION)],
+                ["text"],
+                truncation=Truncation(limit),
+                adds_special=False,
+                offload=lambda work: work(),
+            )
 
 
 @pytest.mark.parametrize("form", [with_modules, classifier])

@@ -296,8 +296,11 @@ def test_a_prompt_is_truncated_at_the_end_of_its_document(
     body = {"query": "sea", "documents": ["x" * 90], "truncate_prompt_tokens": 20}
     gateway.post("/v1/rerank", body)
     assert engine.encodes[-1].inputs.tokens.tolist() == ids_of("[Find: sea? xxxxxx]=")
-    error = error_of(gateway, "/v1/rerank", {**body, "truncate_prompt_tokens": 3})
-    assert "beside the 3 tokens of the model's prompt" in error["message"]
+    without = {"query": "sea", "documents": ["x" * 90]}
+    for field, tokens in [("truncate_prompt_tokens", 3), ("max_tokens_per_doc", 14)]:
+        error = error_of(gateway, "/v1/rerank", {**without, field: tokens})
+        assert error["param"] == field
+        assert f"{tokens} tokens leave no room beside the model's prompt" in error["message"]
     error = error_of(gateway, "/v1/rerank", {"query": "sea", "documents": ["a", "x" * 90]})
     assert error["param"] == "documents[1]"
 

@@ -10,9 +10,16 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from gateway.text import inputs
-from gateway.text.inputs import GROUP_BYTES, InputText, InputTokenizer, TokenizedInput
+from gateway.text.inputs import (
+    GROUP_BYTES,
+    FramedText,
+    InputText,
+    InputTokenizer,
+    TokenizedInput,
+    Truncation,
+)
 from gateway.text.tokenizer import text_bytes
-from protocol.errors import ContextTooLong
+from protocol.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 
 Work = Callable[[], list[TokenizedInput]]
@@ -48,7 +55,8 @@ def encoded(
 ) -> list[TokenizedInput]:
     tokenizer = InputTokenizer(inner, max_tokens, 1 << 20)
     names = [f"documents[{place}]" for place in range(len(texts))]
-    return tokenizer.encode(texts, names, limit=limit, offload=lambda work: work())
+    truncation = None if limit is None else Truncation(limit)
+    return tokenizer.encode(texts, names, truncation=truncation, offload=lambda work: work())
 
 
 def test_a_long_query_of_many_documents_is_refused_before_it_is_encoded() -> None:
@@ -94,3 +102,25 @@ def test_the_tokens_of_a_request_are_counted_while_they_are_encoded(
         encoded(inner, texts)
     assert refused.value.param == "documents[1]"
     assert len(inner.calls) == 2
+
+
+@pytest.mark.parametrize(("limit", "has_room"), [(7, False), (8, False), (9, True), (11, True)])
+def test_a_framed_text_keeps_some_text_after_what_it_must_reach(limit: int, has_room: bool) -> None:
+    tokenizer = InputTokenizer(byte_tokenizer(), 1 << 20, 1 << 20)
+    text = FramedText("<<", "queryéa", ">", must_reach=5)  # the é has two tokens
+    truncation = Truncation(limit, "max_tokens_per_doc")
+
+    def encode() -> list[TokenizedInput]:
+        return tokenizer.encode(
+            [text], ["documents[0]"], truncation=truncation, offload=lambda work: work()
+        )
+
+    if has_room:
+        (found,) = encode()
+        assert found.ids == [*"<<queryéa".encode()[: limit - 1], ord(">")]
+    else:
+        with pytest.raises(
+            InvalidRequest, match="leave no room beside the model's prompt"
+        ) as refused:
+            encode()
+        assert refused.value.param == "max_tokens_per_doc"

@@ -18,11 +18,13 @@ from gateway.generation.request import PromptRequest
 from gateway.generation.vectors import VectorParser
 from gateway.served_model import ServedModel
 from gateway.text.inputs import (
+    TRUNCATE_FIELD,
     FramedText,
     InputText,
     InputTokenizer,
     OffloadBatch,
     TokenizedInput,
+    Truncation,
     too_long,
 )
 from protocol.arrays import Float32, Int32
@@ -64,26 +66,26 @@ class EncodePreparation:
         self._tokenizer = InputTokenizer(
             model.tokenizer.inner, self.max_tokens, model.tokenizer.max_text_bytes
         )
-        self._limit = self._truncation(body.truncate_prompt_tokens)
+        self._truncation = self._read_truncation(body.truncate_prompt_tokens)
 
-    def _truncation(self, wanted: int | None) -> int | None:
-        """Return the number of tokens to which inputs are truncated; None: they are not."""
+    def _read_truncation(self, wanted: int | None) -> Truncation | None:
+        """Return how inputs are truncated; None: they are not."""
         if wanted is None:
             return None
         if wanted == 0:
-            raise InvalidRequest.at("truncate_prompt_tokens", "must be at least 1, or -1")
+            raise InvalidRequest.at(TRUNCATE_FIELD, "must be at least 1, or -1")
         if wanted > self.max_tokens:
             raise InvalidRequest.at(
-                "truncate_prompt_tokens",
+                TRUNCATE_FIELD,
                 f"{wanted:,} exceeds the {self.max_tokens:,} tokens that this model takes",
             )
-        return self.max_tokens if wanted == -1 else wanted
+        return Truncation(self.max_tokens if wanted == -1 else wanted)
 
-    def limit_tokens(self, wanted: int | None) -> None:
+    def truncate(self, wanted: int | None, field: str) -> None:
         """Truncate to `wanted` tokens, or to the model's limit if that is lower; None changes
-        nothing."""
+        nothing. `field` is the name of the request's field."""
         if wanted is not None:
-            self._limit = min(wanted, self.max_tokens)
+            self._truncation = Truncation(min(wanted, self.max_tokens), field)
 
     def texts(
         self,
@@ -97,7 +99,7 @@ class EncodePreparation:
             self._tokenizer.encode(
                 texts,
                 params,
-                limit=self._limit,
+                truncation=self._truncation,
                 adds_special=adds_special,
                 offload=self._offload,
             )
@@ -128,7 +130,7 @@ class EncodePreparation:
             if not ids:
                 raise InvalidRequest.at(param, "must not be empty")
             check_token_ids(ids, self._model.card.vocab_size, param)
-            kept = ids if self._limit is None else ids[: self._limit]
+            kept = ids if self._truncation is None else ids[: self._truncation.tokens]
             if len(kept) > self.max_tokens:
                 raise too_long(param, len(kept), self.max_tokens)
             found.append(TokenizedInput.from_ids(kept))
@@ -174,11 +176,16 @@ def framed_pair(prompt: PairPrompt, query: str, document: str, instruction: str)
     """Return the text that a pair becomes. A client may already have written the model's prompt
     around its texts, as other servers require; then the two texts are only joined."""
     prefix, suffix = prompt.prefix, prompt.suffix
-    if query.startswith(prefix) and document.endswith(suffix):
+    is_framed = prefix and suffix and query.startswith(prefix) and document.endswith(suffix)
+    if is_framed:
         body = query[len(prefix) :] + document[: len(document) - len(suffix)]
         return FramedText(prefix, body, suffix)
     values = {"instruction": instruction, "query": query, "document": document}
-    return FramedText(prefix, _PLACE.sub(lambda place: values[place[1]], prompt.body), suffix)
+    before, place, after = prompt.body.partition("{document}")
+    start, end = (
+        _PLACE.sub(lambda found: values[found[1]], part) for part in (before, place + after)
+    )
+    return FramedText(prefix, start + end, suffix, must_reach=len(start))
 
 
 def read_input(value: Any) -> tuple[list[str], None] | tuple[None, list[list[int]]]:

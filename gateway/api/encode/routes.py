@@ -101,7 +101,7 @@ def _rerank(service: Service, context: RequestContext, *, returns_documents: boo
     use = compute.use_model(service, context, body, body.model, "score")
     preparation = EncodePreparation(body, use.model, offload)
     if body.truncate_prompt_tokens is None:
-        preparation.limit_tokens(body.max_tokens_per_doc)
+        preparation.truncate(body.max_tokens_per_doc, "max_tokens_per_doc")
     names = compute.names_of("documents", documents)
     pairs = [(body.query, document) for document in documents]
     scores, usage = _scores(service, use, context, body, preparation, pairs, names, "rerank")
