@@ -56,7 +56,7 @@ class AdapterFile:
             content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: not UTF-8
             log.warning(
                 "adapters cannot be loaded again after the restart: %s: %s", self._path, error
             )

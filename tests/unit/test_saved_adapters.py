@@ -46,7 +46,16 @@ def test_the_adapters_of_the_same_starter_are_read(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["worker.sock.adapters"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"starter": [7], "adapters": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"starter": [7], "adapters": []}',
+        b'{"starter": [7, 1000], "adapters": [{"name": "\xff", "path": "x"}]}',
+    ],
+)
 def test_a_damaged_file_is_reported_and_ignored(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
