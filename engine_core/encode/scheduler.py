@@ -168,12 +168,16 @@ class EncodeScheduler:
 
     def update_held(self) -> None:
         """Hold the waiting requests of clients that have unsent results now, and no others. Call it
-        before each decision about the next step."""
+        before each decision about the next step.
+
+        A held account misses the service of that time. So when its requests return, its service is
+        clamped as if it started to wait."""
         clients = self.unsent.clients
         if self.held.keys() == clients:
             return
         for client in [client for client in self.held if client not in clients]:
-            self.waiting.restore(self.held.pop(client).requests())
+            for request in self.held.pop(client).requests():
+                self.waiting.push(request)
         new = {
             client: WaitingQueue(self._fair_share) for client in clients if client not in self.held
         }

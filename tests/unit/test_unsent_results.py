@@ -6,6 +6,7 @@ import pytest
 
 from engine_core.encode.scheduler import MAX_STARTED
 from engine_core.invariants import check_encoding
+from engine_core.policy.accounts import AccountUsage
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.messages import Account, Refused
 from tests.support.engines import ECHO_SIZE, Bench
@@ -60,6 +61,38 @@ def test_requests_that_waited_when_their_client_stopped_to_read_are_held() -> No
     assert [finish_of(bench, PROMPT, number) for number in others] == ["stop", "stop"]
     assert len(bench.engine.encoding.unsent) == 1
     assert bench.engine.stats().waiting == 2
+
+
+def test_an_account_that_was_held_for_long_has_a_bounded_head_start() -> None:
+    """Otherwise its requests would go before all others until it has caught up."""
+    bench = Bench(token_budget=8)
+    bench.not_reading.add(LATE)
+    fair_share = bench.engine.scheduler.fair_share
+    late = fair_share.get("late", lambda _: 1)
+    for _ in range(3):
+        bench.encode([1] * 8, client=LATE, account=Account(name="late"))
+    bench.run()
+    busy = AccountUsage("busy", late.served + 3 * fair_share.max_credit)
+    fair_share.on_scheduled(busy)
+    bench.read(LATE)
+    bench.engine.encoding.update_held()
+    assert len(bench.engine.encoding.waiting) == 2
+    assert late.served == busy.served - fair_share.max_credit
+
+
+def test_requests_that_return_do_not_change_an_account_that_waits() -> None:
+    bench = Bench(token_budget=8)
+    bench.not_reading.add(LATE)
+    fair_share = bench.engine.scheduler.fair_share
+    usage = fair_share.get("both", lambda _: 1)
+    for _ in range(2):
+        bench.encode([1] * 8, client=LATE, account=Account(name="both"))
+    bench.run()
+    bench.encode([1] * 8, client=PROMPT, account=Account(name="both"))
+    served = usage.served = 9 * fair_share.max_credit
+    bench.read(LATE)
+    bench.engine.encoding.update_held()
+    assert (len(bench.engine.encoding.waiting), usage.served) == (2, served)
 
 
 def test_a_started_request_is_computed_to_its_end_although_its_client_must_read() -> None:
