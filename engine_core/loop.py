@@ -125,7 +125,7 @@ class EngineLoop:
         self._clients = self._mailbox.clients
         worker_address = config.worker.address or config.address + ".worker"
         self._worker = WorkerLink(context, config, worker_address, key)
-        self._restore = AdapterRestore.from_config(config, worker_address)
+        self.restore = AdapterRestore.from_config(config, worker_address)
         #: None until the worker is ready.
         self._engine: Engine | None = None
         self._model: ModelCard | None = None
@@ -322,7 +322,7 @@ class EngineLoop:
     def _welcome(self, client: bytes) -> None:
         """Send Welcome if the model is loaded, and so are the adapters to restore after a restart.
         Otherwise send Loading; `_welcome_all_if_restored` sends Welcome later."""
-        if self._engine is None or self._restore.is_busy:
+        if self._engine is None or self.restore.is_busy:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
         elif self._model is not None:
             welcome = Welcome(
@@ -369,7 +369,7 @@ class EngineLoop:
             case AdapterReport():
                 assert self._engine is not None
                 client, answer = self._engine.on_adapter_report(message)
-                if self._restore.on_reply(client, answer):
+                if self.restore.on_reply(self._engine, client, answer):
                     self._welcome_all_if_restored(self._engine)
                 else:
                     self._send_adapter_list(self._engine)  # first: the client may use it at once
@@ -391,14 +391,14 @@ class EngineLoop:
             self._engine.on_kv_report(ready.kv_report)  # no client has asked for anything yet
         if self.drained_by:
             self._engine.drain()
-        self._restore.start(self._engine)
+        self.restore.start(self._engine)
         self._welcome_all_if_restored(self._engine)
 
     def _welcome_all_if_restored(self, engine: Engine) -> None:
-        if self._restore.is_busy:
+        if self.restore.is_busy:
             return
         engine.adapters.has_changed = False  # Welcome contains the list
-        self._restore.save(engine.adapters)
+        self.restore.save(engine.adapters)
         if len(self._clients):
             log.info("clients that waited for the model: %s", self._clients.described)
         for client in self._clients.all():
@@ -437,7 +437,7 @@ class EngineLoop:
         """Send the list of LoRA adapters to all clients if it has changed."""
         if engine.adapters.has_changed:
             engine.adapters.has_changed = False
-            self._restore.save(engine.adapters)
+            self.restore.save(engine.adapters)
             self._mailbox.broadcast(Adapters(adapters=engine.adapters.infos))
 
     def _send_kv_commands(self, engine: Engine) -> None:

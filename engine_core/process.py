@@ -78,6 +78,7 @@ def run(config: EngineConfig) -> int:
     except WorkerLost as error:
         return fail(str(error), error.exit_code)
     except StoppedBySignal as error:
+        loop.restore.on_clean_end(is_supervised=parent.is_connected)
         log.info("%s", error)
         return ExitCode.OK
     except Exception as error:
@@ -90,6 +91,7 @@ def run(config: EngineConfig) -> int:
         context.term()
         if journal is not None:
             journal.close()
+    loop.restore.on_clean_end(is_supervised=parent.is_connected)
     log.info("%s%s", DRAINED, loop.drained_by)
     parent.send_cause(f"{DRAINED}{loop.drained_by}")
     return ExitCode.OK

@@ -71,6 +71,11 @@ class ParentPipe:
     def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a `Lifeline` started this process. False for one that was started by hand."""
+        return self._fd is not None
+
     def send_cause(self, cause: str) -> None:
         """Send the reason why this process ends to the parent: the first line of `cause`, cut at
         MAX_CAUSE_BYTES. It is lost if there is no parent, or if the pipe is full."""

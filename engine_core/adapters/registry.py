@@ -105,7 +105,8 @@ class AdapterRegistry:
     ) -> None:
         self._reserved = frozenset(reserved)
         self._can_load = can_load
-        self._num_started = len(started)
+        #: The names of the adapters that the worker loaded at its start, by row.
+        self._started = [info.name for info in started]
         #: Row -> its generation, which increases each time an adapter gets the row.
         self._generations = [0] * num_rows
         self._adapters: list[EngineAdapter] = []
@@ -125,14 +126,24 @@ class AdapterRegistry:
 
     @property
     def loaded_at_run_time(self) -> list[AdapterInfo]:
-        """The adapters that requests can use now, except those that the worker loaded at its start.
-        Those are the first owners of the first rows."""
+        """The adapters that requests can use now, except those that the worker loaded at its
+        start."""
         return [
             each.info
             for each in self._adapters
-            if each.state is AdapterState.READY
-            and (each.row >= self._num_started or each.generation > 1)
+            if each.state is AdapterState.READY and not self._is_started(each)
         ]
+
+    @property
+    def unloaded_at_run_time(self) -> list[str]:
+        """The names of the adapters that the worker loaded at its start, and that requests cannot
+        use any more."""
+        kept = {
+            each.row
+            for each in self._adapters
+            if each.state is AdapterState.READY and self._is_started(each)
+        }
+        return [name for row, name in enumerate(self._started) if row not in kept]
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -256,6 +267,11 @@ class AdapterRegistry:
             assert adapter.state in usable, "a request uses an adapter that is not loaded"
         for adapter in self._adapters:
             assert adapter.users == users.get(adapter, set()), "wrong users of an adapter"
+
+    def _is_started(self, adapter: EngineAdapter) -> bool:
+        """Return whether the worker loaded the adapter at its start. These are the first owners of
+        the first rows."""
+        return adapter.row < len(self._started) and adapter.generation == 1
 
     def _at(self, row: int, generation: int) -> EngineAdapter:
         for adapter in self._adapters:

@@ -1,15 +1,21 @@
-"""The LoRA adapters that were loaded at run time, kept for an engine that is restarted.
+"""The changes to the LoRA adapters at run time, kept for an engine that is restarted.
 
-The engine writes their names and paths to a file beside its worker's socket. If it is started again
-by the same process, it loads them before it welcomes clients. So adapters survive a crash, but a
-server that the operator starts anew has only those of --lora.
+The engine writes them to a file beside its worker's socket: the names and paths of the adapters
+that were loaded, and the names of those of --lora that were unloaded. If it is started again by the
+same process and with the same options, it repeats the changes before it welcomes clients. So it has
+the adapters that it had before, under the same names.
+
+They survive a crash. An engine of a `tidegate serve` or `tidegate engine` also has them after a
+rolling restart, or when its model is loaded again on demand; the file is removed with the server's
+run directory. An engine without such a supervisor removes the file when it ends cleanly
+(`on_clean_end`). So whatever the operator starts anew has only the adapters of --lora.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -17,14 +23,14 @@ import msgspec
 from engine_core.adapters.registry import AdapterRegistry, AdapterReply
 from engine_core.engine import Engine
 from protocol.config.engine import EngineConfig
-from protocol.messages import LoadAdapter, Refused
+from protocol.messages import LoadAdapter, Refused, UnloadAdapter
 from protocol.process_state import read_stat
 from protocol.sockets import ADAPTERS_SUFFIX
 
 log = logging.getLogger(__name__)
 
 RESTORER = b""
-"""The client identity of the loads that this module requests. No real client has it."""
+"""The client identity of the changes that this module requests. No real client has it."""
 IPC = "ipc://"
 
 
@@ -35,101 +41,182 @@ class SavedAdapter(msgspec.Struct, frozen=True):
     path: str
 
 
-class _Content(msgspec.Struct, frozen=True):
-    """The content of the file, as JSON. `starter` is the pid of the process that started the
-    engine, and the clock ticks between the boot and the start of that process."""
+class SavedAdapters(msgspec.Struct, frozen=True):
+    """What differs from the adapters that the worker loads at its start.
+
+    loaded     adapters that were loaded while the engine ran
+    unloaded   names of those that the worker loaded, and that were unloaded later
+    """
+
+    loaded: list[SavedAdapter] = []
+    unloaded: list[str] = []
+
+
+class EngineOrigin(msgspec.Struct, frozen=True):
+    """How an engine was started. Only one of the same origin gets the saved adapters.
+
+    starter                 pid of the process that started the engine, and the clock ticks between
+                            the boot and the start of that process
+    model, lora, lora_dir   as in WorkerConfig
+    """
 
     starter: tuple[int, int]
-    adapters: list[SavedAdapter]
+    model: str
+    lora: list[str]
+    lora_dir: str
+
+
+class _Content(msgspec.Struct, frozen=True):
+    """The content of the file, as JSON."""
+
+    origin: EngineOrigin
+    saved: SavedAdapters
 
 
 class AdapterFile:
-    """The file of one engine. `starter` identifies the process that started the engine."""
+    """The file of one engine."""
 
-    def __init__(self, path: Path, starter: tuple[int, int]) -> None:
+    def __init__(self, path: Path, origin: EngineOrigin) -> None:
         self._path = path
-        self._starter = starter
+        self._origin = origin
 
-    def read(self) -> list[SavedAdapter]:
-        """Return the adapters of the previous engine, if the same process started that one."""
+    def read(self) -> SavedAdapters:
+        """Return what the previous engine saved, if it had the same origin."""
         try:
             content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
         except FileNotFoundError:
-            return []
+            return SavedAdapters()
         except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: not UTF-8
             log.warning(
                 "adapters cannot be loaded again after the restart: %s: %s", self._path, error
             )
-            return []
-        return content.adapters if content.starter == self._starter else []
+            return SavedAdapters()
+        return content.saved if content.origin == self._origin else SavedAdapters()
 
-    def write(self, adapters: Sequence[SavedAdapter]) -> None:
+    def write(self, saved: SavedAdapters) -> None:
         """Replace the content. If that fails, log it: the engine continues."""
         new = self._path.with_suffix(f".new{ADAPTERS_SUFFIX}")
         try:
-            new.write_bytes(msgspec.json.encode(_Content(self._starter, list(adapters))))
+            new.write_bytes(msgspec.json.encode(_Content(self._origin, saved)))
             new.replace(self._path)
         except OSError as error:
             log.warning(
                 "adapters will be missing after a restart, as they cannot be saved: %s", error
             )
 
+    def remove(self) -> None:
+        """Remove the file. If that fails, log it."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the file of the adapters cannot be removed: %s", error)
+
 
 class AdapterRestore:
-    """Loads the saved adapters after a restart, and saves those of this engine.
+    """Repeats the saved changes after a restart, and saves those of this engine.
 
     file   None: nothing is saved
     """
 
     def __init__(self, file: AdapterFile | None) -> None:
         self._file = file
-        #: Number of the LoadAdapter -> the adapter that is being loaded.
-        self._loading: dict[int, SavedAdapter] = {}
+        #: What is still to be requested: the adapters to unload, then those to load. Loads wait for
+        #: all unloads, because they may need the rows.
+        self._stages: deque[list[UnloadAdapter | LoadAdapter]] = deque()
+        #: Number of a request to which the engine has not replied yet -> the request.
+        self._open: dict[int, UnloadAdapter | LoadAdapter] = {}
+        #: Whether the engine has the saved adapters, so that the file may be replaced.
+        self._may_save = True
 
     @classmethod
     def from_config(cls, config: EngineConfig, worker_address: str) -> AdapterRestore:
         """Return the AdapterRestore of an engine. Only an engine that loads adapters at run time,
         and whose worker is on this machine, has a file."""
-        starter = os.getppid()
+        starter, worker = os.getppid(), config.worker
         stat = read_stat(starter)
-        if not config.worker.lora_dir or not worker_address.startswith(IPC) or stat is None:
+        if not worker.lora_dir or not worker_address.startswith(IPC) or stat is None:
             return cls(None)
         path = Path(worker_address.removeprefix(IPC) + ADAPTERS_SUFFIX)
-        return cls(AdapterFile(path, (starter, stat.started)))
+        origin = EngineOrigin(
+            (starter, stat.started), worker.model, list(worker.lora), worker.lora_dir
+        )
+        return cls(AdapterFile(path, origin))
 
     @property
     def is_busy(self) -> bool:
-        """Whether saved adapters are being loaded. Clients must wait, so that no request for one of
-        them is answered with 404."""
-        return bool(self._loading)
+        """Whether saved changes are being repeated. Clients must wait, so that no request for an
+        adapter is answered with 404, or computed with another adapter of the same name."""
+        return bool(self._open)
 
     def start(self, engine: Engine) -> None:
-        """Start to load the saved adapters. The engine's replies go to `on_reply`."""
-        saved = [] if self._file is None or engine.is_draining else self._file.read()
-        for number, adapter in enumerate(saved):
-            message = LoadAdapter(request=number, name=adapter.name, path=adapter.path)
-            self._loading[number] = adapter
-            if (refusal := engine.load_adapter(RESTORER, message)) is not None:
-                self.on_reply(RESTORER, refusal)
+        """Start to repeat the saved changes. The engine's replies go to `on_reply`."""
+        if self._file is None:
+            return
+        saved = self._file.read()
+        first = len(saved.unloaded)
+        self._stages += (
+            [UnloadAdapter(request=i, name=name) for i, name in enumerate(saved.unloaded)],
+            [
+                LoadAdapter(request=i, name=adapter.name, path=adapter.path)
+                for i, adapter in enumerate(saved.loaded, first)
+            ],
+        )
+        self._request_next(engine)
 
-    def on_reply(self, client: bytes, reply: AdapterReply) -> bool:
-        """Handle a reply of the engine. Return whether it is the reply to one of these loads. An
+    def _request_next(self, engine: Engine) -> None:
+        """Request the next changes, if there are some, unless earlier ones are open."""
+        while self._stages and not self._open:
+            if engine.is_draining:  # it refuses loads; keep the file for the next engine
+                self._stages.clear()
+                self._may_save = False
+                return
+            messages = self._stages.popleft()
+            self._open = {message.request: message for message in messages}
+            for message in messages:
+                refusal = (
+                    engine.load_adapter(RESTORER, message)
+                    if isinstance(message, LoadAdapter)
+                    else engine.unload_adapter(RESTORER, message)
+                )
+                if refusal is not None:
+                    self._close(refusal)
+
+    def on_reply(self, engine: Engine, client: bytes, reply: AdapterReply) -> bool:
+        """Handle a reply of the engine. Return whether it is the reply to one of these changes. An
         adapter that cannot be loaded is skipped."""
         if client != RESTORER:
             return False
-        adapter = self._loading.pop(reply.request)
-        if isinstance(reply, Refused):
-            log.warning(
-                "the adapter %r (%s) is missing after the restart: %s",
-                *(adapter.name, adapter.path, reply.error.message),
-            )
-        else:
-            log.info("the adapter %r was loaded again after the restart", adapter.name)
+        self._close(reply)
+        self._request_next(engine)
         return True
 
+    def _close(self, reply: AdapterReply) -> None:
+        """Remove a request from the open ones, and log what has become of it."""
+        match self._open.pop(reply.request), reply:
+            case LoadAdapter(name=name, path=path), Refused(error=error):
+                log.warning(
+                    "the adapter %r (%s) is missing after the restart: %s",
+                    *(name, path, error.message),
+                )
+            case LoadAdapter(name=name), _:
+                log.info("the adapter %r was loaded again after the restart", name)
+            case UnloadAdapter(name=name), Refused(error=error):
+                log.warning(
+                    "the adapter %r could not be unloaded again after the restart: %s",
+                    *(name, error.message),
+                )
+            case UnloadAdapter(name=name), _:
+                log.info("the adapter %r of --lora was unloaded again after the restart", name)
+
     def save(self, adapters: AdapterRegistry) -> None:
-        """Save the adapters that were loaded at run time. While some are being loaded again, keep
-        the file, because this engine may be restarted before it has all of them."""
-        if self._file is not None and not self.is_busy:
-            loaded = adapters.loaded_at_run_time
-            self._file.write([SavedAdapter(info.name, info.path) for info in loaded])
+        """Save the changes to the adapters. While some are being repeated, keep the file, because
+        this engine may be restarted before it has repeated all of them."""
+        if self._file is not None and self._may_save and not self.is_busy:
+            loaded = [SavedAdapter(info.name, info.path) for info in adapters.loaded_at_run_time]
+            self._file.write(SavedAdapters(loaded, adapters.unloaded_at_run_time))
+
+    def on_clean_end(self, *, is_supervised: bool) -> None:
+        """Forget the changes at the end of an engine that did not crash, unless it has a supervisor
+        that may start it again."""
+        if self._file is not None and not is_supervised:
+            self._file.remove()

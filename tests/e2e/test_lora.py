@@ -19,6 +19,7 @@ import torch
 from protocol.client import Client
 from protocol.errors import UnknownModel
 from tests.support.adapters import logprobs, peft_model, write_adapter
+from tests.support.commands import run_command
 from tests.support.eager import expected
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
@@ -370,13 +371,35 @@ def test_an_engine_that_is_restarted_after_a_crash_loads_its_adapters_again(file
         served = AdapterScene(server, tmp_path, models)
         for name in ("de", "it"):
             assert served.load(name).status_code == 200
+        assert served.unload("fr").status_code == 200
+        assert served.load("fr", "de").status_code == 200
         wanted = [served.tokens(name) for name in ("fr", "de")]
+        assert wanted[0] == wanted[1]
         shutil.rmtree(tmp_path / "it")
         with Client(server.address) as client:
             os.kill(client.get_status().stats.worker.engine_pid, signal.SIGKILL)
         with Client(server.address, wait_s=HANG_S) as client:
-            assert [info.name for info in client.adapters] == ["fr", "de"]
+            assert {info.name: info.path for info in client.adapters} == {"de": "de", "fr": "de"}
         assert eventually(lambda: served.complete("it").status_code == 404)
         assert {name for name, entry in served.listed().items() if entry["parent"]} == {"fr", "de"}
         assert [served.tokens(name) for name in ("fr", "de")] == wanted
         server.line_with("the adapter 'it' (it) is missing after the restart", on_stderr=True)
+
+
+def test_adapters_that_were_changed_at_run_time_are_there_after_a_rolling_restart(
+    files, tmp_path, capfd
+):
+    folder, adapters, models = files
+    started = [text for name in ("fr", "it") for text in ("--lora", f"{name}={adapters / name}")]
+    options = ("--dtype", "float32", "--replicas", "2", "--lora-dir", str(adapters))
+    with Server(*options, *started, model=str(folder)) as server:
+        served = AdapterScene(server, adapters, models)
+        for name in ("fr", "it"):
+            assert served.unload(name).status_code == 200
+        assert served.load("fr", "de").status_code == 200
+        wanted = served.tokens("fr")
+        restarted = run_command(capfd, "restart", "--port", str(server.port))
+        assert restarted.code == 0, restarted.err
+        paths = {name: entry["root"] for name, entry in served.listed().items() if entry["parent"]}
+        assert paths == {"fr": "de"}
+        assert [served.tokens("fr") for _ in range(4)] == [wanted] * 4

@@ -43,6 +43,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.sampling import SamplingParams
+from protocol.sockets import ADAPTERS_SUFFIX
 from protocol.steps import StepResult, WorkerFailed
 from tests.support.engine_view import is_free
 from tests.support.processes import Program, descendants_of, is_alive
@@ -73,7 +74,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2000)
 
 
-def start(checkpoint: Path, directory: Path, lease_s: float = LEASE_S) -> Program:
+def start(checkpoint: Path, directory: Path, lease_s: float = LEASE_S, **worker: object) -> Program:
     config = {
         "address": f"ipc://{directory}/run/engine.sock",
         "lease_s": lease_s,
@@ -86,6 +87,7 @@ def start(checkpoint: Path, directory: Path, lease_s: float = LEASE_S) -> Progra
             "max_slots": 8,
             "kv_blocks": 257,
             "threads": 1,
+            **worker,
         },
     }
     (directory / "run").mkdir(mode=0o700)
@@ -262,6 +264,21 @@ def test_a_killed_engine_is_noticed_and_leaves_no_worker(own: EngineProcess) -> 
         with pytest.raises(EngineLost, match="connection"):  # not: "has been silent"
             answer.tokens()
         assert eventually(lambda: not is_alive(worker))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
+def test_an_engine_without_a_supervisor_keeps_its_adapters_for_the_next_only_if_it_crashes(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its shell or service manager starts the next one, so that one has the same parent."""
+    with start(checkpoint, tmp_path, lora_dir=str(tmp_path)) as program:
+        process = EngineProcess(program, f"ipc://{tmp_path}/run/engine.sock")
+        connect(process).close()
+        file = tmp_path / "run" / f"engine.sock.worker{ADAPTERS_SUFFIX}"
+        assert file.exists()
+        program.signal(number)
+        program.end()
+        assert file.exists() == (number is signal.SIGKILL)
 
 
 def test_a_missing_model_is_reported_in_one_line_with_its_exit_code(tmp_path: Path) -> None:

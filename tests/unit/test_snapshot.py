@@ -198,7 +198,7 @@ DERIVED = {
 }
 """Class -> attributes that are derived from stored ones."""
 CONFIGURED = {
-    "AdapterRegistry": "_can_load _num_started _reserved",
+    "AdapterRegistry": "_can_load _reserved _started",
     "Admission": "_config _draw_seed _limits _model",
     "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
