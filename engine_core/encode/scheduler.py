@@ -60,6 +60,10 @@ class EncodeProgress:
         return self.num_planned == len(self.lengths)
 
     @property
+    def num_result_bytes(self) -> int:
+        return sum(map(len, self.results))
+
+    @property
     def is_done(self) -> bool:
         return self.num_done == len(self.lengths)
 
@@ -141,6 +145,14 @@ class EncodeScheduler:
     def num_started_tokens(self) -> int:
         """Number of tokens of started requests that are in no plan."""
         return sum(len(each.tokens) - each.num_scheduled for each in self.started)
+
+    @property
+    def num_result_bytes(self) -> int:
+        """Bytes of all results that are kept: those that are not sent, and those of requests with
+        inputs that are not computed. O(started requests)."""
+        found = {request for step in self.inflight for request, _ in step.parts}
+        found.update(self.started)
+        return self.unsent.num_bytes + sum(_progress(each).num_result_bytes for each in found)
 
     @property
     def waiting_load(self) -> QueueLoad:

@@ -87,4 +87,4 @@ class UnsentResults:
 
 def _num_bytes(request: Request) -> int:
     assert request.encode is not None
-    return sum(map(len, request.encode.results))
+    return request.encode.num_result_bytes

@@ -27,6 +27,10 @@ KEPT_FILES = 4
 SPARE_DIVISOR = 8
 """1 / SPARE_DIVISOR of a file is reserved for records written before the next file can be started.
 """
+RESULTS_DIVISOR = 4
+"""The next file is started only when at most 1 / RESULTS_DIVISOR of it would be results of encoding
+that the engine holds. There can be hundreds of MiB of them while clients do not read.
+"""
 _UINT32 = struct.Struct("<I")
 
 
@@ -53,6 +57,13 @@ class Writer:
         (`start_next`)."""
         return not self._has_ended and self._left < self._max_bytes // SPARE_DIVISOR
 
+    def may_start_next(self, num_result_bytes: int) -> bool:
+        """Return whether to start another file now, as this one is nearly full.
+
+        num_result_bytes   bytes of the results of encoding that the snapshot would contain
+        """
+        return num_result_bytes <= self._max_bytes // RESULTS_DIVISOR
+
     def write(self, record: JournalRecord) -> None:
         """Write a record. If the file has no room for it, drop it and all later records of the
         file, and write a FullRecord instead.
@@ -68,6 +79,9 @@ class Writer:
                 self._file.write(data)
             else:
                 self._is_full = True
+                log.warning(
+                    "the journal %s is full; the records until its next file are missing", self.path
+                )
                 self._file.write(_packed(FullRecord()))
         except OSError as error:
             self.end(f"cannot be written: {error}")

@@ -4,6 +4,10 @@ Each method calls the base class, so the decisions are those of a plain `Engine`
 nearly full, recording continues in another file, which starts with a snapshot of the engine
 (capture.py). The snapshot is taken in `tick`, at the start of a turn of the loop. By then the loop
 has sent all replies and K/V commands of the previous turn, so the snapshot contains none.
+
+The snapshot contains the results of encoding that wait for their clients. While these are large,
+the next file is put off. If the present one is full meanwhile, the journal has a gap, but the next
+file can be replayed by itself.
 """
 
 from __future__ import annotations
@@ -185,7 +189,9 @@ class RecordedEngine(Engine):
         return jobs
 
     def tick(self, now: float) -> dict[bytes, Outputs]:
-        if self._writer.is_nearly_full:
+        if self._writer.is_nearly_full and self._writer.may_start_next(
+            self.encoding.num_result_bytes
+        ):
             self._start_next_part()
         outputs = super().tick(now)
         self._unwritten_tick = TickRecord(now=now, reply_digest=digest(outputs) if outputs else b"")

@@ -80,6 +80,8 @@ def journals(tmp_path: Path) -> Iterator[Journals]:
         yield journals
 
 
+SLOW = b"slow"
+"""A client that reads no results until it is told to."""
 ADAPTED = (5, 109)
 """Seeds of storms with LoRA adapters."""
 
@@ -346,6 +348,28 @@ def test_an_engine_whose_snapshot_exceeds_half_a_file_continues_without_a_journa
     first, second = parts(journals)
     assert replay(read(first)).start.part == 1
     assert second.stat().st_size <= (1 << 13) + 100
+
+
+def test_a_journal_outlives_results_that_wait_for_a_slow_reader(
+    journals: Journals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A snapshot with the results would exceed half a file, so the next file waits for them."""
+    bench = Bench(checks=False, token_budget=256, max_waiting_tokens=1 << 16)
+    bench.not_reading.add(SLOW)
+    first = journals.record(bench, 1 << 16)
+    number = bench.encode(*[[1]] * 2000, client=SLOW)
+    bench.run()
+    assert len(bench.engine.encoding.unsent) == 1
+    for now in range(200):
+        busy(bench, float(now))
+    assert parts(journals) == [first]
+    assert replay(read(first)).is_full
+    assert "the records until its next file are missing" in caplog.text
+    bench.read(SLOW)
+    assert bench.last_output(number, SLOW).finish == "stop"
+    busy(bench, 200.0)
+    _, second = parts(journals)
+    assert replay(read(second)).stats == bench.engine.stats()
 
 
 def second_part(journals: Journals, monkeypatch: pytest.MonkeyPatch) -> list[AnyRecord]:

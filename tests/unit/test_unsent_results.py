@@ -105,6 +105,20 @@ def test_a_started_request_is_computed_to_its_end_although_its_client_must_read(
     assert bench.engine.stats().running == 2
 
 
+def test_the_results_that_the_engine_holds_are_counted() -> None:
+    """Those that are not sent, and those of requests that are not computed to their end."""
+    bench = Bench(token_budget=8, steps_in_flight=2)
+    bench.not_reading.add(LATE)
+    sizes = []
+    bench.encode(*[[1] * 8] * 3, client=LATE)
+    for _ in range(3):
+        bench.step()
+        sizes.append(bench.engine.encoding.num_result_bytes)
+    bench.read(LATE)
+    sizes.append(bench.engine.encoding.num_result_bytes)
+    assert sizes == [RESULT_BYTES, 2 * RESULT_BYTES, 3 * RESULT_BYTES, 0]
+
+
 def test_as_many_results_are_sent_as_there_is_room_for_and_at_least_one() -> None:
     bench = Bench(token_budget=64)
     bench.not_reading.add(LATE)
