@@ -403,3 +403,19 @@ def test_adapters_that_were_changed_at_run_time_are_there_after_a_rolling_restar
         paths = {name: entry["root"] for name, entry in served.listed().items() if entry["parent"]}
         assert paths == {"fr": "de"}
         assert [served.tokens("fr") for _ in range(4)] == [wanted] * 4
+
+
+def test_adapters_that_were_changed_at_run_time_are_there_when_their_model_is_loaded_again(files):
+    folder, adapters, models = files
+    options = ("--dtype", "float32", "--lora-dir", str(adapters))
+    on_demand = ("--load", "first-use", "--max-loaded", "1")
+    with Server(*options, *on_demand, models=[f"{name}={folder}" for name in ("a", "b")]) as server:
+        served = AdapterScene(server, adapters, models)
+        plain = served.tokens("a")
+        body = {"model": "a", "lora_name": "fr", "lora_path": "de"}
+        assert served.post("/v1/load_lora_adapter", body).status_code == 200
+        wanted = served.tokens("a:fr")
+        assert wanted != plain
+        served.tokens("b")  # takes the place of a
+        assert served.tokens("a") == plain
+        assert served.tokens("a:fr") == wanted
