@@ -89,14 +89,24 @@ def engine_address(port: int = 8000) -> str:
 
 def make_private(directory: Path) -> None:
     """Create `directory` and its parent with mode 0700. Raises PermissionError if one of them
-    exists and other users can enter it."""
+    exists and is not private (`check_private`)."""
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            raise PermissionError(
-                f"{path} must be a directory that only its owner can enter (mode 0700)"
-            )
+        check_private(path)
+
+
+def check_private(path: Path) -> None:
+    """Check that `path` is a directory that only this user can enter, and not a symbolic link.
+    Raises PermissionError if it is not, and FileNotFoundError if it does not exist.
+
+    Anyone may create a directory in /tmp with the name that Tidegate uses. Check it before anything
+    in it is read.
+    """
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(
+            f"{path} must be a directory that only its owner can enter (mode 0700)"
+        )
 
 
 def make_ipc_directory(address: str) -> None:

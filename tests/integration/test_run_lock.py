@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ import pytest
 from protocol.exit_codes import ExitCode
 from protocol.sockets import MEETING_FILE
 from tools.failure import Failure
+from tools.processes import discovery
 from tools.processes.run_lock import (
     LOCK,
     METRICS,
     RUN_KEY,
+    LockFacts,
     check_port_is_free,
+    describe,
+    facts,
     hold,
     holder,
     holding,
@@ -125,6 +130,81 @@ def test_a_directory_that_others_may_enter_is_refused(directory: Path) -> None:
     directory.chmod(0o755)
     with pytest.raises(Failure, match="only its owner can enter"):
         hold(directory)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A directory of this user elsewhere, with the files of a server that was killed."""
+    victim = tmp_path / "elsewhere" / "8000"
+    os.close(hold(victim))
+    leave(victim)
+    return victim
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*"))
+
+
+def open_to_others(base: Path) -> None:
+    base.chmod(0o777)
+
+
+def give_away(base: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    os.chown(base, os.getuid() + 1, -1)
+
+
+def replace_with_link(base: Path) -> None:
+    base.rename(base.with_name("real"))
+    base.symlink_to("real")
+
+
+@pytest.mark.parametrize("spoil", [open_to_others, give_away, replace_with_link])
+def test_nothing_in_a_base_that_others_can_change_is_removed(
+    directory: Path, victim: Path, spoil: Callable[[Path], None]
+) -> None:
+    """The other user has put a link to a directory of this user there."""
+    base = directory.parent
+    base.mkdir(mode=0o700)
+    (base / "link").symlink_to(victim)
+    killed = base / "8001"
+    os.close(hold(killed))
+    leave(killed)
+    spoil(base)
+    before = files_in(victim), files_in(killed)
+    with (
+        pytest.raises(Failure, match="run must be a directory that only its owner can enter"),
+        holding(directory),
+    ):
+        pytest.fail("the directory is held")
+    assert (files_in(victim), files_in(killed)) == before
+
+
+def test_links_in_a_private_base_are_not_followed(directory: Path, victim: Path) -> None:
+    directory.parent.mkdir(mode=0o700)
+    (directory.parent / "link").symlink_to(victim)
+    before = files_in(victim)
+    with holding(directory):
+        assert files_in(victim) == before
+    with pytest.raises(Failure, match="link must be a directory"):
+        hold(directory.parent / "link")
+
+
+@pytest.mark.parametrize("spoil", [open_to_others, give_away, replace_with_link])
+def test_a_server_in_a_base_that_others_can_change_is_not_found(
+    directory: Path, spoil: Callable[[Path], None]
+) -> None:
+    """Another user could write another URL there, to get this user's prompts."""
+    lock = hold(directory)
+    describe(lock, LockFacts(url="http://192.0.2.1:8000"))
+    assert [server.port for server in discovery.running(directory.parent)] == [8000]
+    spoil(directory.parent)
+    assert holder(directory) is None
+    assert facts(directory) == LockFacts()
+    assert discovery.running(directory.parent) == []
+    assert discovery.discover(directory.parent).run_directories == []
+    os.close(lock)
 
 
 def test_the_holder_of_a_used_port_is_named() -> None:

@@ -98,9 +98,10 @@ def _directory(name: str | None) -> Path:
     there is none, or if there are several."""
     base = base_directory()
     if name is not None:
-        if Path(name).name != name or not _has_log(base / name):
-            raise Failure(f"{name} has no log; running: {_names(_with_logs(base))}")
-        return base / name
+        for directory in run_lock.run_directories(base):
+            if directory.name == name and _has_log(directory):
+                return directory
+        raise Failure(f"{name} has no log; running: {_names(_with_logs(base))}")
     found = _with_logs(base)
     if not found:
         raise Failure(f"no running server has a log; {START_ONE}")
@@ -112,7 +113,7 @@ def _directory(name: str | None) -> Path:
 
 def _with_logs(base: Path) -> list[Path]:
     """Return the run directories of running servers that have a log."""
-    found = sorted(base.iterdir()) if base.is_dir() else []
+    found = run_lock.run_directories(base)
     return [each for each in found if _has_log(each) and run_lock.holder(each) is not None]
 
 

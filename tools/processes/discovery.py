@@ -97,9 +97,7 @@ def discover(base: Path, proc: Path = PROC) -> Found:
     running = processes(proc)
     parents = {process.pid: process.parent for process in running.values()}
     run_directories = []
-    for directory in sorted(base.iterdir()) if base.is_dir() else []:
-        if not (directory / run_lock.LOCK).is_file():
-            continue
+    for directory in run_lock.run_directories(base):
         heads = _holding(directory / run_lock.LOCK, running, proc)
         own = with_descendants(heads, parents) - {os.getpid()}
         pid = run_lock.holder(directory)
@@ -200,7 +198,7 @@ def running(base: Path | None = None) -> list[RunningServer]:
     """Return this user's running servers, sorted by port."""
     base = base or base_directory()
     found = []
-    for directory in base.iterdir() if base.is_dir() else []:
+    for directory in run_lock.run_directories(base):
         if not directory.name.isdecimal():
             continue
         pid = run_lock.holder(directory)

@@ -4,6 +4,10 @@ A server locks a file in its run directory with flock. Its child processes inher
 descriptor, so the directory stays locked until the last of them has ended, even if the supervisor
 was killed. Otherwise an old engine could remove the sockets of a new server when it ends. The file
 contains the pid of the supervisor and a line of JSON (`LockFacts`).
+
+A base directory contains the run directories of a user. It may lie in /tmp, where another user can
+create it first, with links to any place. So a base is listed, and a lock is opened, only after the
+base and the run directory were found to be private. Files are removed only under the lock.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.exit_codes import ExitCode
-from protocol.sockets import ADAPTERS_SUFFIX, MEETING_FILE, make_private
+from protocol.sockets import ADAPTERS_SUFFIX, MEETING_FILE, check_private, make_private
 from tools.failure import Failure
 from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE
 
@@ -103,16 +107,23 @@ def _try_lock(directory: Path, flags: int = 0) -> int | None:
     flags   additional flags of `os.open`
 
     Return None if another process has locked the file, or if it was removed meanwhile. Raises
-    OSError if it cannot be opened.
+    OSError as `_open` does.
     """
-    path = directory / LOCK
-    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    lock = _open(directory, flags)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.stat()):
+        if os.path.samestat(os.fstat(lock), (directory / LOCK).stat()):
             return lock
     os.close(lock)
     return None
+
+
+def _open(directory: Path, flags: int = 0) -> int:
+    """Open the lock file in `directory`, and return its descriptor. Raises OSError if it cannot be
+    opened, and PermissionError if the directory or its base is not private."""
+    check_private(directory.parent)
+    check_private(directory)
+    return os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
 
 
 def clear(directory: Path) -> list[str]:
@@ -146,9 +157,20 @@ def remove(directory: Path) -> list[str]:
     return removed
 
 
+def run_directories(base: Path) -> list[Path]:
+    """Return the run directories in `base`, sorted by name. Links are skipped. Return none if the
+    base does not exist or is not private."""
+    try:
+        check_private(base)
+        found = sorted(base.iterdir())
+    except OSError:
+        return []
+    return [each for each in found if not each.is_symlink() and (each / LOCK).is_file()]
+
+
 def remove_stale(base: Path) -> None:
     """Remove the run directories in `base` that no process holds: those of killed servers."""
-    for directory in [lock.parent for lock in base.glob(f"*/{LOCK}")]:
+    for directory in run_directories(base):
         with contextlib.suppress(OSError):
             lock = _try_lock(directory)
             if lock is not None:
@@ -166,8 +188,8 @@ def describe(lock: int, facts: LockFacts) -> None:
 def facts(directory: Path) -> LockFacts:
     """Return the facts in the lock of `directory`; empty ones if it has none."""
     try:
-        line = (directory / LOCK).read_text().split("\n")[1]
-        return msgspec.json.decode(line, type=LockFacts)
+        with open(_open(directory), "rb") as lock:
+            return msgspec.json.decode(lock.read().split(b"\n")[1], type=LockFacts)
     except (OSError, LookupError, msgspec.DecodeError):
         return LockFacts()
 
@@ -175,14 +197,11 @@ def facts(directory: Path) -> LockFacts:
 def holder(directory: Path) -> int | None:
     """Return the pid of the supervisor of the server that holds `directory`; None if no process
     holds it. The supervisor may have ended while its child processes still hold the directory."""
-    try:
-        with (directory / LOCK).open("r+") as lock:
+    with contextlib.suppress(OSError, ValueError), open(_open(directory), "rb") as lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with contextlib.suppress(OSError, ValueError):
-            return int((directory / LOCK).read_text().partition("\n")[0])
-    except OSError:
-        pass
+        except BlockingIOError:
+            return int(lock.readline())
     return None
 
 
