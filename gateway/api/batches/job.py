@@ -262,8 +262,10 @@ class BatchJob:
             if self._buffer.is_paused or len(self._lines) >= OPEN_PER_SLOT * slots.size:
                 gevent.sleep(FLUSH_S)  # many lines wait to be tried again
             elif slots.acquire(FLUSH_S):
-                self._spawn(number, data, LineSlot(slots))
-                return True
+                if not self._is_stopping:
+                    self._spawn(number, data, LineSlot(slots))
+                    return True
+                slots.release()  # a line that was aborted has given it back
         while self._buffer.is_paused and not self._is_stopping:
             gevent.sleep(FLUSH_S)
         if not self._is_stopping:

@@ -1,0 +1,131 @@
+"""Jobs of batches that stop, or pause because their results have no room: what they compute, and
+what they store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import gevent
+import msgspec
+import pytest
+from gevent.lock import Semaphore
+
+from gateway.api.batches.job import BatchJob, JobContext, LineSlots
+from gateway.auth.caller import Caller
+from gateway.http.internal_call import InternalAnswer, InternalOrigin
+from gateway.store.batch_database import BatchDatabase
+from gateway.store.batch_queries import NewFile, StoredBatch
+from tests.support.batches import batch_line, jsonl
+from tests.support.waiting import HANG_S, eventually
+from tests.unit.test_batch_database import NOW, OWNER, opened, put_batch, put_file
+from tests.unit.test_result_buffer import CountingStore
+
+NUM_LINES, NUM_SLOTS = 9, 2
+MIB = 1 << 20
+awaited = partial(eventually, pause=gevent.sleep)
+
+
+class Scene:
+    """A batch whose window does not end, and its jobs, which have NUM_SLOTS slots. A line is
+    answered when a test permits it.
+
+    num_open  number of lines that wait for their answers
+    counts    how often each line was answered
+    permits   number of lines that may still be answered
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = CountingStore(path)
+        self.num_open = 0
+        self.counts: Counter[str] = Counter()
+        self.permits = Semaphore(0)
+        self._context = JobContext(
+            self.store,
+            self._answer,
+            lambda name, owner: Caller(name, frozenset(), owner),
+            LineSlots(lambda: NUM_SLOTS),
+            on_stored=lambda results: None,
+            max_lines=NUM_LINES,
+            max_line_bytes=MIB,
+        )
+        self._jobs: list[gevent.Greenlet[..., None]] = []
+        lines = [batch_line(str(n), {"prompt": str(n)}) for n in range(1, 1 + NUM_LINES)]
+
+        def create(database: BatchDatabase) -> None:
+            put_file(database, "file-in", jsonl(lines).encode())
+            put_batch(database, expires_at=float("inf"))
+
+        self.store.call(create)
+
+    def _answer(self, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
+        self.num_open += 1
+        try:
+            self.permits.acquire()
+        finally:
+            self.num_open -= 1
+        self.counts[msgspec.json.decode(body)["prompt"]] += 1
+        return InternalAnswer(200, {}, b"{}")
+
+    def start(self) -> BatchJob:
+        """Start a job of the batch."""
+        claimed = self.store.call(lambda database: database.claim(NOW))
+        assert claimed is not None
+        job = BatchJob(self._context, claimed)
+        self._jobs.append(gevent.spawn(job.run))
+        return job
+
+    def end(self) -> None:
+        """Wait until the job that was started last has ended, and release the batch."""
+        self._jobs[-1].get(timeout=HANG_S)
+        self.store.call(lambda database: database.release("batch_1"))
+
+    def paused(self) -> BatchJob:
+        """Return a new job that has paused, with results that have no room."""
+        job = self.start()
+        assert awaited(lambda: self.status() == "in_progress")
+        self.fill()
+        for _ in range(3):
+            self.permits.release()
+        assert awaited(lambda: job.is_paused and self.counts.total() == 3)
+        return job
+
+    def fill(self) -> None:
+        """Fill the store, until `empty`."""
+        with closing(opened(self.path, "other")) as database:
+            database.begin_file(NewFile("ballast", OWNER, "batch", "x"), 100, NOW)
+            database.add_piece("ballast", 0, bytes(2 * MIB))
+
+    def empty(self) -> None:
+        self.store.call(lambda database: database.abandon_file("ballast"))
+
+    def batch(self) -> StoredBatch:
+        found = self.store.call(lambda database: database.get_batch("batch_1", OWNER))
+        assert found is not None
+        return found
+
+    def status(self) -> str:
+        return self.batch().status
+
+    def close(self) -> None:
+        gevent.killall(self._jobs)
+        self.store.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with closing(Scene(tmp_path / "files.db")) as scene:
+        yield scene
+
+
+def test_a_job_that_is_stopped_aborts_its_lines_and_starts_no_more(scene: Scene) -> None:
+    """The lines that are aborted give their slots back."""
+    job = scene.start()
+    assert awaited(lambda: scene.num_open == NUM_SLOTS)
+    job.stop(aborts=True)
+    scene.end()
+    assert scene.num_open == scene.counts.total() == 0
