@@ -194,7 +194,7 @@ class Clients:
         )
 
     @property
-    def are_results_crowded(self) -> bool:
+    def must_large_results_wait(self) -> bool:
         """Whether a result of the largest size must wait, because of all clients' unread bytes."""
         room = MAX_TOTAL_UNREAD_WITH_RESULTS - self._unread_bytes
         return room < MAX_RESULT_NUMBERS * Float32.itemsize

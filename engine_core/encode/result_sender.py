@@ -19,9 +19,9 @@ def send_results(engine: Engine, mailbox: Mailbox, lease_s: float, now: float) -
         while client in unsent.clients and unsent.fits(client, clients.result_room(client)):
             mailbox.send(client, engine.pop_results(client, clients.result_room(client)))
     late = list(unsent.clients)
-    if late and clients.are_results_crowded:
+    if late and clients.must_large_results_wait:
         late.append(clients.worst_reader(now))
-    is_crowded = clients.are_results_crowded or unsent.are_too_many
+    is_crowded = clients.must_large_results_wait or unsent.are_too_many
     for client in late:
         if clients.is_stalled(client, STALLED_S if is_crowded else lease_s, now):
             mailbox.drop(client, now)

@@ -210,19 +210,19 @@ class EncodeScheduler:
         elif request in self.unsent:
             self.unsent.remove(request)
 
-    def plan(self, step: int, *, has_share: bool = False) -> EncodePlan:
+    def plan(self, step: int, *, is_limited: bool = False) -> EncodePlan:
         """Return the plan of the next step, which is number `step`. There must be work.
 
-        `has_share` is whether the step has only the token budget of prompts. If it is false, one
+        `is_limited` is whether the step has only the token budget of prompts. If it is false, one
         step that generates makes up for this step, whatever its length.
         """
         share = self._fair_share.shared_prefill_budget
-        new = _StepInputs(min(share, self._token_budget) if has_share else self._token_budget)
+        new = _StepInputs(min(share, self._token_budget) if is_limited else self._token_budget)
         turns = (self._continue, self._start)
         for add in turns if self.continues else reversed(turns):
             add(new)
         self.continues = not self.continues
-        self.debt = len(new.tokens) if has_share else 1
+        self.debt = len(new.tokens) if is_limited else 1
         plan = EncodePlan(step=step, inputs=new.inputs())
         self.inflight.append(EncodeStep(plan, new.parts))
         return plan

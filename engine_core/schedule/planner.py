@@ -46,8 +46,8 @@ class StepPlanner:
         parts, scheduler = self._parts, self._scheduler
         parts.totals.step += 1
         is_shared = scheduler.fair_share.is_shared(parts.clock.now)
-        has_share = is_shared and scheduler.has_work
-        return self._encoding.plan(parts.totals.step, has_share=has_share)
+        is_limited = is_shared and scheduler.has_work
+        return self._encoding.plan(parts.totals.step, is_limited=is_limited)
 
     def _plan_generation(self) -> StepPlan | None:
         parts, scheduler, totals = self._parts, self._scheduler, self._parts.totals

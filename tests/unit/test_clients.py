@@ -157,9 +157,9 @@ def test_results_wait_if_all_clients_together_have_much_unread() -> None:
     clients = connected(ONE, *MANY)
     for client in MANY:
         clients.on_sent(client, (MAX_TOTAL_UNREAD_WITH_RESULTS - LARGEST) // len(MANY))
-    assert not clients.are_results_crowded
+    assert not clients.must_large_results_wait
     clients.on_sent(MANY[3], 100)
-    assert clients.are_results_crowded
+    assert clients.must_large_results_wait
     assert clients.result_room(ONE) == LARGEST - 100
 
 
