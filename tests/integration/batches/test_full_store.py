@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,22 +46,25 @@ def long_lines() -> list[dict[str, Any]]:
 class CountingEngine:
     """An engine with long answers, which counts how often it computes each prompt.
 
-    pauses_at   number of the prompt after which it waits until `resume`; 0: it never does
+    pauses_at   number of different prompts from which on it waits until `resume`; 0: it never does
     """
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
+        self._lock = threading.Lock()  # the engine has a thread of its own
         self.pauses_at = 0
         self.counts: Counter[str] = Counter()
         engine.script = self._reply
 
     def _reply(self, generate: Generate) -> Reply:
-        self.counts[text_of(generate.prompt.tolist())] += 1
-        self._engine.is_paused = len(self.counts) == self.pauses_at
+        with self._lock:
+            self.counts[text_of(generate.prompt.tolist())] += 1
+            self._engine.is_paused = 0 < self.pauses_at <= len(self.counts)
         return text_reply("x" * ANSWER_CHARS, size=ANSWER_CHARS)
 
-    def resume(self) -> None:
-        self.pauses_at, self._engine.is_paused = 0, False
+    def resume(self, pauses_at: int = 0) -> None:
+        with self._lock:
+            self.pauses_at, self._engine.is_paused = pauses_at, False
 
     def has_computed_once(self, num_lines: int) -> bool:
         return len(self.counts) == num_lines and set(self.counts.values()) == {1}
