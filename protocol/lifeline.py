@@ -57,7 +57,8 @@ class Lifeline:
         return sent.strip().rpartition("\n")[2]
 
     def close(self) -> None:
-        """Close the parent's ends, after the child has ended."""
+        """Close the parent's ends, after the child has ended. A process that the parent has forked
+        may close its copies at any time."""
         os.close(self._ours)
         os.close(self._causes)
 

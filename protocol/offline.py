@@ -123,8 +123,11 @@ class LLM:
     options          options of `tidegate serve` for the engine, the worker and the model, as Python
                      names: max_slots, max_len, device, chat_template, ...
 
-    Several threads may use one LLM; each call waits for the calls before it. Creating an LLM raises
-    InvalidRequest if an option is wrong, and EngineNotReady if the model cannot be served.
+    Several threads may use one LLM; each call waits for the calls before it. A forked process
+    cannot use the LLM. If it closes the LLM or ends, it only closes its copies of the descriptors.
+
+    Creating an LLM raises InvalidRequest if an option is wrong, and EngineNotReady if the model
+    cannot be served.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class LLM:
             on_failure.pop_all()
 
     def close(self) -> None:
-        """End the processes. May be called twice."""
+        """End the processes, except in a forked process. May be called twice."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -346,19 +349,28 @@ class _Starter:
         except TypeError as error:
             raise InvalidRequest(f"an option is not JSON: {error}") from None
         self._process: subprocess.Popen[bytes] | None = None
+        self._process_id = os.getpid()
+        self._lifeline: Lifeline | None = Lifeline()
         self._started, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="tidegate-llm", daemon=True).start()
         self._started.wait()
 
     def _run(self) -> None:
-        lifeline = Lifeline()
+        assert self._lifeline is not None
         with contextlib.ExitStack() as at_end:
             at_end.callback(self._ended.set)
             at_end.callback(self._started.set)
-            at_end.callback(lifeline.close)
-            process = self._process = self._spawn(lifeline)
+            at_end.callback(self._close_lifeline)
+            process = self._process = self._spawn(self._lifeline)
             self._started.set()
             self.exit_code = process.wait()
+
+    def _close_lifeline(self) -> None:
+        # The attribute is cleared first. A process that is forked meanwhile must not close the same
+        # numbers again, because they may be those of other files by then.
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            lifeline.close()
 
     def _spawn(self, lifeline: Lifeline) -> subprocess.Popen[bytes]:
         try:
@@ -379,7 +391,11 @@ class _Starter:
         return self._ended.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the process, and with it the others."""
+        """End the process, and with it the others. In a forked process, only close the copies of
+        the pipes to it."""
+        if os.getpid() != self._process_id:
+            self._close_lifeline()  # the thread that does this was not forked
+            return
         process = self._process
         if process is None or self._ended.is_set():
             return

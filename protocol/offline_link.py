@@ -8,6 +8,7 @@ and all later ones would be misread. So separate threads send and receive.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import threading
@@ -27,12 +28,13 @@ class FrameLink:
 
     The queues are not bounded. The caller bounds the number of open requests.
 
-    sock  is closed by `close`
+    sock  is closed by `close`. A forked process only closes its copy: the connection is not its own
     kind  union of the classes of the messages that are received
     """
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self._socket = sock
+        self._process_id = os.getpid()
         self._reader = FrameReader(sock, kind)
         self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -58,6 +60,9 @@ class FrameLink:
 
     def close(self) -> None:
         """Close the socket. May be called twice."""
+        if os.getpid() != self._process_id:
+            self._socket.close()
+            return
         self._to_send.put(None)
         with contextlib.suppress(OSError):  # closed, or the other side is gone
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -176,7 +176,17 @@ def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 SCRIPT = """
 import gc, os, sys, threading
+from protocol import offline
 from protocol.offline import LLM
+from tests.support.waiting import HANG_S
+
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+def print_end_of(child):
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+before = descriptors()
 
 def main():
     global llm
@@ -200,6 +210,20 @@ for line in sys.stdin:
                 print(type(error).__name__, error, flush=True)
         case "fail":
             raise SystemExit(3)
+        case "fork and exit":
+            offline.STOP_S = 5 * HANG_S  # longer than the test waits
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            print_end_of(child)
+        case "fork and leave":
+            offline.STOP_S = 5 * HANG_S
+            child = os.fork()
+            if child == 0:
+                with llm:
+                    pass
+                os._exit(8 if descriptors() == before else 1)
+            print_end_of(child)
         case "close":
             llm.close()
             llm.close()
@@ -366,6 +390,22 @@ def test_a_forked_process_needs_an_llm_of_its_own(llm: LLM) -> None:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert llm.generate("w5", max_tokens=2)[0].text
+
+
+@pytest.mark.parametrize(("order", "code"), [("fork and exit", 7), ("fork and leave", 8)])
+def test_the_end_of_a_forked_process_does_not_end_the_llm(
+    script: Program, temporary: Path, order: str, code: int
+) -> None:
+    family = family_of(script)
+    script.send_line(order)
+    script.line_with(f"child {code}")
+    script.send_line("generate")
+    assert eventually(lambda: sum(line.startswith("text ") for line in script.out) == 2)
+    assert family_of(script) == family
+    script.end_input()
+    assert script.end() == 0
+    assert all_ended(family)
+    assert leaves_nothing(temporary)
 
 
 def test_a_closed_llm_says_so(model: Path) -> None:

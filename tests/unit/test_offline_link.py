@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -120,6 +121,20 @@ def test_frames_are_whole_whatever_is_interrupted(
     link.close()
     thread.join(HANG_S)
     assert not thread.is_alive()
+
+
+def test_a_forked_process_closes_only_its_copy_of_the_socket(
+    link: FrameLink, sockets: tuple[socket.socket, socket.socket], peer: socket.socket
+) -> None:
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run here
+        link.close()
+        os._exit(7 if sockets[0].fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    peer.sendall(to_frame(answer(7)))
+    assert link.receive() == answer(7)
+    link.send(OfflineAbort(requests=[7]))
+    assert FrameReader(peer, ToText).read() == OfflineAbort(requests=[7])
 
 
 def test_the_end_of_the_other_side_is_reported_each_time(
