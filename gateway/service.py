@@ -47,7 +47,7 @@ from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
-from protocol.sockets import engine_address
+from protocol.sockets import checked_engine_address
 
 WATCH_S = 0.1
 """Interval of the checks in `Service._keep_watch`."""
@@ -86,7 +86,7 @@ def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) 
             on_routed=lambda reason: metrics.routed.labels(reason).inc(),
             on_moved=lambda cause: metrics.moved.labels(cause).inc(),
         )
-    return client(model.engine or engine_address(config.port))
+    return client(model.engine or checked_engine_address(config.port))
 
 
 def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:

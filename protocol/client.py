@@ -129,7 +129,8 @@ class BaseClient(ABC, Generic[AnyGeneration]):
     wait_s        seconds to wait until the engine is ready, before EngineNotReady is raised
     cluster_key   file with the cluster key, which TCP addresses need
 
-    Raises ValueError if the address or the file cannot be used.
+    Raises ValueError if the address or the file cannot be used, and PermissionError if the default
+    address may be that of another user's engine.
     """
 
     _is_closed = False
@@ -142,7 +143,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         wait_s: float = 10.0,
         cluster_key: str = "",
     ) -> None:
-        self._address = address or sockets.engine_address()
+        self._address = address or sockets.checked_engine_address()
         self._key = read_cluster_key(cluster_key)
         sockets.check_address(self._address, self._key)
         self._wait_s = wait_s

@@ -87,6 +87,17 @@ def engine_address(port: int = 8000) -> str:
     return f"ipc://{run_directory(port) / 'engine.sock'}"
 
 
+def checked_engine_address(port: int = 8000) -> str:
+    """Return `engine_address` for a client that is about to connect to it.
+
+    Raises PermissionError if the directory of this user's servers exists and is not private: its
+    sockets may be those of another user, who would receive the prompts.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        check_private(run_directory(port).parent)
+    return engine_address(port)
+
+
 def make_private(directory: Path) -> None:
     """Create `directory` and its parent with mode 0700. Raises PermissionError if one of them
     exists and is not private (`check_private`)."""

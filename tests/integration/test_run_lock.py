@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from protocol.client import Client
 from protocol.exit_codes import ExitCode
-from protocol.sockets import MEETING_FILE
+from protocol.sockets import (
+    MEETING_FILE,
+    checked_engine_address,
+    engine_address,
+    run_directory,
+)
 from tools.failure import Failure
 from tools.processes import discovery
 from tools.processes.run_lock import (
@@ -205,6 +211,20 @@ def test_a_server_in_a_base_that_others_can_change_is_not_found(
     assert discovery.running(directory.parent) == []
     assert discovery.discover(directory.parent).run_directories == []
     os.close(lock)
+
+
+@pytest.mark.parametrize("spoil", [open_to_others, give_away, replace_with_link])
+def test_a_client_does_not_connect_where_another_user_may_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert checked_engine_address() == engine_address()
+    base = run_directory(8000).parent
+    base.mkdir(mode=0o700)
+    assert checked_engine_address() == engine_address()
+    spoil(base)
+    with pytest.raises(PermissionError, match="must be a directory that only its owner can enter"):
+        Client()
 
 
 def test_the_holder_of_a_used_port_is_named() -> None:
