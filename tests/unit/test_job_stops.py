@@ -129,3 +129,32 @@ def test_a_job_that_is_stopped_aborts_its_lines_and_starts_no_more(scene: Scene)
     job.stop(aborts=True)
     scene.end()
     assert scene.num_open == scene.counts.total() == 0
+
+
+def test_a_paused_batch_that_is_cancelled_keeps_all_results(scene: Scene) -> None:
+    job = scene.paused()
+    assert scene.store.call(lambda database: database.cancel_batch("batch_1", OWNER, NOW))
+    job.stop(aborts=True)
+    scene.end()
+    assert scene.batch().num_completed == scene.counts.total() == 3
+    scene.start()
+    scene.end()
+    assert (scene.status(), scene.batch().num_completed) == ("cancelled", 3)
+    assert scene.batch().has_output
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_paused_batch_that_is_continued_computes_no_line_twice(
+    scene: Scene, aborts: bool
+) -> None:
+    job = scene.paused()
+    for _ in range(2 * NUM_LINES):
+        scene.permits.release()
+    job.stop(aborts=aborts)
+    scene.end()
+    scene.empty()
+    scene.start()
+    scene.end()
+    assert scene.status() == "completed"
+    assert set(scene.counts.values()) == {1}
+    assert scene.batch().num_completed == len(scene.counts) == NUM_LINES

@@ -262,10 +262,10 @@ class BatchJob:
             if self._buffer.is_paused or len(self._lines) >= OPEN_PER_SLOT * slots.size:
                 gevent.sleep(FLUSH_S)  # many lines wait to be tried again
             elif slots.acquire(FLUSH_S):
-                if not self._is_stopping:
+                if not (self._is_stopping or self._buffer.is_paused):
                     self._spawn(number, data, LineSlot(slots))
                     return True
-                slots.release()  # a line that was aborted has given it back
+                slots.release()  # a line that was aborted, or has no room, has given it back
         while self._buffer.is_paused and not self._is_stopping:
             gevent.sleep(FLUSH_S)
         if not self._is_stopping:
@@ -318,9 +318,13 @@ class BatchJob:
             self._flush()
 
     def _flush(self, *, is_last: bool = False) -> None:
-        """Store the new results. Stop if this process has lost the batch. After the window there
-        is no size limit, because the remaining lines have short results and the batch must end."""
-        now, has_limit = time.monotonic(), not self._is_over()
+        """Store the new results. Stop if this process has lost the batch.
+
+        After the window there is no size limit, because the remaining lines have short results and
+        the batch must end. The last results are stored whatever the size is, because they would be
+        lost otherwise: they are at most those of the lines that were open.
+        """
+        now, has_limit = time.monotonic(), not (is_last or self._is_over())
         if not self._buffer.flush(now, is_last=is_last, has_limit=has_limit):
             self.stop(aborts=True)
 

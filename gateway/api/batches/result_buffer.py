@@ -76,7 +76,7 @@ class ResultBuffer:
             self._on_failure(now, f"its results cannot be stored: {error}")
             return True
         del self._results[: len(results)]
-        self._on_success()
+        self._on_success(is_last)
         if is_ours:
             self._on_stored(results)
         return is_ours
@@ -88,8 +88,8 @@ class ResultBuffer:
         if self._num_failures == 1:
             log.warning("the batch %s pauses: %s", self._batch.id, reason)
 
-    def _on_success(self) -> None:
-        if self.is_paused:
+    def _on_success(self, is_last: bool) -> None:
+        if self.is_paused and not is_last:
             log.info("the batch %s continues", self._batch.id)
         self._num_failures, self._retry_at = 0, 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import requests
+from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.store.batch_database import BatchDatabase
@@ -205,19 +207,52 @@ def test_several_gateway_processes_report_their_store_as_one(
         )
 
 
+FULL_AT = 38
+assert MIB < (FULL_AT - 1) * ANSWER_CHARS, "the answers before this one fill the store"
+
+
+def paused(gateway: GatewayProcess, counting: CountingEngine, client: OpenAI) -> str:
+    """Create a batch, and wait until it has paused and none of its lines is open. Two of its
+    results, or more, have no room."""
+    counting.pauses_at = FULL_AT
+    batch = created(client, long_lines()).id
+    awaited(client, batch, lambda found: found.errors is not None)
+    counting.resume(pauses_at=FULL_AT + 1)
+    assert eventually(lambda: metric(gateway, "tidegate_paused_batches") == 1)
+    counting.resume()
+    assert eventually(lambda: metric(gateway, "tidegate_open_answers") == 0)
+    return str(batch)
+
+
 def test_a_batch_that_is_cancelled_in_a_full_store_keeps_its_results(
     small: GatewayProcess, counting: CountingEngine
 ) -> None:
-    counting.pauses_at = 40
     with client_of(small) as client:
-        batch = created(client, long_lines()).id
-        awaited(client, batch, lambda found: found.errors is not None)
+        batch = paused(small, counting, client)
         client.batches.cancel(batch)
         done = awaited(client, batch)
         assert (done.status, done.errors) == ("cancelled", None)
         rows = rows_of(client, done.output_file_id)
-    assert 0 < len(rows) == done.request_counts.completed < 40
+    assert 0 < len(rows) == done.request_counts.completed < NUM_LINES
+    assert counting.has_computed_once(len(rows))
     assert {row["response"]["status_code"] for row in rows} == {200}
+
+
+def test_a_gateway_that_stops_with_a_full_store_keeps_the_results(
+    engine: ScriptedEngine, counting: CountingEngine, small: GatewayProcess, tmp_path: Path
+) -> None:
+    with client_of(small) as client:
+        batch = paused(small, counting, client)
+        small.signal(signal.SIGTERM)
+        assert small.end() == 0, small.log
+    options: dict[str, Any] = {"file_store": str(tmp_path / "files.db"), "file_store_mib": 8}
+    with (
+        GatewayProcess(engine=engine.address, **options) as gateway,
+        client_of(gateway.await_ready()) as client,
+    ):
+        done = awaited(client, batch)
+        assert complaints(long_lines(), rows_of(client, done.output_file_id)) == []
+    assert counting.has_computed_once(NUM_LINES)
 
 
 def test_a_batch_in_a_full_store_ends_with_its_window(
