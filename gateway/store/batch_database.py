@@ -94,7 +94,7 @@ class BatchDatabase(SqliteFile):
     """The open database file. The arguments `now` are seconds since 1970.
 
     max_bytes   size from which uploads, new batches and results are refused
-    max_age_s   age at which ended batches are deleted
+    max_age_s   time after its end at which a batch is deleted
     runner      unique name of this process; "": a new name
     """
 

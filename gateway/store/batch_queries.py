@@ -154,7 +154,8 @@ UPDATE batches SET num_completed = num_completed + ?2, num_failed = num_failed +
 """
 COUNTS = "SELECT num_total, num_completed + num_failed FROM batches WHERE id = ?"
 DONE_LINES = "SELECT number FROM pieces WHERE file IN (?, ?)"
-OLD_BATCHES = f"DELETE FROM batches WHERE NOT ({_OPEN}) AND created_at < ?"
+_CHANGED_AT = "json_extract(CAST(changed_at AS TEXT), '$.' || status)"  # when it got its status
+OLD_BATCHES = f"DELETE FROM batches WHERE NOT ({_OPEN}) AND {_CHANGED_AT} < ?"
 
 
 class NewFile(msgspec.Struct, frozen=True):

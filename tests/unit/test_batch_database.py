@@ -377,6 +377,19 @@ def test_old_batches_are_deleted_with_their_files(
     assert database.get_batch("batch_1", OWNER) is None
 
 
+def test_a_batch_is_kept_for_its_time_after_its_end(
+    database: BatchDatabase, batch: StoredBatch
+) -> None:
+    """Its client learns the ids of its output files from it."""
+    ended_at = NOW + 31 * DAY_S
+    database.add_results(batch, results(1, 2, 3))
+    database.move(batch, BatchEvent.WINDOW_OVER, ended_at)
+    database.claim(ended_at + 2 * SWEEP_EVERY_S)
+    assert (state(database).status, state(database).has_output) == (BatchStatus.EXPIRED, True)
+    database.claim(ended_at + 31 * DAY_S)
+    assert database.get_batch("batch_1", OWNER) is None
+
+
 def test_an_owner_with_many_batches_does_not_delay_another(database: BatchDatabase) -> None:
     put_file(database)
     put_file(database, "file-other", owner="other")
