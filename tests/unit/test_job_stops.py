@@ -29,7 +29,7 @@ MIB = 1 << 20
 awaited = partial(eventually, pause=gevent.sleep)
 
 
-class Scene:
+class JobScene:
     """A batch whose window does not end, and its jobs, which have NUM_SLOTS slots. A line is
     answered when a test permits it.
 
@@ -117,12 +117,12 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    with closing(Scene(tmp_path / "files.db")) as scene:
+def scene(tmp_path: Path) -> Iterator[JobScene]:
+    with closing(JobScene(tmp_path / "files.db")) as scene:
         yield scene
 
 
-def test_a_job_that_is_stopped_aborts_its_lines_and_starts_no_more(scene: Scene) -> None:
+def test_a_job_that_is_stopped_aborts_its_lines_and_starts_no_more(scene: JobScene) -> None:
     """The lines that are aborted give their slots back."""
     job = scene.start()
     assert awaited(lambda: scene.num_open == NUM_SLOTS)
@@ -131,7 +131,7 @@ def test_a_job_that_is_stopped_aborts_its_lines_and_starts_no_more(scene: Scene)
     assert scene.num_open == scene.counts.total() == 0
 
 
-def test_a_paused_batch_that_is_cancelled_keeps_all_results(scene: Scene) -> None:
+def test_a_paused_batch_that_is_cancelled_keeps_all_results(scene: JobScene) -> None:
     job = scene.paused()
     assert scene.store.call(lambda database: database.cancel_batch("batch_1", OWNER, NOW))
     job.stop(aborts=True)
@@ -145,7 +145,7 @@ def test_a_paused_batch_that_is_cancelled_keeps_all_results(scene: Scene) -> Non
 
 @pytest.mark.parametrize("aborts", [True, False])
 def test_a_paused_batch_that_is_continued_computes_no_line_twice(
-    scene: Scene, aborts: bool
+    scene: JobScene, aborts: bool
 ) -> None:
     job = scene.paused()
     for _ in range(2 * NUM_LINES):
