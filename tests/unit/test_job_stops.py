@@ -26,6 +26,7 @@ from tests.unit.test_result_buffer import CountingStore
 
 NUM_LINES, NUM_SLOTS = 9, 2
 MIB = 1 << 20
+ANSWER = b'"%b"' % (b"x" * 10_000)
 awaited = partial(eventually, pause=gevent.sleep)
 
 
@@ -69,7 +70,7 @@ class JobScene:
         finally:
             self.num_open -= 1
         self.counts[msgspec.json.decode(body)["prompt"]] += 1
-        return InternalAnswer(200, {}, b"{}")
+        return InternalAnswer(200, {}, ANSWER)
 
     def start(self) -> BatchJob:
         """Start a job of the batch."""
@@ -84,11 +85,14 @@ class JobScene:
         self._jobs[-1].get(timeout=HANG_S)
         self.store.call(lambda database: database.release("batch_1"))
 
-    def paused(self) -> BatchJob:
+    def paused(self, *, disk_is_full: bool = False) -> BatchJob:
         """Return a new job that has paused, with results that have no room."""
         job = self.start()
-        assert awaited(lambda: self.status() == "in_progress")
-        self.fill()
+        assert awaited(lambda: self.num_open == NUM_SLOTS)
+        if disk_is_full:
+            self.store.set_disk_pages(1)  # SQLite takes the present size if it is larger
+        else:
+            self.fill()
         for _ in range(3):
             self.permits.release()
         assert awaited(lambda: job.is_paused and self.counts.total() == 3)
@@ -141,6 +145,32 @@ def test_a_paused_batch_that_is_cancelled_keeps_all_results(scene: JobScene) -> 
     scene.end()
     assert (scene.status(), scene.batch().num_completed) == ("cancelled", 3)
     assert scene.batch().has_output
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "drained"])
+def test_a_job_that_stops_on_a_full_disk_waits_for_room(
+    scene: JobScene, is_cancelled: bool
+) -> None:
+    job = scene.paused(disk_is_full=True)
+    for _ in range(NUM_SLOTS if not is_cancelled else 0):
+        scene.permits.release()  # a drain does not abort the open lines
+    num_attempts = len(scene.store.errors)
+    job.stop(aborts=is_cancelled)
+    assert awaited(lambda: scene.num_open == 0 and len(scene.store.errors) > num_attempts)
+    scene.store.set_disk_pages(None)
+    scene.end()
+    assert scene.batch().num_completed == scene.counts.total() >= 3
+
+
+def test_a_job_that_is_closed_on_a_full_disk_ends_at_once(
+    scene: JobScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = scene.paused(disk_is_full=True)
+    job.stop(aborts=False)
+    job.close()
+    scene.end()
+    assert scene.batch().num_completed == 0
+    assert "the batch batch_1 loses 3 results" in caplog.text
 
 
 @pytest.mark.parametrize("aborts", [True, False])

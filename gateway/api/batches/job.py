@@ -148,6 +148,7 @@ class BatchJob:
         self._lines = Group()
         self._buffer = ResultBuffer(context.store, batch, context.on_stored)
         self._is_stopping = False
+        self._is_closing = False
         self._failure: BaseException | None = None
 
     @property
@@ -156,10 +157,18 @@ class BatchJob:
         return self._buffer.is_paused
 
     def stop(self, *, aborts: bool) -> None:
-        """Start no more lines. With `aborts`, abort those that are being computed."""
-        self._is_stopping = True
+        """Start no more lines. With `aborts`, abort those that are being computed. The job ends
+        when its results are stored. On a full disk, it waits for room."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._buffer.retry_now()
         if aborts:
             self._lines.kill(block=False)
+
+    def close(self) -> None:
+        """Abort the open lines, and end after one more attempt to store the results."""
+        self._is_closing = True
+        self.stop(aborts=True)
 
     def run(self) -> None:
         """Execute the batch until it ends, is stopped or is lost to another process. Raises
@@ -241,7 +250,7 @@ class BatchJob:
                 if number not in done and not self._start(number, data):
                     break
             self._lines.join()
-            while not self._buffer.is_empty and not self._is_stopping:
+            while not self._buffer.is_empty and not self._is_closing:
                 gevent.sleep(FLUSH_S)
         finally:
             self._lines.kill()
@@ -284,7 +293,7 @@ class BatchJob:
 
     def _on_exception(self, failed: gevent.Greenlet[..., None]) -> None:
         self._failure = failed.exception
-        self.stop(aborts=True)
+        self.close()
 
     def _run_line(self, number: int, data: bytes, slot: LineSlot) -> None:
         """Compute a line until it has a result, or until the job stops."""
@@ -318,15 +327,15 @@ class BatchJob:
             self._flush()
 
     def _flush(self, *, is_last: bool = False) -> None:
-        """Store the new results. Stop if this process has lost the batch.
+        """Store the new results. End the job if this process has lost the batch.
 
         After the window there is no size limit, because the remaining lines have short results and
-        the batch must end. The last results are stored whatever the size is, because they would be
+        the batch must end. There is none either when the job stops, because the results would be
         lost otherwise: they are at most those of the lines that were open.
         """
-        now, has_limit = time.monotonic(), not (is_last or self._is_over())
-        if not self._buffer.flush(now, is_last=is_last, has_limit=has_limit):
-            self.stop(aborts=True)
+        has_limit = not (is_last or self._is_stopping or self._is_over())
+        if not self._buffer.flush(time.monotonic(), is_last=is_last, has_limit=has_limit):
+            self.close()
 
     def _move(self, event: BatchEvent) -> BatchStatus | None:
         batch, now = self.batch, time.time()

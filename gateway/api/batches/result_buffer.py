@@ -55,6 +55,10 @@ class ResultBuffer:
     def add(self, result: LineResult) -> None:
         self._results.append(result)
 
+    def retry_now(self) -> None:
+        """Let the next attempt to store the results be at once."""
+        self._retry_at = 0.0
+
     def flush(self, now: float, *, is_last: bool = False, has_limit: bool = True) -> bool:
         """Store the results, unless it is too early to try again. Return False if this process has
         lost the batch. Raises sqlite3.Error if the store cannot be used at all.
@@ -70,26 +74,28 @@ class ResultBuffer:
         try:
             is_ours = self._store.call(work)
         except StoreFull:
-            self._on_failure(now, PAUSED.message)
+            self._on_failure(now, PAUSED.message, is_last)
             return True
         except sqlite3.OperationalError as error:  # such as a full disk
-            self._on_failure(now, f"its results cannot be stored: {error}")
+            self._on_failure(now, f"its results cannot be stored: {error}", is_last)
             return True
         del self._results[: len(results)]
-        self._on_success(is_last)
+        self._on_success(has_limit)
         if is_ours:
             self._on_stored(results)
         return is_ours
 
-    def _on_failure(self, now: float, reason: str) -> None:
+    def _on_failure(self, now: float, reason: str, is_last: bool) -> None:
+        if is_last:
+            log.warning("the batch %s loses %d results", self._batch.id, len(self._results))
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * float(1 << min(self._num_failures, 16)))
         self._retry_at = now + pause_s
         self._num_failures += 1
         if self._num_failures == 1:
             log.warning("the batch %s pauses: %s", self._batch.id, reason)
 
-    def _on_success(self, is_last: bool) -> None:
-        if self.is_paused and not is_last:
+    def _on_success(self, has_limit: bool) -> None:
+        if self.is_paused and has_limit:  # without a limit, the batch ends or stops
             log.info("the batch %s continues", self._batch.id)
         self._num_failures, self._retry_at = 0, 0.0
 

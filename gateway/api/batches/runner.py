@@ -65,7 +65,7 @@ class BatchRunner:
         if self._loop is not None:
             self._loop.kill()
         for job, greenlet in list(self._jobs.values()):
-            job.stop(aborts=True)
+            job.close()
             greenlet.join()
 
     def _num_slots(self) -> int:
@@ -113,7 +113,9 @@ class BatchRunner:
             self._release(name)
         for name, (job, _) in list(self._jobs.items()):
             status = statuses.get(name)
-            if status in (None, BatchStatus.CANCELLING):
+            if status is None:
+                job.close()
+            elif status is BatchStatus.CANCELLING:
                 job.stop(aborts=True)
             elif self._service.is_draining():
                 job.stop(aborts=False)
