@@ -188,3 +188,23 @@ def test_a_paused_batch_that_is_continued_computes_no_line_twice(
     assert scene.status() == "completed"
     assert set(scene.counts.values()) == {1}
     assert scene.batch().num_completed == len(scene.counts) == NUM_LINES
+
+
+def test_a_job_that_begins_in_a_full_store_computes_no_line_until_there_is_room(
+    scene: JobScene,
+) -> None:
+    """Else each restart would add results to a full store."""
+    job = scene.start()
+    assert awaited(lambda: scene.num_open == NUM_SLOTS)
+    job.close()
+    scene.end()
+    scene.fill()
+    for _ in range(2 * NUM_LINES):
+        scene.permits.release()
+    job = scene.start()
+    assert awaited(lambda: job.is_paused)
+    assert scene.counts.total() == 0
+    scene.empty()
+    scene.end()
+    assert scene.status() == "completed"
+    assert scene.batch().num_completed == scene.counts.total() == NUM_LINES

@@ -241,6 +241,7 @@ class BatchJob:
     def _compute(self) -> BatchStatus | None:
         """Compute the lines without results. Return the new status; None if the batch is not done
         because the job was stopped."""
+        self._flush()  # whether there is room for results
         is_computed = Event()
         flusher = gevent.spawn(self._flush_until, is_computed)
         flusher.link_exception(self._on_exception)

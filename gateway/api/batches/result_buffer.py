@@ -40,6 +40,7 @@ class ResultBuffer:
         self._batch = batch
         self._on_stored = on_stored
         self._results: list[LineResult] = []
+        self._was_tried = False
         self._num_failures = 0  # in a row
         self._retry_at = 0.0
 
@@ -49,7 +50,7 @@ class ResultBuffer:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the results could not be stored at the last attempt."""
+        """Whether there was no room at the last attempt."""
         return self._num_failures > 0
 
     def add(self, result: LineResult) -> None:
@@ -60,15 +61,19 @@ class ResultBuffer:
         self._retry_at = 0.0
 
     def flush(self, now: float, *, is_last: bool = False, has_limit: bool = True) -> bool:
-        """Store the results, unless it is too early to try again. Return False if this process has
-        lost the batch. Raises sqlite3.Error if the store cannot be used at all.
+        """Store the results, unless it is too early to try again. The first attempt, and those of a
+        paused batch, find out whether there is room, even without results. Return False if this
+        process has lost the batch. Raises sqlite3.Error if the store cannot be used at all.
 
         now        time of a clock that only moves forward
         is_last    try now, because there is no later attempt
         has_limit  whether the size limit of the store applies
         """
-        if not self._results or (now < self._retry_at and not is_last):
+        if now < self._retry_at and not is_last:
             return True
+        if not self._results and (is_last or (self._was_tried and not self.is_paused)):
+            return True
+        self._was_tried = True
         results = list(self._results)
         work = partial(_add_results, self._batch, results, has_limit)
         try:
