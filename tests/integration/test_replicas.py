@@ -448,8 +448,10 @@ def test_a_stream_does_not_continue_with_another_adapter_of_the_same_name(tmp_pa
         for engine in replicas.engines:
             engine.script = stuck_after(5)
         answer = pool.submit(replicas.complete, model="fr")
-        assert eventually(lambda: replicas.engines[0].num_steps > 6)
-        assert replicas.counts() == [1, 0]
-        replicas.engines[0].kill()
+        # Usually the first one. On a busy machine it may be silent when the request arrives.
+        assert eventually(lambda: any(engine.num_steps > 6 for engine in replicas.engines))
+        counts = replicas.counts()
+        assert sorted(counts) == [0, 1]
+        replicas.engines[counts.index(1)].kill()
         assert answer.result().status_code == 503
-        assert replicas.counts() == [1, 0]
+        assert replicas.counts() == counts
