@@ -50,6 +50,56 @@ def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
     assert capfd.readouterr().out.count("no test matches") == 2
 
 
+ONCE = """
+from pathlib import Path
+
+def test_once():
+    file = Path(__file__).with_name("seen")
+    had_run = file.exists()
+    file.touch()
+    assert had_run
+
+def test_never():
+    assert {never}
+"""
+
+
+@pytest.mark.parametrize("never", [True, False])
+def test_a_test_that_passes_alone_is_unsteady_and_one_that_fails_again_has_failed(
+    never: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(ONCE.format(never=never))
+    monkeypatch.setattr(stages, "STAGES", [Stage("it", "a test", ["test_it.py"], again=True)])
+    assert main([]) == (0 if never else 1)
+    rows = capfd.readouterr().out.split("== Summary\n")[1].splitlines()
+    if never:
+        assert rows[0].startswith("ok ")
+        assert "1 passed, 1 unsteady" in rows[0]
+        assert "unsteady: test_it::test_once" in rows[1]
+    else:
+        assert rows[0].startswith("FAILED")
+        assert [row.split()[0] for row in rows[1:]] == ["failed:", "failed:"]
+
+
+def test_many_failures_do_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(5))\ndef test_it(n): assert False\n"
+    )
+    monkeypatch.setattr(stages, "STAGES", [Stage("it", "a test", ["test_it.py"], again=True)])
+    assert main([]) == 1
+    assert "again" not in capfd.readouterr().out
+
+
 MEETING = """
 from pathlib import Path
 from tests.support.waiting import eventually
