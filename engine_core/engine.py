@@ -49,8 +49,7 @@ from engine_core.endings import RequestEndings
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.history.history import TimelineWork
 from engine_core.invariants import check_encoding, check_invariants
-from engine_core.kv.fetches import Fetch
-from engine_core.kv.fetches import FetchState as FetchState
+from engine_core.kv.fetches import Fetch, FetchState
 from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
 from engine_core.parts import build_parts

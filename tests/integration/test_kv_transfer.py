@@ -371,8 +371,8 @@ def test_a_worker_that_stops_gives_up_its_transfers(under_way, lease):
 
 
 def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(context, address):
-    """The idle reader requests every chunk twice, and receives no reply from its socket. Without a
-    window it would cost 600 MB. How much the sockets of the other reader hold varies."""
+    """The idle reader requests every chunk twice, and receives no reply from its socket. What
+    is queued for it would stay in memory, so a short peak has another cause."""
     big = empty(BIG, num_blocks=1200, seed=3)  # 300 MB
     with (
         Peer(big, address, "zmq") as peer,
@@ -395,7 +395,7 @@ def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(contex
         assert isinstance(worker.result_of(1), KVFetched), (
             "other readers do not wait for the greedy one"
         )
-        assert peer.resident_bytes() - before < 128 << 20
+        assert eventually(lambda: peer.resident_bytes() - before < 32 << 20)
 
 
 def test_exported_memory_costs_nothing_until_it_is_touched_and_leaves_no_file(context, address):
