@@ -15,6 +15,10 @@ from protocol.errors import ErrorInfo
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import FinishReason
 
+INVALID_JSON = "INVALID_JSON"
+"""The member that holds the text of a call's arguments, if they must be an object and the model did
+not write one. Its name is Anthropic's."""
+
 
 class Content(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A piece of the answer's text."""

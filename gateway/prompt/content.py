@@ -1,31 +1,79 @@
-"""Converts OpenAI's messages to the form that a chat template needs.
+"""Checks the messages of a request and turns them into turns of a conversation.
 
-The input is decoded JSON. Each field is checked here, so that errors name the field. The output
-consists of new dicts in the form that the template's `TemplateTraits` describe. Unknown fields are
-kept, because some templates read them.
+The input is decoded JSON in OpenAI's form. Each field is checked here, so that errors name the
+field. The turns do not depend on the model's template; `fit` brings them into its form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from gateway.prompt.template import TemplateTraits
+from gateway.formats.events import INVALID_JSON
 from protocol.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are text."""
+REASONING_MEMBERS = ("reasoning", "reasoning_content", "thinking")
+"""Members of a message that may hold its reasoning. The first one that is set counts."""
 PART_SEPARATOR = "\n"
 """Joins the text parts of a message for templates that accept only strings."""
 
 
-def template_messages(
-    messages: Sequence[Any], traits: TemplateTraits, param: str = "messages"
-) -> list[dict[str, Any]]:
-    """Return `messages` in the form that a template with these traits needs, after checking them.
+@dataclass(slots=True)
+class TurnCall:
+    """A tool call in an assistant's turn."""
+
+    name: str
+    #: The arguments as an object. If the model wrote none, it has the one member INVALID_JSON.
+    arguments: dict[str, Any]
+    #: The arguments as the client sent them, if they were sent as text.
+    text: str | None = None
+    id: str | None = None
+    #: Further members of the call and of its `function`, which some templates read.
+    extra: dict[str, Any] = field(default_factory=dict)
+    function_extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_invalid(self) -> bool:
+        """Whether the model wrote a text that is not a JSON object."""
+        return self.text is not None and self.arguments == {INVALID_JSON: self.text}
+
+
+@dataclass(slots=True)
+class ChatTurn:
+    """A message of a conversation, checked."""
+
+    #: One of ROLES without "function", which is replaced by "tool".
+    role: str
+    #: The texts of the content's parts. A content that is a string is one text.
+    texts: list[str] = field(default_factory=list)
+    #: The client sent a list of parts.
+    has_parts: bool = False
+    reasoning: str | None = None
+    calls: list[TurnCall] = field(default_factory=list)
+    #: The id of the call that a tool's turn answers.
+    call_id: str | None = None
+    #: Further members of the message, which some templates read.
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return PART_SEPARATOR.join(self.texts)
+
+
+def to_json(value: Any) -> str:
+    """Return a decoded JSON value as JSON text, without blanks."""
+    return msgspec.json.encode(value).decode()
+
+
+def checked_turns(messages: Sequence[Any], param: str = "messages") -> list[ChatTurn]:
+    """Return the turns of a conversation.
 
     param  path of the messages in the request
 
@@ -34,89 +82,86 @@ def template_messages(
     """
     if not messages:
         raise InvalidRequest(f"{param} must contain at least one message", param=param)
-    converted = [_message(m, traits, f"{param}[{i}]") for i, m in enumerate(messages)]
-    _check_call_ids(converted, param)
-    return converted
+    turns = [_turn(message, f"{param}[{i}]") for i, message in enumerate(messages)]
+    _check_call_ids(turns, param)
+    return turns
 
 
-def _check_call_ids(messages: Sequence[Mapping[str, Any]], param: str) -> None:
+def _check_call_ids(turns: Sequence[ChatTurn], param: str) -> None:
     """Raise InvalidRequest if a `tool_call_id` is not the id of an earlier tool call.
 
     Ids are optional: a `tool_call_id` is not checked if no earlier tool call has an id.
     """
     call_ids: set[str] = set()
-    for index, message in enumerate(messages):
-        call_ids |= {call["id"] for call in message.get("tool_calls", ()) if call.get("id")}
-        answered = message.get("tool_call_id") if message["role"] == "tool" else None
-        if answered is not None and call_ids and answered not in call_ids:
+    for index, turn in enumerate(turns):
+        call_ids |= {call.id for call in turn.calls if call.id}
+        if turn.call_id is not None and call_ids and turn.call_id not in call_ids:
             at = f"{param}[{index}].tool_call_id"
-            raise InvalidRequest(f"{at}: no earlier tool call has the id {answered!r}", param=at)
+            raise InvalidRequest(
+                f"{at}: no earlier tool call has the id {turn.call_id!r}", param=at
+            )
 
 
-def _message(message: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
-    """Return one message in the template's form. `at` is the path of the message in the request."""
+def _turn(message: Any, at: str) -> ChatTurn:
+    """Return one message as a turn. `at` is the path of the message in the request."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object", param=at)
-    role = _role(message, traits, at)
-    result = {**message, "role": role}
-    _optional_text(result, "name", at)
-    _optional_text(result, "tool_call_id", at)
-    calls, old_call = message.get("tool_calls"), result.pop("function_call", None)
+    extra = dict(message)
+    role, content = _role(extra.pop("role", None), at), extra.pop("content", None)
+    name = _optional_text(extra, "name", at)
+    call_id = _optional_text(extra, "tool_call_id", at)
+    if name is not None:
+        extra["name"] = name
+    if call_id is not None and role != "tool":
+        extra["tool_call_id"] = call_id
+    calls, old_call = extra.pop("tool_calls", None), extra.pop("function_call", None)
+    found: list[TurnCall] = []
     if calls is None and old_call is not None:  # OpenAI's deprecated form
-        calls = result["tool_calls"] = [
-            {"type": "function", "function": _function(old_call, traits, f"{at}.function_call")}
-        ]
-    elif calls is None:
-        result.pop("tool_calls", None)
-    else:
-        result["tool_calls"] = _tool_calls(calls, traits, f"{at}.tool_calls")
-    result["content"] = _content(message.get("content"), traits, f"{at}.content")
-    if not result["content"] and calls and traits.null_content:
-        result["content"] = None
-    return result | _reasoning(result, at)
+        found = [_function(old_call, f"{at}.function_call")]
+    elif calls is not None:
+        found = _tool_calls(calls, f"{at}.tool_calls")
+    return ChatTurn(
+        role=role,
+        texts=_texts(content, f"{at}.content"),
+        has_parts=not isinstance(content, str | None),
+        reasoning=_reasoning(extra, at),
+        calls=found,
+        call_id=call_id if role == "tool" else None,
+        extra=extra,
+    )
 
 
-def _role(message: Mapping[str, Any], traits: TemplateTraits, at: str) -> str:
-    role = message.get("role")
+def _role(role: Any, at: str) -> str:
     if role not in ROLES:
         raise InvalidRequest(
             f"{at}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{at}.role"
         )
-    if role == "developer" and not traits.developer:
-        return "system"
     return "tool" if role == "function" else str(role)
 
 
-def _optional_text(message: dict[str, Any], field: str, at: str) -> None:
-    """Check that a field is a string. Remove a field that is null, because templates only check
-    whether the field exists."""
-    value = message.get(field)
-    if value is None:
-        message.pop(field, None)
-    elif not isinstance(value, str):
+def _optional_text(message: dict[str, Any], field: str, at: str) -> str | None:
+    """Remove a member and return it. Raise InvalidRequest if it is neither a string nor null."""
+    value = message.pop(field, None)
+    if value is not None and not isinstance(value, str):
         raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
+    return value
 
 
-def _reasoning(message: dict[str, Any], at: str) -> dict[str, str]:
-    """Return the message's reasoning under both of its common names, or {} if it has none."""
-    for field in ("reasoning_content", "reasoning"):
-        _optional_text(message, field, at)
-    value = message.get("reasoning", message.get("reasoning_content"))
-    return {} if value is None else {"reasoning": value, "reasoning_content": value}
+def _reasoning(message: dict[str, Any], at: str) -> str | None:
+    """Remove the members that may hold the message's reasoning. Return the reasoning."""
+    values = [_optional_text(message, name, at) for name in REASONING_MEMBERS]
+    return next((value for value in values if value is not None), None)
 
 
-def _content(content: Any, traits: TemplateTraits, at: str) -> Any:
-    """Return a message's content as a string or a list of parts, as the template needs it."""
+def _texts(content: Any, at: str) -> list[str]:
+    """Return the texts of a message's content."""
     if content is None:
-        content = ""
+        return []
     if isinstance(content, str):
-        return content if traits.strings else [{"type": "text", "text": content}]
+        return [content]
     if not isinstance(content, Sequence):
         raise InvalidRequest(f"{at} must be a string or a list of parts", param=at)
-    texts = [_part_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
-    if traits.parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return PART_SEPARATOR.join(texts)
+    return [_part_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
 
 
 def _part_text(part: Any, at: str) -> str:
@@ -134,44 +179,43 @@ def _part_text(part: Any, at: str) -> str:
     return text
 
 
-def _tool_calls(calls: Any, traits: TemplateTraits, at: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, at: str) -> list[TurnCall]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InvalidRequest(f"{at} must be a list", param=at)
-    return [_tool_call(call, traits, f"{at}[{i}]") for i, call in enumerate(calls)]
+    return [_tool_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
 
 
-def _tool_call(call: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    written = _function(function, traits, f"{at}.function")
-    call = {**call}
-    _optional_text(call, "id", at)
-    return {"type": "function", **call, "function": written}
+def _tool_call(call: Any, at: str) -> TurnCall:
+    extra = dict(call) if isinstance(call, Mapping) else {}
+    found = _function(extra.pop("function", None), f"{at}.function")
+    found.id = _optional_text(extra, "id", at)
+    extra.pop("type", None)
+    found.extra = extra
+    return found
 
 
-def _function(function: Any, traits: TemplateTraits, at: str) -> dict[str, Any]:
+def _function(function: Any, at: str) -> TurnCall:
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{at} must be an object", param=at)
-    if not isinstance(function.get("name"), str):
+    extra = dict(function)
+    name, arguments = extra.pop("name", None), extra.pop("arguments", None)
+    if not isinstance(name, str):
         raise InvalidRequest(f"{at}.name must be a string", param=f"{at}.name")
-    arguments = _arguments(function.get("arguments"), f"{at}.arguments")
-    if traits.string_arguments:
-        given = function.get("arguments")
-        text = given if isinstance(given, str) and given.strip() else _json(arguments)
-        return {**function, "arguments": text}
-    return {**function, "arguments": arguments}
+    value = _arguments(arguments, f"{at}.arguments")
+    text = arguments if isinstance(arguments, str) and arguments.strip() else None
+    return TurnCall(name, value, text, function_extra=extra)
 
 
 def _arguments(arguments: Any, at: str) -> dict[str, Any]:
     """Return the arguments of a tool call as an object.
 
     OpenAI's clients send JSON text. An object is accepted too. null, "" and other empty values mean
-    that there are no arguments.
+    that there are no arguments. A model may write a text that is not a JSON object, or its answer
+    may be cut off in one. Clients send this text back as they received it, so it is accepted, as
+    the only member of an object.
     """
     if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            raise InvalidRequest(f"{at} is not JSON: {error}", param=at) from None
+        return _decoded(arguments, at)
     if not arguments and not isinstance(arguments, int | list):
         return {}
     if not isinstance(arguments, dict):
@@ -179,5 +223,11 @@ def _arguments(arguments: Any, at: str) -> dict[str, Any]:
     return arguments
 
 
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+def _decoded(text: str, at: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except UnicodeEncodeError as error:  # half of a surrogate pair cannot be sent to the model
+        raise InvalidRequest(f"{at} is not valid Unicode: {error}", param=at) from None
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: text}

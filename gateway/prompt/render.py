@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.prompt.content import template_messages
+from gateway.prompt.fit import Description, fitted_list, fitted_tools, template_messages
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
-from gateway.prompt.template import ParsedTemplate, TemplateLoader, TemplateTraits
-from gateway.prompt.tool_prompt import with_tool_prompt
+from gateway.prompt.template import ParsedTemplate, TemplateLoader
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
@@ -21,6 +20,7 @@ characters, which templates do not change."""
 
 
 NO_TEMPLATE = "this model has no chat template"
+NOT_FOR_CHATS = "the model's chat template omits what the user writes, so it is not for chats"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,9 @@ class PromptConversation:
     param: str = "messages"
     #: The request's own template; None: the model's template is used.
     template: ParsedTemplate | None = None
-    #: Whether to describe tools in the system message if the template does not render them.
-    adds_tool_prompt: bool = False
+    #: How to describe tools in the system message if the template does not render them; None: they
+    #: are not described.
+    describes: Description | None = None
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
     #: The template's other variables: the result of `kwargs.effective_kwargs`.
@@ -148,20 +149,25 @@ class ChatRenderer:
     def text(self, conversation: PromptConversation) -> str:
         """Return the prompt as text. Raises InvalidRequest if it cannot be rendered."""
         template = conversation.template or self.template_for(conversation.tools)
-        messages = template_messages(conversation.messages, template.traits, conversation.param)
-        if conversation.adds_tool_prompt and conversation.tools and not template.traits.tools:
-            messages = _describe_tools(messages, conversation.tools, template)
+        traits, tools = template.traits, conversation.tools
+        describes = conversation.describes if tools and not traits.tools else None
+        param = conversation.param
+        if not traits.users:
+            raise InvalidRequest(NOT_FOR_CHATS, param=param)
+        messages = template_messages(
+            conversation.messages, traits, tools, describes=describes, param=param
+        )
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
             messages[-1] = _with_end_mark(messages[-1])
         text = template.render(
             messages,
-            tools=conversation.tools,
-            documents=conversation.documents,
+            tools=fitted_tools(None if describes else tools, traits),
+            documents=fitted_list(conversation.documents, traits),
             add_generation_prompt=conversation.add_generation_prompt,
             kwargs=conversation.kwargs,
-            param=conversation.param,
+            param=param,
         )
         return _up_to_end_mark(text) if continues else text
 
@@ -190,15 +196,6 @@ class ChatRenderer:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
-
-
-def _describe_tools(
-    messages: Sequence[Any], tools: Sequence[Any], template: ParsedTemplate
-) -> list[dict[str, Any]]:
-    """Return the messages with a description of `tools`, in the form that the template needs."""
-    plain = TemplateTraits(strings=True, parts=False)
-    texts = template_messages(messages, plain)
-    return template_messages(with_tool_prompt(texts, tools), template.traits)
 
 
 def _check_continues(conversation: PromptConversation) -> None:

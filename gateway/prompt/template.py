@@ -1,9 +1,4 @@
-"""Compiles a chat template, finds the form of messages that it needs, and renders it.
-
-A template's source does not show reliably in which form the template needs messages. So when a
-template is loaded, a few tiny conversations are rendered, and its `TemplateTraits` are derived from
-the output. Only `TemplateTraits.developer` is read from the source.
-"""
+"""Compiles a chat template and renders it."""
 
 from __future__ import annotations
 
@@ -14,41 +9,14 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jinja2
-import msgspec
 
 from gateway.prompt.environment import ChatEnvironment, Now
+from gateway.prompt.probe import RAISED_BY_TEMPLATES, find_traits
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
+from gateway.prompt.traits import TemplateTraits
 from protocol.errors import InvalidRequest
 
 Message = Mapping[str, Any]
-
-RAISED_BY_TEMPLATES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions that a template may raise for messages that it does not support."""
-
-
-class TemplateTraits(msgspec.Struct, frozen=True):
-    """The form of messages that a template needs."""
-
-    #: Content may be a list of parts; otherwise it must be one string.
-    parts: bool = False
-    #: Content may be a string; otherwise it must be a list of parts.
-    strings: bool = True
-    #: An assistant message that only has tool calls has the content None; otherwise "".
-    null_content: bool = False
-    #: The arguments of a tool call are JSON text; otherwise they are an object.
-    string_arguments: bool = False
-    #: The role `developer` is supported; otherwise it is replaced by `system`.
-    developer: bool = False
-    #: The template renders tools.
-    tools: bool = False
 
 
 class ParsedTemplate(ABC):
@@ -85,8 +53,8 @@ class ParsedTemplate(ABC):
         variables = {
             **(kwargs or {}),
             "messages": messages,
-            "tools": tools or None,
-            "documents": documents or None,
+            "tools": tools,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         return self._render(variables, param)
@@ -133,7 +101,7 @@ class ChatTemplate(ParsedTemplate):
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        return _find_traits(self, self._source)
+        return find_traits(self.render_variables, self._source, self.profile)
 
     @cached_property
     def profile(self) -> ThinkingProfile:
@@ -154,81 +122,3 @@ class ChatTemplate(ParsedTemplate):
 def cannot_render(why: str) -> str:
     """Return the message of the error for messages that a template cannot render."""
     return f"the model's chat template cannot render these messages: {why}"
-
-
-_NEEDLE = "n33dle"
-"""A text that occurs in no template. If it is in the output, the template has rendered it."""
-
-
-def _find_traits(template: ChatTemplate, source: str) -> TemplateTraits:
-    """Derive the traits of a template from its output for tiny conversations."""
-    parts = _accepts_parts(template)
-    null_content, string_arguments = _call_form(template)
-    plain = [{"role": "user", "content": _NEEDLE}]
-    return TemplateTraits(
-        parts=parts,
-        strings=not parts or _NEEDLE in _output(template, plain),
-        null_content=null_content,
-        string_arguments=string_arguments,
-        developer="'developer'" in source or '"developer"' in source,
-        tools=_renders_tools(template),
-    )
-
-
-def _renders_tools(template: ChatTemplate) -> bool:
-    """Return whether the template renders tools, with or without a system message."""
-    tool = {"type": "function", "function": {"name": _NEEDLE, "parameters": {"type": "object"}}}
-    user = [{"role": "user", "content": "?"}]
-    return any(
-        _NEEDLE in _output(template, [*system, *user], [tool])
-        for system in ([], [{"role": "system", "content": "!"}])
-    )
-
-
-def _output(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None = None
-) -> str:
-    """Return the template's output, or "" if the template cannot render the messages."""
-    try:
-        return template.render(messages, tools=tools)
-    except InvalidRequest:
-        return ""
-
-
-def _accepts_parts(template: ChatTemplate) -> bool:
-    """Return whether the template writes the text of a part.
-
-    A template that does not support parts writes the whole list as Python or JSON, if anything.
-    """
-    part = {"type": "text", "text": _NEEDLE}
-    text = _output(template, [{"role": "user", "content": [part]}])
-    return _NEEDLE in text and "'type'" not in text and '"type"' not in text
-
-
-def _call_form(template: ChatTemplate) -> tuple[bool, bool]:
-    """Return the first (null_content, string_arguments) for which the template renders the
-    arguments of a tool call.
-
-    If none works, the result is (False, False).
-    """
-    for string_arguments in (False, True):
-        for null_content in (False, True):
-            text = _output(template, _conversation_with_call(null_content, string_arguments))
-            if _NEEDLE in text and f"'{_NEEDLE}'" not in text:
-                return null_content, string_arguments
-    return False, False
-
-
-def _conversation_with_call(null_content: bool, string_arguments: bool) -> list[Message]:
-    """Return a conversation with a tool call of this form. The name of its argument is _NEEDLE."""
-    arguments: Any = f'{{"{_NEEDLE}": 1}}' if string_arguments else {_NEEDLE: 1}
-    function = {"name": "find", "arguments": arguments}
-    return [
-        {"role": "user", "content": "?"},
-        {
-            "role": "assistant",
-            "content": None if null_content else "",
-            "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": "call00000", "name": "find", "content": "!"},
-    ]

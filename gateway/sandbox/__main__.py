@@ -27,7 +27,8 @@ import socket
 import sys
 from functools import lru_cache
 
-from gateway.prompt.template import RAISED_BY_TEMPLATES, ChatTemplate
+from gateway.prompt.probe import RAISED_BY_TEMPLATES
+from gateway.prompt.template import ChatTemplate
 from gateway.sandbox.messages import (
     LENGTH_BYTES,
     Call,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.prompt.template import ParsedTemplate, TemplateTraits, cannot_render
+from gateway.prompt.template import ParsedTemplate, cannot_render
 from gateway.prompt.thinking import ThinkingProfile
+from gateway.prompt.traits import TemplateTraits
 from gateway.sandbox.messages import (
     CallFailed,
     LoadTemplate,

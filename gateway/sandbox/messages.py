@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.template import TemplateTraits
 from gateway.prompt.thinking import ThinkingProfile
+from gateway.prompt.traits import TemplateTraits
 
 LENGTH_BYTES = 4
 LAST = 1 << 31

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.prompt.content import template_messages
+from gateway.prompt.fit import template_messages
 from gateway.prompt.render import PromptConversation
 from gateway.prompt.template import ChatTemplate
 from protocol.errors import InvalidRequest

@@ -19,7 +19,8 @@ HI = [{"role": "user", "content": "Hi"}]
 READ = ["http/body.py", "http/json_size.py"]
 PREPARE = "api/openai/prepare.py"
 RENDER = [
-    *("prompt/render.py", "prompt/kwargs.py", "prompt/content.py", "prompt/template.py"),
+    *("prompt/render.py", "prompt/kwargs.py", "prompt/fit.py", "prompt/content.py"),
+    "prompt/template.py",
     *("sandbox/clients.py", "sandbox/process.py", "sandbox/messages.py"),
 ]
 ENCODE = "text/tokenizer.py"
@@ -68,10 +69,10 @@ def traced(client: FlaskClient, path: str, body: dict[str, Any], view: str) -> l
     return trace.trip(view)
 
 
-def test_a_chat_visits_its_view_and_twelve_files_once_each(client: FlaskClient) -> None:
+def test_a_chat_visits_its_view_and_thirteen_files_once_each(client: FlaskClient) -> None:
     trip = traced(client, "/v1/chat/completions", {"messages": HI}, CHAT[0])
     assert files_of(trip) == CHAT
-    assert len(CHAT) == 1 + 12
+    assert len(CHAT) == 1 + 13
     assert returns(trip) == []
 
 
@@ -90,11 +91,11 @@ def test_a_completion_visits_each_file_once(client: FlaskClient) -> None:
     assert returns(trip) == []
 
 
-def test_a_message_visits_its_view_and_fourteen_files_once_each(client: FlaskClient) -> None:
+def test_a_message_visits_its_view_and_fifteen_files_once_each(client: FlaskClient) -> None:
     body = {"messages": HI, "max_tokens": 5}
     trip = traced(client, "/v1/messages", body, MESSAGES[0])
     assert files_of(trip) == MESSAGES
-    assert len(MESSAGES) == 1 + 14
+    assert len(MESSAGES) == 1 + 15
     assert returns(trip) == []
 
 

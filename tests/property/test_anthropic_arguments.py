@@ -7,7 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.anthropic.blocks import INVALID_JSON, ToolInput
+from gateway.api.anthropic.blocks import ToolInput
+from gateway.formats.events import INVALID_JSON
 from tests.support.formats import is_json_object
 
 JSON = st.recursive(

@@ -9,7 +9,8 @@ from typing import Any
 import jiter
 import pytest
 
-from gateway.api.anthropic.blocks import INVALID_JSON, MAX_SCALAR_CHARS, ToolInput
+from gateway.api.anthropic.blocks import MAX_SCALAR_CHARS, ToolInput
+from gateway.formats.events import INVALID_JSON
 
 
 def emitted(*bits: str, complete: bool = True) -> str:

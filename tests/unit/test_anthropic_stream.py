@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.anthropic.blocks import INVALID_JSON
 from gateway.api.anthropic.responses import (
     AnsweredMessage,
     AnthropicEnvelope,
@@ -19,6 +18,7 @@ from gateway.api.anthropic.stream import EventWriter, whole_message
 from gateway.auth.caller import api_key_in
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
+    INVALID_JSON,
     Content,
     Event,
     Failed,

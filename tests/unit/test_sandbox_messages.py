@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.prompt.template import TemplateTraits
 from gateway.prompt.thinking import ThinkingProfile
+from gateway.prompt.traits import TemplateTraits
 from gateway.sandbox.messages import (
     LENGTH_BYTES,
     Call,
@@ -35,8 +35,14 @@ CALLS: list[tuple[Call, bytes]] = [
 REPLIES: list[tuple[Reply, bytes]] = [
     (
         TemplateLoaded(TemplateTraits(tools=True), ThinkingProfile(mode=("on", "off"))),
-        b'["loaded",{"parts":false,"strings":true,"null_content":false,"string_arguments":false,'
-        b'"developer":false,"tools":true},{"switches":[],"mode":["on","off"],"mode_words":[],'
+        b'["loaded",{"users":true,"parts":[],"strings":["system","user","assistant","tool"],'
+        b'"no_text":"text","arguments":"object","developer":false,"tools":true,'
+        b'"tools_need_system":false,"empty_lists":false,"tool_descriptions":false,"calls":"many",'
+        b'"call_example":"","calls_without_tools":true,"results_of_words":false,'
+        b'"result_objects":false,"result_names":false,"call_ids":"any",'
+        b'"text_with_calls":"beside","reasoning":"members","system":"kept","systems":"kept",'
+        b'"late_system":"kept","user_turns":"kept","assistant_turns":"kept",'
+        b'"user_after_result":"kept"},{"switches":[],"mode":["on","off"],"mode_words":[],'
         b'"reads_effort":false,"efforts":[]}]',
     ),
     (TemplateRendered("a\n"), b'["rendered","a\\n"]'),

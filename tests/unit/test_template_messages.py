@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.prompt.content import template_messages
-from gateway.prompt.template import ChatTemplate, TemplateTraits
+from gateway.prompt.fit import template_messages
+from gateway.prompt.template import ChatTemplate
+from gateway.prompt.traits import TemplateTraits
 from protocol.errors import InvalidRequest
 from tests.support.tokenizers import chat_template
 
@@ -50,7 +51,7 @@ def test_trial_renderings_show_which_forms_of_content_work(
     source: str, parts: bool, strings: bool
 ) -> None:
     traits = ChatTemplate(source).traits
-    assert (traits.parts, traits.strings) == (parts, strings)
+    assert ("user" in traits.parts, "user" in traits.strings) == (parts, strings)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_content_reaches_the_template_in_the_form_it_takes(
         ),
         *(
             (assistant(tool_calls=[call(bad)]), "messages[0].tool_calls[0].function.arguments")
-            for bad in ('{"a": ', "[1]", "3", '"x"', 7, [1], [], 0, "[" * 5000, "\ud800")
+            for bad in (7, [1], [], 0, "\ud800")
         ),
     ],
 )
@@ -127,7 +128,7 @@ def test_arguments_are_objects_for_the_template(given: Any, expected: dict[str, 
 
 
 def test_arguments_are_text_for_a_template_that_wants_text() -> None:
-    traits = TemplateTraits(string_arguments=True)
+    traits = TemplateTraits(arguments="text")
     for given, expected in [('{"a":  1}', '{"a":  1}'), ({"a": "é"}, '{"a":"é"}'), ("", "{}")]:
         message = one(assistant(tool_calls=[call(given)]), traits)
         assert message["tool_calls"][0]["function"]["arguments"] == expected
@@ -184,5 +185,5 @@ def test_a_legacy_function_call_becomes_a_tool_call() -> None:
     ]
     assert one({"role": "function", "name": "f", "content": "12"})["role"] == "tool"
     with pytest.raises(InvalidRequest) as caught:
-        one(old | {"function_call": {"name": "f", "arguments": "{"}})
+        one(old | {"function_call": {"name": "f", "arguments": 7}})
     assert caught.value.param == "messages[0].function_call.arguments"

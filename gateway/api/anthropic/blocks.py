@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
+    INVALID_JSON,
     Content,
     Event,
     Failed,
@@ -137,8 +138,6 @@ def signature_of(digest: hashlib.blake2b) -> str:
 
 # ---- the input of a tool_use block
 
-INVALID_JSON = "INVALID_JSON"
-"""The member of `input` that holds the model's text if that text is not a JSON object."""
 MAX_SCALAR_CHARS = 1024
 """A longer number is treated as invalid JSON. A number is held back until it is complete, so its
 length must be bounded."""

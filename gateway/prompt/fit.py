@@ -1,0 +1,416 @@
+"""Brings a conversation into the form that a chat template needs, without losing any of it.
+
+Each step below changes the turns of a conversation as one member of `TemplateTraits` demands. The
+order of the steps matters: splitting a turn and moving a system message both make neighbours that a
+later step may have to join.
+
+Some templates drop the reasoning of turns before the last user message on purpose. Nothing here
+changes that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Literal
+
+from gateway.prompt.content import ChatTurn, TurnCall, checked_turns, to_json
+from gateway.prompt.tool_prompt import describe_tools, in_words
+from gateway.prompt.traits import TemplateTraits
+
+SYSTEM_ROLES = ("system", "developer")
+BETWEEN_TURNS = "\n\n"
+"""Separates the texts of turns that are joined."""
+_NINE = re.compile(r"[a-zA-Z0-9]{9}")
+_DIGITS = string.digits + string.ascii_letters
+
+Turns = Sequence[ChatTurn]
+Description = Literal["with_syntax", "without_syntax"]
+"""Whether a description of tools explains the syntax of `tool_prompt`, if the template writes no
+calls."""
+
+
+def template_messages(
+    messages: Sequence[Any],
+    traits: TemplateTraits,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    describes: Description | None = None,
+    param: str = "messages",
+) -> list[dict[str, Any]]:
+    """Return a request's messages for a template with these traits, after checking them.
+
+    tools      the request's tools
+    describes  how to describe the tools in the system message; None: they are not described
+    param      path of the messages in the request
+
+    Raises InvalidRequest, naming the field, if a message is invalid.
+    """
+    return fitted_messages(checked_turns(messages, param), traits, tools, describes=describes)
+
+
+def fitted_messages(
+    turns: Turns,
+    traits: TemplateTraits,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    describes: Description | None = None,
+) -> list[dict[str, Any]]:
+    """Return the turns as messages for a template with these traits.
+
+    tools      the request's tools
+    describes  how to describe the tools in the system message; None: they are not described
+    """
+    turns = [_with_known_role(turn, traits) for turn in turns]
+    writes_words = traits.calls == "words" or not (tools or traits.calls_without_tools)
+    if writes_words and any(turn.calls or turn.role == "tool" for turn in turns):
+        turns = in_words(turns, keeps_results=traits.results_of_words)
+    if tools and describes is not None:
+        turns = describe_tools(
+            turns, tools, traits.call_example, in_words=describes == "with_syntax"
+        )
+    elif tools and traits.tools_need_system and turns[0].role not in SYSTEM_ROLES:
+        turns = [ChatTurn("system"), *turns]
+    for step in _STEPS:
+        turns = step(turns, traits)
+    return [_message(turn, traits) for turn in turns]
+
+
+def fitted_tools(
+    tools: Sequence[Mapping[str, Any]] | None, traits: TemplateTraits
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return the variable `tools` for a template with these traits. Each tool has a description, if
+    the template needs that."""
+    if not tools or not traits.tool_descriptions:
+        return fitted_list(tools, traits)
+    return [_described_tool(tool) for tool in tools]
+
+
+def _described_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    function = {"description": "", **function}
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
+        described = {
+            name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+            for name, schema in properties.items()
+        }
+        function["parameters"] = {**parameters, "properties": described}
+    return {**tool, "function": function}
+
+
+def fitted_list(values: Sequence[Any] | None, traits: TemplateTraits) -> Sequence[Any] | None:
+    """Return a variable that is a list, such as `documents`, for a template with these traits."""
+    return values or ([] if traits.empty_lists else None)
+
+
+def _with_known_role(turn: ChatTurn, traits: TemplateTraits) -> ChatTurn:
+    if turn.role == "developer" and not traits.developer:
+        return replace(turn, role="system")
+    return turn
+
+
+# ---- tool calls
+
+
+def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Give each call the id that the template needs, and each result the id of its call.
+
+    The ids depend only on the calls so far, so they are the same in each request of a conversation.
+    """
+    if traits.call_ids == "any":
+        return turns
+    identified: list[ChatTurn] = []
+    #: (the client's id, the new id) of the calls without a result, and of all calls.
+    unanswered: list[tuple[str | None, str]] = []
+    known: dict[str | None, str] = {}
+    count = 0
+    for turn in turns:
+        if turn.calls:
+            unanswered = []
+            for call in turn.calls:
+                unanswered.append((call.id, _new_id(call, count, traits)))
+                count += 1
+            known |= dict(unanswered)
+            calls = [
+                replace(call, id=new) for call, (_, new) in zip(turn.calls, unanswered, strict=True)
+            ]
+            turn = replace(turn, calls=calls)
+        elif turn.role == "tool":
+            turn = replace(turn, call_id=_answered_id(turn.call_id, unanswered, known))
+        identified.append(turn)
+    return identified
+
+
+def _answered_id(
+    own: str | None, unanswered: list[tuple[str | None, str]], known: Mapping[str | None, str]
+) -> str:
+    """Return the new id of the call that a result with the id `own` answers, and remove the call
+    from `unanswered`. A result without an id answers the first call without a result."""
+    for place, (call_id, new) in enumerate(unanswered):
+        if own is None or call_id == own:
+            del unanswered[place]
+            return new
+    return known.get(own) or _nine(own or "")
+
+
+def _new_id(call: TurnCall, count: int, traits: TemplateTraits) -> str:
+    """Return the id of a call. `count` is the number of calls before it."""
+    own = call.id or f"call{count:05d}"
+    match traits.call_ids:
+        case "nine":
+            return _nine(own)
+        case "named":
+            return own if f".{call.name}:" in own else f"functions.{call.name}:{count}"
+    return own
+
+
+def _nine(call_id: str) -> str:
+    """Return an id of nine letters and digits: `call_id` itself, or else a digest of it."""
+    if _NINE.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest())
+    return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
+
+
+def _name_results(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Give each result the name of its tool, if the template needs it."""
+    if not traits.result_names:
+        return turns
+    named: list[ChatTurn] = []
+    names: dict[str | None, str] = {}
+    unanswered: list[str] = []
+    for turn in turns:
+        if turn.calls:
+            names |= {call.id: call.name for call in turn.calls if call.id}
+            unanswered = [call.name for call in turn.calls]
+        elif turn.role == "tool":
+            in_order = unanswered.pop(0) if unanswered else ""
+            name = turn.extra.get("name") or names.get(turn.call_id, in_order)
+            turn = replace(turn, extra={**turn.extra, "name": name})
+        named.append(turn)
+    return named
+
+
+def _split_calls(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Make a turn of each call, followed by the call's result, if the template renders only one
+    call of a turn."""
+    if traits.calls != "one":
+        return turns
+    split: list[ChatTurn] = []
+    place = 0
+    while place < len(turns):
+        turn = turns[place]
+        place += 1
+        if len(turn.calls) < 2:
+            split.append(turn)
+            continue
+        results = list(takewhile(lambda other: other.role == "tool", turns[place:]))
+        place += len(results)
+        for index, call in enumerate(turn.calls):
+            one = replace(turn, calls=[call])
+            split.append(one if not index else replace(one, texts=[], reasoning=None))
+            if (result := _pop_result(results, call)) is not None:
+                split.append(result)
+        split += results
+    return split
+
+
+def _pop_result(results: list[ChatTurn], call: TurnCall) -> ChatTurn | None:
+    """Remove the result of a call and return it; None if there is none. A result without an id
+    belongs to the first call without a result."""
+    for place, result in enumerate(results):
+        if result.call_id is None or call.id is None or result.call_id == call.id:
+            return results.pop(place)
+    return None
+
+
+def _move_text(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Move the text of a turn that has calls, too, if the template drops it there."""
+    if traits.text_with_calls == "beside":
+        return turns
+    return [part for turn in turns for part in _text_first(turn, traits)]
+
+
+def _text_first(turn: ChatTurn, traits: TemplateTraits) -> Iterator[ChatTurn]:
+    """Yield the turn, or else its text and its calls as two turns."""
+    if not (turn.calls and turn.text):
+        yield turn
+        return
+    first, second = turn.reasoning, None
+    if traits.text_with_calls == "before_reasoning":
+        first, second = second, first
+    yield replace(turn, calls=[], reasoning=first)
+    if traits.text_with_calls == "before_user":
+        yield ChatTurn("user")
+    yield replace(turn, texts=[], has_parts=False, reasoning=second)
+
+
+def _as_reasoning(turn: ChatTurn) -> ChatTurn:
+    texts = [text for text in (turn.reasoning, turn.text) if text]
+    return replace(turn, texts=[], has_parts=False, reasoning=BETWEEN_TURNS.join(texts))
+
+
+# ---- system messages
+
+
+def _join_systems(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Join the system messages at the start, and write them where the template takes them."""
+    start = list(takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
+    rest = turns[len(start) :]
+    if not start:
+        return turns
+    is_last = turns[-1].role == "user" and not any(turn.calls for turn in turns)
+    if traits.system == "user" or (traits.system == "user_unless_last" and not is_last):
+        start = [replace(_joined(start), role="user")]
+        if rest and rest[0].role == "user":
+            start, rest = [_joined([*start, rest[0]])], rest[1:]
+    elif traits.systems == "joined":
+        start = [_joined(start)]
+    return [*start, *rest]
+
+
+def _move_late_systems(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Write later system messages as the user's, at their place: the prompt before them is then the
+    same in each request of a conversation, so it is found in the prefix cache."""
+    if traits.late_system == "kept":
+        return turns
+    num_first = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
+    return [
+        replace(turn, role="user") if turn.role in SYSTEM_ROLES and place >= num_first else turn
+        for place, turn in enumerate(turns)
+    ]
+
+
+# ---- neighbours
+
+
+def _join_neighbours(turns: Turns, traits: TemplateTraits) -> Turns:
+    """Join turns that the template does not take one after the other."""
+    joined: list[ChatTurn] = []
+    for turn in turns:
+        last = joined[-1] if joined else None
+        if last is not None and _must_join(last, turn, traits):
+            joined[-1] = _joined([last, turn])
+        else:
+            joined.append(turn)
+    return joined
+
+
+def _must_join(last: ChatTurn, turn: ChatTurn, traits: TemplateTraits) -> bool:
+    match last.role, turn.role:
+        case "user", "user":
+            return traits.user_turns == "joined"
+        case "assistant", "assistant":
+            return traits.assistant_turns == "joined" and not last.calls
+        case "tool", "user":
+            return traits.user_after_result == "result"
+    return False
+
+
+def _joined(turns: Turns) -> ChatTurn:
+    """Return the turns as one turn, with the role and the further members of the first."""
+    first = turns[0]
+    if len(turns) == 1:
+        return first
+    reasoning = BETWEEN_TURNS.join(turn.reasoning for turn in turns if turn.reasoning)
+    return replace(
+        first,
+        texts=[BETWEEN_TURNS.join(turn.text for turn in turns if turn.text)],
+        has_parts=False,
+        reasoning=reasoning or None,
+        calls=[call for turn in turns for call in turn.calls],
+    )
+
+
+_STEPS: tuple[Callable[[Turns, TemplateTraits], Turns], ...] = (
+    _identify_calls,
+    _name_results,
+    _split_calls,
+    _move_late_systems,
+    _join_systems,
+    _join_neighbours,
+    _move_text,
+)
+
+
+# ---- one message
+
+
+def _message(turn: ChatTurn, traits: TemplateTraits) -> dict[str, Any]:
+    message = {**turn.extra, "role": turn.role}
+    if turn.calls:
+        message["tool_calls"] = [_call(call, traits) for call in turn.calls]
+    if turn.call_id is not None:
+        message["tool_call_id"] = turn.call_id
+    if turn.calls and not turn.text:
+        message |= _without_text(traits)
+    else:
+        message["content"] = _content(turn, traits)
+    return _with_reasoning(message, turn, traits)
+
+
+def _without_text(traits: TemplateTraits) -> dict[str, Any]:
+    """Return the content of a message that has only calls."""
+    match traits.no_text:
+        case "text":
+            return {"content": ""}
+        case "null":
+            return {"content": None}
+        case "parts":
+            return {"content": [_part("")]}
+        case "absent":
+            return {}
+
+
+def _content(turn: ChatTurn, traits: TemplateTraits) -> Any:
+    """Return a message's content as a string, a list of parts or an object, as the template needs
+    it."""
+    role = "system" if turn.role in SYSTEM_ROLES else turn.role
+    if role == "tool" and traits.result_objects:
+        return {"result": turn.text}
+    if turn.has_parts and role in traits.parts and turn.texts:
+        return [_part(text) for text in turn.texts]
+    return turn.text if role in traits.strings else [_part(turn.text)]
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_reasoning(
+    message: dict[str, Any], turn: ChatTurn, traits: TemplateTraits
+) -> dict[str, Any]:
+    if turn.reasoning is None:
+        return message
+    match traits.reasoning:
+        case "members" | "omitted":
+            return message | {"reasoning": turn.reasoning, "reasoning_content": turn.reasoning}
+        case "thinking":
+            return message | {"thinking": turn.reasoning}
+        case "thinking_only":
+            if turn.calls and turn.text:
+                whole = _as_reasoning(turn)
+                return {**message, **_without_text(traits), "thinking": whole.reasoning}
+            return message | {"thinking": turn.reasoning}
+        case "part":
+            content = message.get("content") or []
+            texts = [_part(content)] if isinstance(content, str) else content
+            part = {"type": "thinking", "thinking": turn.reasoning}
+            return message | {"content": [part, *texts]}
+
+
+def _call(call: TurnCall, traits: TemplateTraits) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if traits.arguments == "text":
+        arguments = to_json(arguments) if call.text is None else call.text
+    function = {**call.function_extra, "name": call.name, "arguments": arguments}
+    own_id = {} if call.id is None else {"id": call.id}
+    return {**call.extra, **own_id, "type": "function", "function": function}
