@@ -6,8 +6,8 @@ code: the body is decoded, checked, translated and rendered as for a request ove
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -94,9 +94,10 @@ def messages_body(messages: Sequence[Message], tools: Sequence[Tool] | None) -> 
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call as the block that this API's answer has for it."""
     arguments = call["function"]["arguments"]
-    try:
-        value = json.loads(arguments)
-    except ValueError:
+    value = None
+    with suppress(msgspec.DecodeError):
+        value = msgspec.json.decode(arguments)
+    if not isinstance(value, dict):
         value = {"INVALID_JSON": arguments}
     own = {"id": call["id"], "name": call["function"]["name"]}
     return {"type": "tool_use", **own, "input": value}

@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from math import isinf
 from typing import Literal, Protocol
 
 from gateway.formats.event_builder import INVALID_ARGUMENTS
@@ -154,6 +155,14 @@ _COMPLETE_SCALAR = re.compile(
     r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
 )
 
+
+def _is_infinite(scalar: str) -> bool:
+    """Return whether a complete scalar is a number with a fraction or exponent that is too large
+    for a float. Clients would read it as infinity, which is not JSON, so they could not send it
+    back."""
+    return scalar[-1].isdigit() and not scalar.lstrip("-").isdigit() and isinf(float(scalar))
+
+
 START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DONE = (
     *("start", "first key", "key", "colon", "value", "first value", "after"),
     *("string", "key string", "done"),
@@ -291,7 +300,7 @@ class ToolInput:
     def _scalar(self, text: str, emitted: list[str]) -> None:
         next_state = _NEXT.get((self._at, "scalar"))
         is_whole = len(text) <= MAX_SCALAR_CHARS and _COMPLETE_SCALAR.fullmatch(text)
-        if next_state is None or not is_whole:
+        if next_state is None or not is_whole or _is_infinite(text):
             self.is_broken = True
         else:
             self._at = next_state

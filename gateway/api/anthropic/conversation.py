@@ -61,8 +61,9 @@ class _ConversationWriter:
         self.chat = ChatConversation()
         #: Call id -> tool name, for all calls so far.
         self.names: dict[str, str] = {}
-        #: Call id -> path of the tool_use block, for calls of the last turn without a result.
-        self.unanswered: dict[str, str] = {}
+        #: (call id, path of the tool_use block) of the calls of the last turn without a result.
+        #: Some models repeat ids, so a result answers the first call with its id.
+        self.unanswered: list[tuple[str, str]] = []
         #: Role -> type of block -> the method that adds such a block.
         self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
             "user": {
@@ -138,7 +139,7 @@ class _ConversationWriter:
         self._current("assistant", at)
 
     def _check_answered(self) -> None:
-        for call_id, at in self.unanswered.items():
+        for call_id, at in self.unanswered:
             raise InvalidRequest.at(
                 at, f"the next message must have a tool_result for the tool_use {call_id!r}"
             )
@@ -159,16 +160,18 @@ class _ConversationWriter:
 
     def _tool_use(self, block: Block, at: str) -> None:
         call_id, name = string_member(block, "id", at), string_member(block, "name", at)
-        if call_id in self.names:
-            raise InvalidRequest.at(f"{at}.id", f"an earlier tool_use has the id {call_id!r} too")
-        self.names[call_id], self.unanswered[call_id] = name, at
+        self.names[call_id] = name
+        self.unanswered.append((call_id, at))
         function = {"name": name, "arguments": as_object(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _tool_result(self, block: Block, at: str) -> None:
         call_id = string_member(block, "tool_use_id", at)
-        if self.unanswered.pop(call_id, None) is None:
+        places = [place for place, (own, _) in enumerate(self.unanswered) if own == call_id]
+        if places:
+            del self.unanswered[places[0]]
+        else:
             problem = f"the previous message has no tool_use with the id {call_id!r}"
             if call_id in self.names:
                 problem = f"the tool_use {call_id!r} already has a tool_result"
