@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.prompt.environment import ChatEnvironment, Now
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
+from gateway.prompt.written import WrittenTurns, find_written
 from protocol.errors import InvalidRequest
 
 Message = Mapping[str, Any]
@@ -63,6 +64,11 @@ class ParsedTemplate(ABC):
     @abstractmethod
     def profile(self) -> ThinkingProfile:
         """The thinking options that the template supports."""
+
+    @property
+    @abstractmethod
+    def written(self) -> WrittenTurns:
+        """What the template writes for earlier calls and reasoning."""
 
     def render(
         self,
@@ -138,6 +144,16 @@ class ChatTemplate(ParsedTemplate):
     @cached_property
     def profile(self) -> ThinkingProfile:
         return thinking_profile(self._source)
+
+    @cached_property
+    def written(self) -> WrittenTurns:
+        return find_written(self._rendered_or_empty, self.profile)
+
+    def _rendered_or_empty(self, variables: Mapping[str, Any]) -> str:
+        try:
+            return self.render_variables(variables)
+        except RAISED_BY_TEMPLATES:
+            return ""
 
     def _render(self, variables: Mapping[str, Any], param: str) -> str:
         try:
