@@ -17,7 +17,15 @@ import pytest
 from gateway.formats import detect as detection
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.event_builder import DeclaredTool
-from gateway.formats.events import Content, Event, Reasoning, ToolArguments, ToolCall, merged
+from gateway.formats.events import (
+    Content,
+    Event,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    merged,
+)
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.render import PromptConversation
 from protocol.errors import InvalidRequest
@@ -290,7 +298,8 @@ def parsed(name: str, prompt: str, answer: str) -> list[Event]:
     """Return the merged events of an answer, up to the first end token."""
     model = model_text(name)
     start = found(name).answer_start(prompt, {}, calls=True)
-    assert start.bound is not None
+    if start.bound is None:
+        return [Content(answer), Finished("stop")]
     tools = [
         DeclaredTool(each["function"]["name"], each["function"]["parameters"]) for each in TOOLS
     ]
@@ -370,3 +379,18 @@ def test_reasoning_that_a_template_writes_is_parsed_as_reasoning(name: str) -> N
     content = "".join(event.text for event in events if isinstance(event, Content))
     assert thoughts.strip() == THOUGHT
     assert content.strip().startswith(ANSWER)
+
+
+@BY_TEMPLATE
+def test_an_answer_is_content_unless_the_prompt_has_opened_the_reasoning(name: str) -> None:
+    prompt = rendered(name, [QUESTION])
+    if prompt is None:
+        return
+    events = parsed(name, prompt, ANSWER)
+    start = found(name).answer_start(prompt, {}, calls=True)
+    if start.inside:
+        assert start.opener, "the prompt has not opened it"
+        assert prompt.rstrip().endswith(start.opener)
+        assert events == [Reasoning(ANSWER), Finished("stop")]
+    else:
+        assert events == [Content(ANSWER), Finished("stop")]
