@@ -6,7 +6,7 @@ format. The rules list the signs of each format, because several formats may par
 The list is searched up to five times, each time for weaker evidence:
 
 1. The template renders a call or reasoning with the signs of the rule, and the format parses it. If
-   several rules match, the one with the most markers among its signs decides.
+   several rules match, the one with the most rendered markers decides.
 2. The same, but the format parses only the first of two calls.
 3. The source of the template contains all signs of the rule. Here and below the rules are in order
    from the most to the least distinctive, and the first one that matches decides.
@@ -55,11 +55,6 @@ class DetectionRule(msgspec.Struct, frozen=True):
     alone: bool = False
     family: tuple[str, ...] = ()
     shape: str = ""
-
-    @property
-    def specificity(self) -> tuple[int, int]:
-        """How much the rule demands: the number of its markers, then that of all its signs."""
-        return sum(not text.isidentifier() for text in self.texts), len(self.texts)
 
 
 class Detected(msgspec.Struct, frozen=True):
@@ -220,6 +215,13 @@ class _Evidence(msgspec.Struct, frozen=True):
             others = rule.texts[1:]
         return part if all(map(self.written, others)) else None
 
+    def rank(self, rule: DetectionRule, rendered: str) -> tuple[int, int, int]:
+        """Return how well a rule fits a template that renders the text `rendered`: by its markers
+        that are rendered, then by those that the source only mentions, then by its other signs."""
+        markers = [text for text in rule.texts if not text.isidentifier()]
+        num_shown = sum(any(t in rendered for t in self._spellings(text)) for text in markers)
+        return num_shown, num_shown - len(markers), len(rule.texts)
+
     def written(self, sign: str) -> str | None:
         """Return the sign as the template spells it, or None if the template lacks it."""
         return next((t for t in self._spellings(sign) if t in (self.template or "")), None)
@@ -274,7 +276,7 @@ def _by_rendered(
 ) -> _Choice | None:
     """Return the choice among the formats that parse all of `turns`; None if there is none."""
     found = [
-        (rule.specificity, rule, part)
+        (seen.rank(rule, rendered.text), rule, part)
         for rule in rules
         if turns
         and (part := seen.rendered(rule, turns[0]))

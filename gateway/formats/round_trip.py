@@ -39,6 +39,8 @@ class RenderedAnswers(msgspec.Struct, frozen=True):
     kind: str = ""
     #: The answers. Each one contains what the one before contains, and more.
     turns: tuple[WrittenTurn, ...] = ()
+    #: All that the template has rendered for calls and reasoning.
+    text: str = ""
     #: Names of all formats.
     names: Collection[str] = ()
     #: Whether the format of this name parses a turn.
@@ -59,9 +61,8 @@ class RoundTrip:
     def reasoning(self) -> RenderedAnswers:
         """Return the answer with reasoning."""
         names = [*REASONING, *REASONING_OF_ANSWER_SYNTAX]
-        return RenderedAnswers(
-            "reasoning", _known([self._written.reasoning]), names, self._parses_reasoning
-        )
+        turns = _known([self._written.reasoning])
+        return RenderedAnswers("reasoning", turns, self._text(), names, self._parses_reasoning)
 
     def calls(self, reasoning: str | None) -> RenderedAnswers:
         """Return the answers with one and with two calls.
@@ -73,7 +74,11 @@ class RoundTrip:
             return self._parses_calls(name, reasoning, turn)
 
         turns = _known([self._written.call, self._written.calls])
-        return RenderedAnswers("calls", turns, TOOLS, parses)
+        return RenderedAnswers("calls", turns, self._text(), TOOLS, parses)
+
+    def _text(self) -> str:
+        written = self._written
+        return "".join(t.text for t in _known([written.call, written.calls, written.reasoning]))
 
     def _parses_calls(self, tools: str, reasoning: str | None, turn: WrittenTurn) -> bool:
         """Return whether a format parses the calls of a turn: the first of CALLS, and the second

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.template import ChatTemplate
+from gateway.served_model import ModelOptions, ModelText
 from gateway.text.tokenizer import Tokenizer
+from protocol.config.gateway import ModelConfig
 from protocol.grammar import Thinking
 from tests.support.published_templates import card_of_template
+from tests.support.templates import UnlimitedTemplates
 
 TURNS = """
 {%- for m in messages -%}
@@ -58,6 +62,10 @@ QWEN_TAGS = (
     "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
+MINIMAX_TAGS = (
+    '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}'
+    '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>'
+)
 HERMES = "<tool_call>\n" + JSON_OBJECT + "\n</tool_call>"
 PARAMETERS = JSON_OBJECT.replace('"arguments"', '"parameters"')
 ASKS_FOR_JSON = '{"name": function name, "parameters": dictionary}'
@@ -77,8 +85,8 @@ PYTHON_CALL = "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}='{{ v }
         (
             template(
                 PARAMETERS,
-                before="<|python_start|><|python_end|>",
-                mentions=ASKS_FOR_JSON + "<|header_start|>",
+                before="<|header_start|><|python_start|><|python_end|>",
+                mentions=ASKS_FOR_JSON,
             ),
             "llama4_json",
         ),
@@ -106,11 +114,11 @@ def test_the_format_of_rendered_calls_is_found_whatever_else_is_mentioned(
 @pytest.mark.parametrize(
     "source",
     [
-        template("<|tool_call_start|>\n```python\n" + PYTHON_CALL + "\n```\n<|tool_call_end|>"),
+        template("<|tool_call_start|>\n%run " + PYTHON_CALL + "\n<|tool_call_end|>"),
         template("<CALL>[" + JSON_OBJECT + "]</CALL>", mentions="<tool_calls>[ <|python_tag|>"),
-        template(">>>{{ f.name }}\n{{ f.arguments | tojson }}", mentions="<|eot_id|> [TOOL_CALLS]"),
+        template("%run {{ f.name }} {{ f.arguments | tojson }}", mentions="<|action_start|>"),
     ],
-    ids=["a known marker", "mentioned signs", "tokens of a family"],
+    ids=["a known marker", "mentioned signs", "a token of the vocabulary"],
 )
 def test_calls_that_no_format_parses_have_no_format(source: str) -> None:
     found = output_format(source)
@@ -149,7 +157,8 @@ RESPONSE = THINK.replace("if m.reasoning", "~ '<response>\n' if m.reasoning")
     [
         (template(think=THINK, mentions="<response>{{ m.content }}</response>"), "qwen3"),
         (template(think=RESPONSE, mentions="</response>"), "ernie45"),
-        (template(think=THINK, mentions="<minimax:tool_call> <response>"), "minimax_m2"),
+        (template(MINIMAX_TAGS, think=THINK, mentions="<response>"), "minimax_m2"),
+        (template(HERMES, think=THINK, mentions="<arg_key> enable_thinking"), "qwen3"),
         (template(mentions="Use <think></think> and <response></response>."), "granite33"),
         (template(think="('[THINK]' ~ m.thinking ~ '[/THINK]' if m.thinking)"), "mistral"),
     ],
@@ -178,6 +187,19 @@ def test_an_answer_is_reasoning_only_if_the_prompt_or_the_answer_opens_it(mentio
     )
     opened = "<|start|>user\nHi<|end|><|start|>assistant\n<think>\n"
     assert found.answer_start(opened, {}, calls=True).inside
+
+
+@pytest.mark.parametrize("field", ["chat_template", "tool_use_template"])
+def test_a_served_model_has_the_format_that_its_templates_render(field: str) -> None:
+    writes = template(FUNCTION_TAGS, mentions="<tool_sep> <arg_key>")
+    thinks = template(think=THINK, mentions="enable_thinking")
+    templates = {"chat_template": thinks, field: writes}
+    card = msgspec.structs.replace(card_of_template(writes), **templates)
+    options = ModelOptions.from_config(ModelConfig(), UnlimitedTemplates())
+    found = ModelText.from_card(card, options, UnlimitedTemplates()).output_format
+    assert found.tools == "minicpm5", found.why
+    if field == "tool_use_template":
+        assert "reasoning: qwen3, as the chat template renders reasoning" in found.why
 
 
 def test_a_format_that_the_operator_names_keeps_its_default() -> None:
