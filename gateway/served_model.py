@@ -131,6 +131,7 @@ class ModelText:
             options.tool_format,
             options.reasoning_format,
             teachable=renderer.omits_tools,
+            written=renderer.written,
         )
         return cls(card, tokenizer, renderer, output_format, infill_format(card, tokenizer))
 

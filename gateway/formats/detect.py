@@ -1,25 +1,34 @@
-"""Guesses the formats that a model writes from its chat template and its vocabulary.
+"""Finds the formats that a model writes from its chat template and its vocabulary.
 
-A template that renders calls or reasoning contains the markers of the model's own format. Markers
-that few models share give the surest guess, so the rules are listed from the most to the least
-distinctive. The first rule that matches decides. The list is searched up to three times, each time
-for weaker evidence:
+The surest evidence is what the template itself writes: tiny conversations are rendered when it is
+loaded, and the format that parses the rendered call, or the rendered reasoning, is the model's
+format. The rules list the signs of each format, because several formats may parse the same answer.
+The list is searched up to five times, each time for weaker evidence:
 
-1. The chat template contains all signs of the rule.
-2. Each sign is in the template or is a token of the vocabulary. This search skips rules whose signs
-   are tokens of other models, too.
-3. The vocabulary has the tokens of a family of models.
+1. The template renders a call or reasoning with the signs of the rule, and the format parses it. If
+   several rules match, the one with the most rendered markers decides.
+2. The same, but the format parses only the first of two calls.
+3. The source of the template contains all signs of the rule. Here and below the rules are in order
+   from the most to the least distinctive, and the first one that matches decides.
+4. The template renders a call that has the shape of the rule, and the format parses it.
+5. Each sign is in the source or is a token of the vocabulary. This search skips rules whose signs
+   are tokens of other models, too. Last, the vocabulary may have the tokens of a family of models.
 
-Each result has an explanation. It also reports if the vocabulary suggests another format.
+If the template renders calls that no format parses, searches 3 and 5 are skipped: the template then
+only mentions the signs. Each result has an explanation. It also reports if the vocabulary suggests
+another format.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
 from gateway.formats.lexicon import marker_suffix, suffixed_markers
+from gateway.formats.round_trip import RenderedAnswers, RoundTrip
+from gateway.prompt.written import CALLS, WrittenTurn
 
 BAR = "\uff5c"
 ANY = ":*"
@@ -32,16 +41,20 @@ If the checkpoint has no such suffix, the sign does not match.
 class DetectionRule(msgspec.Struct, frozen=True):
     """A rule that chooses the format `name` if all signs are present.
 
-    texts   the signs, which are searched for in the template
+    texts   the signs. The first one is part of each call, or of the reasoning, that is rendered.
+            The others may be anywhere in the template
     alone   whether a token of the vocabulary counts as a sign, because no other model has that
             token
     family  tokens that suggest the format even if the template has no sign of it
+    shape   for calls without a marker: pattern of a rendered answer, in which NAME stands for the
+            name of the tool. It replaces the first sign in rendered answers
     """
 
     name: str
     texts: tuple[str, ...]
     alone: bool = False
     family: tuple[str, ...] = ()
+    shape: str = ""
 
 
 class Detected(msgspec.Struct, frozen=True):
@@ -56,7 +69,15 @@ class Detected(msgspec.Struct, frozen=True):
     written: bool = False
 
 
+_START = r"(?:^|>)\s*"
+"""Pattern of the start of an answer; markers that are not part of the call may precede it."""
+JSON_OBJECT = _START + r'\{"name": "NAME", "parameters": '
+JSON_ARRAY = _START + r'\[\s*\{"name": "NAME", "arguments": '
+PYTHON_CALL = _START + r"\[NAME\("
+
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+_ASKS_FOR_JSON = '{"name": function name, "parameters":'
 
 TOOL_RULES = (
     DetectionRule("openai", ("<|channel|>", "commentary"), True),
@@ -77,7 +98,7 @@ TOOL_RULES = (
     DetectionRule("k2_horizon", ("<ifm|tool_call>",), True),
     DetectionRule("hy_v3", (f"<tool_calls{ANY}>", f"<tool_sep{ANY}>"), True),
     DetectionRule("hy_v4", (f"<tool_calls{ANY}>",), True),
-    DetectionRule("hy_v3", ("<tool_sep>",)),
+    DetectionRule("hy_v3", ("<tool_sep>", "<arg_key>")),
     DetectionRule("poolside_v1", ("<arg_key>", "<assistant>")),
     DetectionRule("glm47", ("<arg_key>",), True),
     DetectionRule("gemma4", ("<|tool_call>",), True),
@@ -91,6 +112,7 @@ TOOL_RULES = (
     DetectionRule("gigachat3", ("<|function_call|>",), True),
     DetectionRule("gigachat3", ("function call<|role_sep|>",)),
     DetectionRule("lfm2", ("<|tool_call_start|>",), True),
+    DetectionRule("lfm2", ("<|tool_list_start|>",)),
     DetectionRule("mistral", ("[TOOL_CALLS]",), True),
     DetectionRule("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     DetectionRule("minicpm5", ("<function name=", "<param name=")),
@@ -98,16 +120,22 @@ TOOL_RULES = (
     DetectionRule("granite", ("<|tool_call|>",), True),
     DetectionRule("granite-20b-fc", ("<function_call>",)),
     DetectionRule("hunyuan_a13b", ("<tool_calls>", "<answer>")),
-    DetectionRule("jamba", ("<tool_calls>",)),
+    DetectionRule("hunyuan_a13b", ("<tool_calls>", "<|extra_0|>")),
+    DetectionRule("jamba", ("<tool_calls>[",)),
     DetectionRule("ernie45", ("<tool_call>", "<response>")),
     DetectionRule("hermes", ("<tool_call>",), True),
     DetectionRule("phi4_mini_json", ("functools[",)),
     DetectionRule("phi4_mini_json", ("<|tool|>", "<|/tool|>"), True),
+    DetectionRule("llama4_json", (_ASKS_FOR_JSON, "<|header_start|>"), shape=JSON_OBJECT),
+    DetectionRule("llama4_pythonic", ("[func_name1(", "<|header_start|>"), shape=PYTHON_CALL),
     DetectionRule("llama4_pythonic", ("<|python_start|>",), True),
-    DetectionRule("pythonic", ("[func_name1(",)),
+    DetectionRule("pythonic", ("[func_name1(",), shape=PYTHON_CALL),
+    DetectionRule("xlam", ('[{"name": "tool_call_name", "arguments":',), shape=JSON_ARRAY),
     DetectionRule("llama3_json", ("<|python_tag|>",), True),
-    DetectionRule("llama3_json", ('{"name": function name, "parameters":',), family=LLAMA_3),
+    DetectionRule("llama3_json", (_ASKS_FOR_JSON,), family=LLAMA_3, shape=JSON_OBJECT),
 )
+
+_DEEPSEEK_TURN = f"<{BAR}Assistant{BAR}>"
 
 REASONING_RULES = (
     DetectionRule("openai_gptoss", ("<|channel|>", "analysis")),
@@ -127,14 +155,16 @@ REASONING_RULES = (
     DetectionRule("mistral", ("[THINK]",), True),
     DetectionRule("granite", ("Here is my thought process:",)),
     DetectionRule("hunyuan_a13b", ("</think>", "<answer>")),
-    DetectionRule("ernie45", ("</think>", "<response>")),
+    DetectionRule("hunyuan_a13b", ("</think>", "<|extra_0|>")),
+    DetectionRule("granite33", ("<think></think>", "<response></response>")),
     DetectionRule("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
-    DetectionRule("deepseek_v41", ("</think>", f"{BAR}DSML{BAR} calls")),
-    DetectionRule("deepseek_v4", ("</think>", f"{BAR}DSML{BAR}")),
+    DetectionRule("deepseek_v41", ("</think>", f"{BAR}DSML{BAR} calls", _DEEPSEEK_TURN)),
+    DetectionRule("deepseek_v4", ("</think>", f"{BAR}DSML{BAR}", _DEEPSEEK_TURN)),
     DetectionRule("step3", ("</think>", f"<{BAR}tool_calls_begin{BAR}>")),
     DetectionRule("deepseek_v3", ("</think>", f"<{BAR}tool▁sep{BAR}>", "thinking")),
-    DetectionRule("deepseek_r1", ("</think>", f"<{BAR}Assistant{BAR}>")),
+    DetectionRule("deepseek_r1", ("</think>", _DEEPSEEK_TURN)),
     DetectionRule("minimax_m2", ("</think>", "<minimax:tool_call>")),
+    DetectionRule("ernie45", ("<response>", "</think>")),
     DetectionRule("glm45", ("</think>", "<arg_key>")),
     DetectionRule("qwen3", ("</think>", "enable_thinking")),
     DetectionRule("olmo3", ("<think>", "<function_calls>")),
@@ -145,15 +175,24 @@ REASONING_RULES = (
 TokenId = Callable[[str], int | None]
 
 
-def detect(template: str | None, token_id: TokenId, added_tokens: Collection[str] = ()) -> Detected:
+def detect(
+    template: str | None,
+    token_id: TokenId,
+    added_tokens: Collection[str] = (),
+    round_trip: RoundTrip | None = None,
+) -> Detected:
     """Return the formats of a model with this chat template and this vocabulary.
 
     token_id      returns the id of the token with a given text, or None
     added_tokens  the added tokens of the vocabulary. They show whether markers have a suffix
+    round_trip    what the template renders; None if nothing was rendered
     """
     suffix = marker_suffix(added_tokens) or marker_suffix(suffixed_markers(template or ""))
-    tools = _choose(TOOL_RULES, _Evidence(template, token_id, suffix))
-    reasoning = _choose(REASONING_RULES, _Evidence(template, token_id, suffix))
+    seen = _Evidence(template, token_id, suffix)
+    rendered = round_trip.reasoning() if round_trip else RenderedAnswers()
+    reasoning = _choose(REASONING_RULES, seen, rendered)
+    rendered = round_trip.calls(reasoning.name) if round_trip else RenderedAnswers()
+    tools = _choose(TOOL_RULES, seen, rendered)
     why = f"tool calls: {tools.name or 'none'}, {tools.why}; "
     why += f"reasoning: {reasoning.name or 'none'}, {reasoning.why}"
     return Detected(tools.name, reasoning.name, why, tools.written)
@@ -163,6 +202,25 @@ class _Evidence(msgspec.Struct, frozen=True):
     template: str | None
     token_id: TokenId
     suffix: str
+
+    def rendered(self, rule: DetectionRule, turn: WrittenTurn) -> str | None:
+        """Return the part of a rendered turn that the rule describes. Return None if the turn has
+        no such part, or if the template lacks another sign of the rule."""
+        if rule.shape:
+            found = re.search(rule.shape.replace("NAME", CALLS[0][0]), turn.answer)
+            part = found[0].lstrip(">").strip() if found else None
+            others = rule.texts
+        else:
+            part = next((t for t in self._spellings(rule.texts[0]) if t in turn.text), None)
+            others = rule.texts[1:]
+        return part if all(map(self.written, others)) else None
+
+    def rank(self, rule: DetectionRule, rendered: str) -> tuple[int, int, int]:
+        """Return how well a rule fits a template that renders the text `rendered`: by its markers
+        that are rendered, then by those that the source only mentions, then by its other signs."""
+        markers = [text for text in rule.texts if not text.isidentifier()]
+        num_shown = sum(any(t in rendered for t in self._spellings(text)) for text in markers)
+        return num_shown, num_shown - len(markers), len(rule.texts)
 
     def written(self, sign: str) -> str | None:
         """Return the sign as the template spells it, or None if the template lacks it."""
@@ -186,12 +244,55 @@ class _Choice(msgspec.Struct, frozen=True):
     written: bool = False
 
 
-def _choose(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
+def _choose(rules: Sequence[DetectionRule], seen: _Evidence, rendered: RenderedAnswers) -> _Choice:
+    first = rendered.turns[:1]
+    if choice := _by_rendered(rules, seen, rendered, rendered.turns):
+        return choice
+    if choice := _by_rendered(rules, seen, rendered, first):
+        why = f"{choice.why}, of which the format parses only one at a time"
+        return msgspec.structs.replace(choice, why=why)
+    if first and not any(rendered.parses(name, first[0]) for name in rendered.names):
+        return _Choice(None, f"as no format parses the {rendered.kind} that the template renders")
     for rule in rules:
         written = [seen.written(text) for text in rule.texts]
         if all(written):
             why = f"as the chat template writes {_listed(written)}"
             return _Choice(rule.name, why + _in_vocabulary(rule, rules, seen), written=True)
+    shapes = [
+        msgspec.structs.replace(rule, texts=())
+        for rule in rules
+        if rule.shape and len(rule.texts) == 1  # the others are about one family of models
+    ]
+    if choice := _by_rendered(shapes, seen, rendered, first):
+        return choice
+    return _by_vocabulary(rules, seen)
+
+
+def _by_rendered(
+    rules: Sequence[DetectionRule],
+    seen: _Evidence,
+    rendered: RenderedAnswers,
+    turns: Sequence[WrittenTurn],
+) -> _Choice | None:
+    """Return the choice among the formats that parse all of `turns`; None if there is none."""
+    found = [
+        (seen.rank(rule, rendered.text), rule, part)
+        for rule in rules
+        if turns
+        and (part := seen.rendered(rule, turns[0]))
+        and all(rendered.parses(rule.name, turn) for turn in turns)
+    ]
+    if not found:
+        return None
+    _, rule, part = max(found, key=lambda each: each[0])
+    part = part.replace(CALLS[0][0], "NAME")
+    signs = rule.texts if rule.shape else rule.texts[1:]
+    others = f" and writes {_listed(list(map(seen.written, signs)))}" if signs else ""
+    why = f"as the chat template renders {rendered.kind} with {part}{others}"
+    return _Choice(rule.name, why + _in_vocabulary(rule, rules, seen), written=True)
+
+
+def _by_vocabulary(rules: Sequence[DetectionRule], seen: _Evidence) -> _Choice:
     for rule in rules:
         if rule.alone and all(seen.token(text) or seen.written(text) for text in rule.texts):
             return _Choice(rule.name, _mixed(rule, seen))

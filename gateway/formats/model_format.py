@@ -23,6 +23,8 @@ from gateway.formats.lexicon import suffixed_markers
 from gateway.formats.reasoning import NO_REASONING, ReasoningFormat, ends_inside, reasoning_start
 from gateway.formats.reasoning_tokens import ThinkingMarks, thinking_marks
 from gateway.formats.registry import BoundFormat, Format, bind, format_of, format_of_template
+from gateway.formats.round_trip import RoundTrip
+from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget
@@ -134,6 +136,8 @@ class ModelOutputFormat:
     why               attribute: why these formats were selected, as a text for the operator
     teachable         parameter: whether the chat template omits tools, so that the gateway may
                       describe them in the prompt
+    written           parameter: what the chat template writes for calls and reasoning; None:
+                      unknown
 
     Raises ValueError if a name is unknown (the error lists the known names), or if the two cannot
     be combined. Raises WrongOption if the checkpoint's own format is requested but missing or not
@@ -148,9 +152,11 @@ class ModelOutputFormat:
         reasoning: str = AUTO,
         *,
         teachable: bool = False,
+        written: WrittenTurns | None = None,
     ) -> None:
         added = tokenizer.added_tokens.values()
-        found = detect(_templates_of(card), tokenizer.token_id, added)
+        trip = RoundTrip(written, tokenizer) if written is not None else None
+        found = detect(_templates_of(card), tokenizer.token_id, added, trip)
         if teachable and not found.written:
             found = msgspec.structs.replace(found, tools=DESCRIBED, why=found.why + _WHY_DESCRIBED)
         own, self.why = _own_format(card, tools, reasoning, teachable)
@@ -163,6 +169,8 @@ class ModelOutputFormat:
             self.reasoning = _chosen(reasoning, found.reasoning)
             self.why = _why(tools, reasoning, found) + self.why
             format = format_of(self.tools, self.reasoning)
+            if reasoning == AUTO and written is not None and written.has_prompt:
+                format = _opened_by_markers(format)
         self._tokenizer = tokenizer
         format = format.fitted([*added, *suffixed_markers(_templates_of(card) or "")])
         if own is None:
@@ -211,6 +219,15 @@ class ModelOutputFormat:
         if format not in self._bound:
             self._bound[format] = bind(format, self._tokenizer)
         return self._bound[format]
+
+
+def _opened_by_markers(format: Format) -> Format:
+    """Return the format for a model whose prompts can be rendered: reasoning begins only if the
+    prompt or the answer has opened it. So an answer without markers is content."""
+    if format.reasoning is None:
+        return format
+    reasoning = msgspec.structs.replace(format.reasoning, default_inside=False)
+    return msgspec.structs.replace(format, reasoning=reasoning)
 
 
 def _templates_of(card: ModelCard) -> str | None:

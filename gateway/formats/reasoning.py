@@ -212,6 +212,9 @@ REASONING: Mapping[str, ReasoningFormat] = {
         close=("Here is my response:", "Here's my response:"),
         only_at_start=True,
     ),
+    "granite33": _like_think(
+        wrap_open=("<response>",), wrap_close=("</response>",), switch=_EITHER_OFF
+    ),
     "granite_thinking_parser": _FORCING,
     "holo2": _like_think(switch=_EITHER, identity=True, default_inside=True),
     "hunyuan_a13b": _like_think(

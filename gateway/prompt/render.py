@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from gateway.prompt.fit import Description, fitted_list, fitted_tools, template_messages
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
+from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import ModelCard
@@ -109,6 +112,17 @@ class ChatRenderer:
             if isinstance(found, str) and found != NO_TEMPLATE:
                 return found
         return None
+
+    @property
+    def written(self) -> WrittenTurns:
+        """What the model's templates write for earlier calls and reasoning. If there is a template
+        for conversations with tools, it decides for calls."""
+        default, tool_use = (
+            WrittenTurns() if isinstance(found, str) else found.written
+            for found in (self._default, self._tool_use)
+        )
+        reasoning = default.reasoning or tool_use.reasoning
+        return msgspec.structs.replace(tool_use, reasoning=reasoning)
 
     @property
     def omits_tools(self) -> bool:

@@ -14,6 +14,7 @@ from gateway.prompt.environment import ChatEnvironment, Now
 from gateway.prompt.probe import RAISED_BY_TEMPLATES, find_traits
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
 from gateway.prompt.traits import TemplateTraits
+from gateway.prompt.written import WrittenTurns, find_written
 from protocol.errors import InvalidRequest
 
 Message = Mapping[str, Any]
@@ -31,6 +32,11 @@ class ParsedTemplate(ABC):
     @abstractmethod
     def profile(self) -> ThinkingProfile:
         """The thinking options that the template supports."""
+
+    @property
+    @abstractmethod
+    def written(self) -> WrittenTurns:
+        """What the template writes for earlier calls and reasoning."""
 
     def render(
         self,
@@ -106,6 +112,16 @@ class ChatTemplate(ParsedTemplate):
     @cached_property
     def profile(self) -> ThinkingProfile:
         return thinking_profile(self._source)
+
+    @cached_property
+    def written(self) -> WrittenTurns:
+        return find_written(self._rendered_or_empty, self.profile)
+
+    def _rendered_or_empty(self, variables: Mapping[str, Any]) -> str:
+        try:
+            return self.render_variables(variables)
+        except RAISED_BY_TEMPLATES:
+            return ""
 
     def _render(self, variables: Mapping[str, Any], param: str) -> str:
         try:

@@ -35,13 +35,16 @@ from gateway.sandbox.messages import (
     CallFailed,
     LoadTemplate,
     OutOfMemory,
+    ProbeTemplate,
     RenderTemplate,
     Reply,
     TemplateLoaded,
+    TemplateProbed,
     TemplateRendered,
     TokenizerWorks,
     TryTokenizer,
     decode_call,
+    encode,
     marked_last,
     to_frame,
 )
@@ -142,6 +145,11 @@ def _run_call(call: Call) -> Reply:
         case LoadTemplate():
             template = _template(call.source, tuple(call.special_tokens.items()))
             return TemplateLoaded(template.traits, template.profile)
+        case ProbeTemplate():
+            template = _template(call.source, tuple(call.special_tokens.items()))
+            reply = TemplateProbed(template.written)
+            encode(reply)  # raises UnicodeEncodeError for half of a surrogate pair
+            return reply
         case RenderTemplate():
             template = _template(call.source, tuple(call.special_tokens.items()))
             text = template.render_variables(call.variables)

@@ -8,16 +8,20 @@ slow or huge tokenizer makes the start fail instead of later requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from gateway.prompt.template import ParsedTemplate, cannot_render
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.prompt.traits import TemplateTraits
+from gateway.prompt.written import WrittenTurns
 from gateway.sandbox.messages import (
     CallFailed,
     LoadTemplate,
+    ProbeTemplate,
     RenderTemplate,
     TemplateLoaded,
+    TemplateProbed,
     TemplateRendered,
     TryTokenizer,
 )
@@ -95,6 +99,15 @@ class SandboxedTemplate(ParsedTemplate):
     @property
     def profile(self) -> ThinkingProfile:
         return self._loaded.profile
+
+    @cached_property
+    def written(self) -> WrittenTurns:
+        """What the template writes; nothing if it exceeds the limits of one call."""
+        try:
+            reply = self._process.call(ProbeTemplate(self._source, self._special_tokens))
+        except LimitExceeded:
+            return WrittenTurns()
+        return reply.written if isinstance(reply, TemplateProbed) else WrittenTurns()
 
     def _render(self, variables: Mapping[str, Any], param: str) -> str:
         call = RenderTemplate(self._source, self._special_tokens, dict(variables))

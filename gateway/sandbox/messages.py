@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.prompt.traits import TemplateTraits
+from gateway.prompt.written import WrittenTurns
 
 LENGTH_BYTES = 4
 LAST = 1 << 31
@@ -27,6 +28,13 @@ MAX_FRAME_BYTES = 256 << 20
 
 class LoadTemplate(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Gateway -> process. Compile a chat template and find its traits."""
+
+    source: str
+    special_tokens: dict[str, str]
+
+
+class ProbeTemplate(msgspec.Struct, frozen=True, tag="probe", array_like=True):
+    """Gateway -> process. Find what a chat template writes for calls and reasoning."""
 
     source: str
     special_tokens: dict[str, str]
@@ -48,7 +56,7 @@ class TryTokenizer(msgspec.Struct, frozen=True, tag="try_tokenizer", array_like=
     tokenizer: str
 
 
-Call = LoadTemplate | RenderTemplate | TryTokenizer
+Call = LoadTemplate | ProbeTemplate | RenderTemplate | TryTokenizer
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
@@ -56,6 +64,12 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True)
 
     traits: TemplateTraits
     profile: ThinkingProfile
+
+
+class TemplateProbed(msgspec.Struct, frozen=True, tag="probed", array_like=True):
+    """Process -> gateway. What the template writes."""
+
+    written: WrittenTurns
 
 
 class TemplateRendered(msgspec.Struct, frozen=True, tag="rendered", array_like=True):
@@ -82,7 +96,9 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
     """
 
 
-Reply = TemplateLoaded | TemplateRendered | TokenizerWorks | CallFailed | OutOfMemory
+Reply = (
+    TemplateLoaded | TemplateProbed | TemplateRendered | TokenizerWorks | CallFailed | OutOfMemory
+)
 
 encode = msgspec.json.Encoder().encode
 decode_call = msgspec.json.Decoder(Call).decode

@@ -14,6 +14,7 @@ import gevent
 import pytest
 
 from gateway.prompt.template import ChatTemplate, ParsedTemplate
+from gateway.prompt.written import WrittenTurns
 from gateway.sandbox.clients import MAX_WAITING, SandboxedTemplate, TemplateProcesses
 from gateway.sandbox.messages import LoadTemplate, TemplateLoaded
 from gateway.sandbox.process import MODULE, LimitExceeded, SandboxProcess
@@ -212,6 +213,31 @@ def test_a_sandboxed_template_renders_like_a_local_one(limited: SandboxProcess) 
         assert texts[0] == texts[1]
     assert there.traits == here.traits
     assert there.profile == here.profile
+    assert there.written == here.written
+
+
+def test_what_a_template_writes_is_found_in_its_process(limited: SandboxProcess) -> None:
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}{% endfor %}"
+    source = PLAIN.replace("{% endfor %}", calls + "{% endfor %}")
+    written = SandboxedTemplate(limited, source, {}).written
+    assert written == ChatTemplate(source).written
+    assert written.calls is not None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [ENDLESS, LARGE["a constant text"], "{{ '%c' % 55296 }}"],
+    ids=["time", "memory", "half of a surrogate pair"],
+)
+def test_nothing_is_written_if_the_rendering_fails(limited: SandboxProcess, answer: str) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        f"{{% if call.function.name == 'find_pl4ce' %}}{answer}{{% endif %}}"
+        "{{ call.function.name ~ call.function.arguments.str33t }}{% endfor %}{% endfor %}"
+    )
+    template = SandboxedTemplate(limited, source, {})
+    assert template.written == WrittenTurns()
+    assert rendered(template, USER) == "hi"
 
 
 def test_a_sandbox_inherits_no_secrets_and_no_open_files(

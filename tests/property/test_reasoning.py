@@ -45,6 +45,7 @@ def writer(name: str) -> Any:
         ),
         "hunyuan_a13b": lambda thought: f"<think>\n{thought}\n</think>\n<answer>\n",
         "ernie45": lambda thought: f"<think>\n{thought}\n</think>\n\n<response>\n",
+        "granite33": lambda thought: f"<think>{thought}</think><response>",
         "cohere_command3": lambda thought: (
             f"<|START_THINKING|>{thought}<|END_THINKING|><|START_RESPONSE|>"
         ),
@@ -58,6 +59,7 @@ BLOCKS = {name: writer(name) for name in REASONING if writer(name)}
 CLOSING = {
     "hunyuan_a13b": "\n</answer>",
     "ernie45": "\n</response>\n",
+    "granite33": "</response>",
     "cohere_command3": "<|END_RESPONSE|>",
     "inkling": "<|end_message|>",
 }
@@ -297,6 +299,7 @@ PROMPTS: dict[str, list[tuple[str, dict[str, Any], bool]]] = {
         ("<|turn>model\n<|channel>thought\n", {}, True),
     ],
     "glm45": [("<|assistant|>\n<think>", {}, True), ("<|assistant|>\n<think></think>", NO, False)],
+    "granite33": [(CHAT, {"thinking": True}, False), (CHAT, {}, False), (CHAT + OPEN, {}, True)],
     "granite": [(CHAT, {"thinking": True}, False), (CHAT, {}, False)],
     "hunyuan_a13b": [(CHAT, ON, False), (CHAT + SHUT, NO, False), (CHAT, {}, False)],
     "hy_v3": [

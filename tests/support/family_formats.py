@@ -57,7 +57,8 @@ class PublishedTemplate:
 
     @cached_property
     def output_format(self) -> ModelOutputFormat:
-        return ModelOutputFormat(self.card, self.tokenizer)
+        written = ChatTemplate(self.source, self.card.special_tokens).written
+        return ModelOutputFormat(self.card, self.tokenizer, written=written)
 
     def call_answer(self) -> tuple[str, str]:
         """Return (prompt, answer), as the template writes them into the prompt of a later turn. The

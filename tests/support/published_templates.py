@@ -109,7 +109,8 @@ def card_of_template(template: str, vocabulary: str = BYTES) -> ModelCard:
     inner.add_special_tokens([begin, end, *control_tokens(template)])
     inner.add_tokens([AddedToken(tag, normalized=False) for tag in tags(template)])
     with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder = Path(temporary) / "model"
+        folder.mkdir()
         inner.save(str(folder / "tokenizer.json"))
         config = {"max_position_embeddings": CONTEXT_TOKENS, "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(config))

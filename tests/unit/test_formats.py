@@ -7,8 +7,16 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken
 
+from gateway.formats import detect as detection
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
-from gateway.formats.detect import ANY, REASONING_RULES, TOOL_RULES, DetectionRule, detect
+from gateway.formats.detect import (
+    ANY,
+    REASONING_RULES,
+    TOOL_RULES,
+    Detected,
+    DetectionRule,
+    detect,
+)
 from gateway.formats.events import (
     Content,
     Finished,
@@ -86,16 +94,31 @@ def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
         format_of("hermes", "openai_gptoss")
 
 
+def found_by_signs(rule: DetectionRule) -> Detected:
+    """Return what is detected for a template that has the signs of `rule` and no others."""
+    texts = [text.replace(ANY, ":77") for text in rule.texts]
+    suffixed = ["<tool_calls:77>"] if texts != [*rule.texts] else []
+    return detect("{{ x }} " + " ".join(texts), nothing, suffixed)
+
+
 @pytest.mark.parametrize("rule", [*TOOL_RULES, *REASONING_RULES], ids=lambda rule: rule.name)
 def test_every_rule_finds_its_format_and_explains_it(rule: DetectionRule) -> None:
-    table = TOOL_RULES if rule in TOOL_RULES else REASONING_RULES
-    texts = [text.replace(ANY, ":77") for text in rule.texts]
-    found = detect("{{ x }} " + " ".join(texts), nothing, ["<tool_calls:77>"])
-    chosen = found.tools if table is TOOL_RULES else found.reasoning
-    index = next(i for i, each in enumerate(table) if each.name == chosen)
-    assert index <= table.index(rule)  # a rule before it may fit as well
-    assert all(text in found.why for text in texts) or chosen != rule.name
+    found = found_by_signs(rule)
+    chosen = found.tools if rule in TOOL_RULES else found.reasoning
+    assert chosen == rule.name, "another rule shadows it"
+    assert all(text.replace(ANY, ":77") in found.why for text in rule.texts)
     assert found.written is (found.tools is not None)
+
+
+@pytest.mark.parametrize("table", ["TOOL_RULES", "REASONING_RULES"])
+def test_every_rule_is_needed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a rule, a template with its signs alone has another format, or another reason."""
+    rules = getattr(detection, table)
+    for rule in rules:
+        found = found_by_signs(rule)
+        with monkeypatch.context() as changed:
+            changed.setattr(detection, table, tuple(each for each in rules if each != rule))
+            assert found_by_signs(rule).why != found.why, rule
 
 
 def vocabulary(*tokens: str) -> Callable[[str], int | None]:

@@ -1,0 +1,396 @@
+"""The formats that are found for published chat templates, and what they make of their answers.
+
+The rows were written by looking at what each template renders: the markers around the name and the
+arguments of a call in the history, or else the call that its system message asks for; the markers
+around reasoning in the history, at the end of prompts, or else those that it cuts out of answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from gateway.formats import detect as detection
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.events import (
+    Content,
+    Event,
+    Finished,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    merged,
+)
+from gateway.formats.model_format import ModelOutputFormat
+from gateway.prompt.render import PromptConversation
+from protocol.errors import InvalidRequest
+from protocol.messages import Output
+from tests.support.published_templates import NAMES, NEEDS_TEMPLATES, model_text
+
+pytestmark = NEEDS_TEMPLATES
+
+FOUND = """
+axolotl__command_a cohere_command3 cohere_command3
+axolotl__command_a_rag cohere_command3 cohere_command3
+axolotl__command_a_tool_use cohere_command3 cohere_command3
+axolotl__deepseek_v3 deepseek_v3 deepseek_r1
+axolotl__exaone4 hermes qwen3
+axolotl__falcon_h1 hermes -
+axolotl__gemma4 gemma4 gemma4
+axolotl__jamba jamba -
+axolotl__llama3_2_vision llama3_json -
+axolotl__llama4 llama4_json -
+axolotl__mistral_v2v3 mistral -
+axolotl__mistral_v3_tekken mistral -
+axolotl__phi_4 - qwen3
+axolotl__qwen3 hermes qwen3
+axolotl__qwen3_5 hermes qwen3
+hfct__granite-3.1-8b-instruct granite -
+hfct__mistral-7b-instruct-v0.3 mistral -
+hfct__qwq-32b hermes qwen3
+hfct__smollm3-3b hermes qwen3
+hfjs__CISCai-Mistral-7B-Instruct-v0.3-SOTA-GGUF mistral -
+hfjs__CohereForAI-c4ai-command-r-v01-JSON-Schema - -
+hfjs__CohereLabs-c4ai-command-a-03-2025 cohere_command3 cohere_command3
+hfjs__CohereLabs-command-a-reasoning-08-2025 cohere_command3 cohere_command3
+hfjs__MadeAgents-Hammer2.1 - -
+hfjs__NousResearch-Hermes-2-Pro-Llama-3-8B-JSON-Schema hermes -
+hfjs__Qwen-Qwen3.5-4B qwen3_coder qwen3
+hfjs__ai21labs-AI21-Jamba-Large-1.6 jamba -
+hfjs__deepseek-ai-DeepSeek-R1 deepseek_v3 deepseek_r1
+hfjs__meetkai-functionary-medium-v2.2 - -
+hfjs__meta-llama-Llama-3.2-11B-Vision-Instruct llama3_json -
+hfjs__mistralai-Mistral-7B-Instruct-v0.3-JSON-Schema mistral -
+hfjs__mistralai-Mistral-Nemo-Instruct-2407 mistral -
+hfjs__moonshotai-Kimi-K2-Thinking kimi_k2 kimi_k2
+hfjs__openbmb-MiniCPM3-4B - -
+hfjs__zai-org-GLM-5.1 glm47 glm45
+lg__exaone_baseline hermes qwen3
+llamacpp__ByteDance-Seed-OSS seed_oss seed_oss
+llamacpp__Cohere2MoE cohere_command4 cohere_command4
+llamacpp__CohereForAI-c4ai-command-r-plus-tool_use - -
+llamacpp__CohereForAI-c4ai-command-r7b-12-2024-tool_use cohere_command3 cohere_command3
+llamacpp__GLM-4.6 glm47 glm45
+llamacpp__GigaChat3-10B-A1.8B gigachat3 -
+llamacpp__GigaChat3.1-10B-A1.8B gigachat3 -
+llamacpp__HuggingFaceTB-SmolLM3-3B - qwen3
+llamacpp__Kimi-K2-Instruct kimi_k2 -
+llamacpp__Kimi-K2-Thinking kimi_k2 kimi_k2
+llamacpp__LFM2-8B-A1B lfm2 -
+llamacpp__MiMo-VL hermes -
+llamacpp__MiniMax-M1 - -
+llamacpp__MiniMax-M2 minimax_m2 minimax_m2
+llamacpp__Mistral-Small-3.2-24B-Instruct-2506 mistral -
+llamacpp__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 qwen3_coder qwen3
+llamacpp__NVIDIA-Nemotron-Nano-v2 - qwen3
+llamacpp__NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use hermes -
+llamacpp__Qwen-QwQ-32B hermes qwen3
+llamacpp__Qwen-Qwen2.5-7B-Instruct hermes -
+llamacpp__Qwen-Qwen3-0.6B hermes qwen3
+llamacpp__Qwen3-Coder qwen3_coder -
+llamacpp__Qwen3.5-4B qwen3_coder qwen3
+llamacpp__Reka-Edge hermes qwen3
+llamacpp__deepseek-ai-DeepSeek-R1-Distill-Llama-8B deepseek_v3 deepseek_r1
+llamacpp__deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek_v3 deepseek_v3
+llamacpp__deepseek-ai-DeepSeek-V3.1 deepseek_v31 deepseek_v3
+llamacpp__deepseek-ai-DeepSeek-V3.2 deepseek_v32 deepseek_v4
+llamacpp__deepseek-ai-DeepSeek-V4 deepseek_v4 deepseek_v4
+llamacpp__deepseek-ai-DeepSeek-V4-Flash-0731 deepseek_v4 deepseek_v4
+llamacpp__google-gemma-4-31B-it gemma4 gemma4
+llamacpp__ibm-granite-granite-3.3-2B-Instruct granite granite33
+llamacpp__ibm-granite-granite-4.0 hermes -
+llamacpp__llama-cpp-deepseek-r1 deepseek_v3 deepseek_r1
+llamacpp__llama-cpp-rwkv-world - qwen3
+llamacpp__meetkai-functionary-medium-v3.1 - -
+llamacpp__meetkai-functionary-medium-v3.2 - -
+llamacpp__meta-llama-Llama-3.1-8B-Instruct llama3_json -
+llamacpp__meta-llama-Llama-3.2-3B-Instruct llama3_json -
+llamacpp__mistralai-Mistral-Nemo-Instruct-2407 mistral -
+llamacpp__moonshotai-Kimi-K2 kimi_k2 -
+llamacpp__openai-gpt-oss-120b openai openai_gptoss
+llamacpp__openbmb-MiniCPM5-1B minicpm5 qwen3
+llamacpp__unsloth-Apriel-1.5 jamba -
+shared__deepseek_v3 deepseek_v3 -
+trl__deepseek_r1_distill deepseek_v3 deepseek_r1
+trl__deepseek_r1_distill_training deepseek_v3 deepseek_r1
+trl__deepseekv3 deepseek_v3 deepseek_r1
+trl__deepseekv3_training deepseek_v3 deepseek_r1
+trl__diffusion_gemma gemma4 gemma4
+trl__diffusion_gemma_training gemma4 gemma4
+trl__gemma4 gemma4 gemma4
+trl__gemma4_v2 gemma4 gemma4
+trl__gemma4_v3 gemma4 gemma4
+trl__gemma4_v4 gemma4 gemma4
+trl__gemma4_v5 gemma4 gemma4
+trl__glm4moe glm47 glm45
+trl__glm4moe_training glm47 glm45
+trl__gptoss_training openai openai_gptoss
+trl__lfm2 lfm2 -
+trl__lfm2_2_5_v2 lfm2 qwen3
+trl__lfm2_2_5_vl lfm2 qwen3
+trl__lfm2_training lfm2 -
+trl__lfm2_v2 lfm2 -
+trl__lfm2_v2_training lfm2 -
+trl__nemotron_3_5_lightning qwen3_coder qwen3
+trl__nemotron_3_5_lightning_training qwen3_coder qwen3
+trl__nemotron_3_nano_training qwen3_coder qwen3
+trl__nemotron_3_super qwen3_coder qwen3
+trl__nemotron_3_super_training qwen3_coder qwen3
+trl__nemotron_3_ultra qwen3_coder qwen3
+trl__nemotron_3_ultra_training qwen3_coder qwen3
+trl__qwen2_5_training hermes -
+trl__qwen3 hermes qwen3
+trl__qwen3_5_nothink qwen3_coder qwen3
+trl__qwen3_5_nothink_training qwen3_coder qwen3
+trl__qwen3_5_think_training qwen3_coder qwen3
+trl__qwen3_6 qwen3_coder qwen3
+trl__qwen3_6_training qwen3_coder qwen3
+trl__qwen3_8 qwen3_coder qwen3
+trl__qwen3_8_training qwen3_coder qwen3
+trl__qwen3_instruct_2507 hermes -
+trl__qwen3_instruct_2507_training hermes -
+trl__qwen3_training hermes qwen3
+trl__qwen3_vl hermes -
+trl__qwen3_vl_training hermes -
+unsloth__gemma-4 gemma4 gemma4
+unsloth__gemma-4-edge gemma4 gemma4
+vllm__qwen3_reranker - qwen3
+vllm__step5_vl - qwen3
+vllm__template_minicpmv45 hermes qwen3
+vllm__tool_chat_template_deepseekr1 deepseek_v3 deepseek_r1
+vllm__tool_chat_template_deepseekv3 deepseek_v3 -
+vllm__tool_chat_template_deepseekv31 deepseek_v31 deepseek_v3
+vllm__tool_chat_template_functiongemma functiongemma -
+vllm__tool_chat_template_gemma3_pythonic pythonic -
+vllm__tool_chat_template_gemma4 gemma4 gemma4
+vllm__tool_chat_template_glm4 glm47 -
+vllm__tool_chat_template_granite granite -
+vllm__tool_chat_template_granite_20b_fc granite-20b-fc -
+vllm__tool_chat_template_hermes hermes -
+vllm__tool_chat_template_hunyuan_a13b hunyuan_a13b hunyuan_a13b
+vllm__tool_chat_template_internlm2_tool internlm -
+vllm__tool_chat_template_llama3.1_json llama3_json -
+vllm__tool_chat_template_llama3.2_json llama3_json -
+vllm__tool_chat_template_llama3.2_pythonic pythonic -
+vllm__tool_chat_template_llama4_json llama4_json -
+vllm__tool_chat_template_llama4_pythonic llama4_pythonic -
+vllm__tool_chat_template_mistral mistral -
+vllm__tool_chat_template_mistral3 mistral -
+vllm__tool_chat_template_mistral_parallel mistral -
+vllm__tool_chat_template_phi4_mini phi4_mini_json -
+vllm__tool_chat_template_qwen3coder qwen3_coder -
+vllm__tool_chat_template_toolace pythonic -
+vllm__tool_chat_template_xlam_llama xlam -
+vllm__tool_chat_template_xlam_qwen xlam -
+"""
+"""Template, tool format, reasoning format; "-" for none."""
+ROWS = {name: formats for name, *formats in map(str.split, FOUND.strip().splitlines())}
+BY_TEMPLATE = pytest.mark.parametrize("name", ROWS)
+
+
+@cache
+def found(name: str) -> ModelOutputFormat:
+    """Return the formats of a model with this template that describes tools itself, if at all."""
+    model = model_text(name)
+    return ModelOutputFormat(model.card, model.tokenizer, written=model.renderer.written)
+
+
+def names_of(formats: ModelOutputFormat) -> list[str]:
+    return [formats.tools or "-", formats.reasoning or "-"]
+
+
+@BY_TEMPLATE
+def test_the_format_that_a_template_writes_is_found(name: str) -> None:
+    assert names_of(found(name)) == ROWS[name], found(name).why
+
+
+def test_every_template_that_renders_calls_or_reasoning_has_a_row() -> None:
+    for name in {*NAMES} - {*ROWS}:
+        renderer = model_text(name).renderer
+        assert renderer.omits_tools or renderer.why_unusable, name
+        written = renderer.written
+        assert (written.call, written.calls, written.reasoning) == (None, None, None), name
+
+
+@BY_TEMPLATE
+def test_no_rule_shadows_another_for_what_a_template_renders(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most specific rule decides, so the order of the rules does not."""
+    written = model_text(name).renderer.written
+    for table in ("TOOL_RULES", "REASONING_RULES"):
+        monkeypatch.setattr(detection, table, tuple(reversed(getattr(detection, table))))
+    tools, reasoning = names_of(found.__wrapped__(name))
+    if written.call is not None and " as the chat template renders calls" in found(name).why:
+        assert tools == ROWS[name][0]
+    if written.reasoning is not None:
+        assert reasoning == ROWS[name][1]
+
+
+# ---- round trips
+
+CALLS = (
+    ("weather", {"city": "Saint-Étienne", "days": [1, 2.5]}),
+    ("time", {"zone": "Europe/Paris"}),
+)
+THOUGHT, ANSWER = "The user wants the weather.", "It rains."
+TEXT = {"type": "string", "description": "A name."}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "city": TEXT,
+        "days": {"type": "array", "items": {"type": "number"}, "description": "Days."},
+    },
+    "time": {"zone": TEXT},
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Finds it.",
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+            },
+        },
+    }
+    for name, properties in SCHEMAS.items()
+]
+QUESTION = {"role": "user", "content": "How is the weather?"}
+CALL_IDS = ("functions.{name}:{index}", "call0000{index}")
+CANNOT_RETURN = {
+    "vllm__tool_chat_template_gemma3_pythonic": {1, 2},  # no comma between arguments
+    "vllm__tool_chat_template_llama4_pythonic": {1, 2},  # lists are in quotes
+    "vllm__tool_chat_template_phi4_mini": {1, 2},  # without the "functools" that it asks for
+    "hfjs__NousResearch-Hermes-2-Pro-Llama-3-8B-JSON-Schema": {2},  # no opener of the second call
+}
+"""Templates that write this number of calls in another way than they ask the model to."""
+
+
+def rendered(name: str, messages: Sequence[Any], **options: Any) -> str | None:
+    """Return the prompt; None if the template cannot render the messages."""
+    try:
+        return model_text(name).renderer.text(PromptConversation(messages=messages, **options))
+    except InvalidRequest:
+        return None
+
+
+def answer_in(name: str, messages: Sequence[Any], tools: Any = None) -> tuple[str, str] | None:
+    """Return the prompt and the answer to it, messages[1], as the template writes them. None if the
+    template cannot render the messages."""
+    prompt = rendered(name, messages[:1], tools=tools)
+    whole = rendered(name, messages, tools=tools, add_generation_prompt=False)
+    if prompt is None or whole is None:
+        return None
+    start = next((i for i in range(len(prompt)) if prompt[i] != whole[i]), len(prompt))
+    if start < len(prompt):  # do not cut into a marker with which one of both begins
+        start = max(prompt.rfind(bracket, 0, start) for bracket in "<[")
+    return whole[:start], whole[start:]
+
+
+def parsed(name: str, prompt: str, answer: str) -> list[Event]:
+    """Return the merged events of an answer, up to the first end token."""
+    model = model_text(name)
+    start = found(name).answer_start(prompt, {}, calls=True)
+    if start.bound is None:
+        return [Content(answer), Finished("stop")]
+    tools = [
+        DeclaredTool(each["function"]["name"], each["function"]["parameters"]) for each in TOOLS
+    ]
+    options = AnswerOptions(format=start.bound, starts_inside=start.inside, tools=tools)
+    parser = ParserFactory(model.tokenizer, None, options).new()
+    ids = model.tokenizer.encode(answer, False)
+    end = next((i for i, each in enumerate(ids) if each in model.tokenizer.eos_token_ids), None)
+    events = parser.push(Output(request=1, tokens=ids[:end])).events
+    return merged([*events, *parser.push(Output(request=1, finish="stop")).events])
+
+
+def conversations(num_calls: int) -> list[list[dict[str, Any]]]:
+    """Return conversations with calls, with each form of ids and with and without content."""
+    return [
+        [
+            QUESTION,
+            {
+                "role": "assistant",
+                "content": content,
+                "tool_calls": [
+                    {
+                        "id": form.format(name=name, index=index),
+                        "type": "function",
+                        "function": {"name": name, "arguments": json.dumps(arguments)},
+                    }
+                    for index, (name, arguments) in enumerate(CALLS[:num_calls])
+                ],
+            },
+            *(
+                {
+                    "role": "tool",
+                    "tool_call_id": form.format(name=name, index=index),
+                    "name": name,
+                    "content": "Rain.",
+                }
+                for index, (name, _) in enumerate(CALLS[:num_calls])
+            ),
+        ]
+        for form in CALL_IDS
+        for content in ("", ANSWER)
+    ]
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+@BY_TEMPLATE
+def test_calls_that_a_template_writes_are_parsed_as_these_calls(name: str, num_calls: int) -> None:
+    written = model_text(name).renderer.written
+    if found(name).tools is None or (written.calls if num_calls == 2 else written.call) is None:
+        return
+    value = ("Saint", "Paris")[num_calls - 1]
+    answers = (
+        answer_in(name, messages, tools)
+        for messages in conversations(num_calls)
+        for tools in (TOOLS, None)
+    )
+    prompt, answer = next(each for each in answers if each and value in each[1])
+    events = parsed(name, prompt, answer)
+    names = [event.name for event in events if isinstance(event, ToolCall)]
+    texts = [event.fragment for event in events if isinstance(event, ToolArguments)]
+    wanted = list(CALLS[:num_calls])
+    try:
+        result: Any = list(zip(names, map(json.loads, texts), strict=True))
+    except ValueError:
+        result = texts
+    can_return = num_calls not in CANNOT_RETURN.get(name, ())
+    assert (result == wanted) is can_return, answer
+
+
+@BY_TEMPLATE
+def test_reasoning_that_a_template_writes_is_parsed_as_reasoning(name: str) -> None:
+    message = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
+    both = answer_in(name, [QUESTION, message])
+    if both is None or THOUGHT not in both[1]:
+        return
+    events = parsed(name, *both)
+    thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    assert thoughts.strip() == THOUGHT
+    assert content.strip().startswith(ANSWER)
+
+
+@BY_TEMPLATE
+def test_an_answer_is_content_unless_the_prompt_has_opened_the_reasoning(name: str) -> None:
+    prompt = rendered(name, [QUESTION])
+    if prompt is None:
+        return
+    events = parsed(name, prompt, ANSWER)
+    start = found(name).answer_start(prompt, {}, calls=True)
+    if start.inside:
+        assert start.opener, "the prompt has not opened it"
+        assert prompt.rstrip().endswith(start.opener)
+        assert events == [Reasoning(ANSWER), Finished("stop")]
+    else:
+        assert events == [Content(ANSWER), Finished("stop")]
