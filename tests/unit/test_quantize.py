@@ -259,12 +259,15 @@ def test_an_unknown_token_outside_the_vocabulary_is_refused() -> None:
 def test_three_tokens_that_end_an_answer_are_stored_the_own_one_first() -> None:
     text = replace(facts({}), eos_token_ids=[0, 1, 2], special_tokens={"eos_token": "<|stop|>"})
     stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
-    assert stored.eos_token_ids == [2, 0, 1]
+    assert stored.eos_token_ids == [2, 1, 0]
     assert stored.special_tokens["eos_token"] == "<|stop|>"
 
 
-def test_a_fourth_token_that_ends_an_answer_is_refused() -> None:
+def test_a_fourth_token_that_ends_an_answer_is_found_by_its_text_or_refused() -> None:
     text = replace(facts({}), eos_token_ids=[0, 1, 2, 3])
+    stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
+    assert stored.eos_token_ids == [1, 2, 3, 0]  # <|end|> is the last one
+    text = replace(text, eos_token_ids=[0, 1, 2, 3, 4])
     with pytest.raises(UnusableModel, match="4 tokens that end an answer, only 3"):
         tokenizer_metadata(text, 320)
 
