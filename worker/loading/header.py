@@ -284,7 +284,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         shapes, kinds = quantized.shapes(), quantized.kinds()
     scorer = None
     if is_scored:
-        scorer = classifier_scorer(path, Fields(config, "config.json"), shapes, spec.hidden)
+        scorer = classifier_scorer(path, config, shapes, spec.hidden)
         shapes = {name: shape for name, shape in shapes.items() if name != scorer.tensor}
     elif has_logits:
         scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
