@@ -19,6 +19,7 @@ import msgspec
 from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.generation_config import log_unapplied
 from worker.loading.gguf_roles import end_tokens, infill_tokens, token_id
 from worker.loading.gguf_tokens import (
     CONTROL,
@@ -317,22 +318,36 @@ def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
         special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
         tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
-        defaults=_defaults(fields),
+        defaults=_defaults(fields, len(tokens)),
         license=fields.text("general.license", "") or None,
         infill_tokens=infill_tokens(fields, len(tokens)),
     )
 
 
-def _defaults(fields: Fields) -> SamplingDefaults:
+UNAPPLIED = ("sequence", "xtc_probability", "penalty_last_n", "mirostat")
+"""Keys of `general.sampling` that are not applied. Those beside them have no effect alone."""
+
+
+def _defaults(fields: Fields, num_tokens: int) -> SamplingDefaults:
+    """Return the sampling defaults, and log in one line which ones are not applied."""
+
     def number(name: str) -> float | None:
         key = f"general.sampling.{name}"
         return None if fields.get(key) is None else fields.number(key)
 
     top_k = fields.get("general.sampling.top_k")
-    return SamplingDefaults(
+    suppressed = fields.get("tokenizer.ggml.suppress_tokens", [])
+    if not isinstance(suppressed, list) or not set(map(type, suppressed)) <= {int}:
+        raise UnusableModel("tokenizer.ggml.suppress_tokens is not a list of token ids")
+    defaults, invalid = SamplingDefaults(
         temperature=number("temp"),
         top_p=number("top_p"),
         top_k=None if top_k is None else fields.integer("general.sampling.top_k"),
         min_p=number("min_p"),
         repetition_penalty=number("penalty_repeat"),
-    )
+        bad_words_ids=[[token] for token in suppressed if 0 <= token < num_tokens] or None,
+    ).checked()
+    unapplied = [f"{name} ({problem})" for name, problem in invalid.items()]
+    unapplied += [name for name in UNAPPLIED if fields.get(f"general.sampling.{name}")]
+    log_unapplied("the GGUF file's sampling parameters", unapplied)
+    return defaults

@@ -152,7 +152,20 @@ def _ids(text: TextFacts, ends: dict[str, int]) -> Values:
 
 
 def _texts(text: TextFacts) -> Values:
+    """Return the templates, the license and the sampling defaults. Raises UnusableModel, naming a
+    default, if a GGUF file cannot store it."""
     defaults = text.defaults
+    words = defaults.bad_words_ids or []
+    for name, is_stored in (
+        ("min_new_tokens", not defaults.min_tokens),
+        ("sequence_bias", not defaults.logit_bias),
+        ("bad_words_ids of several tokens", all(len(word) == 1 for word in words)),
+    ):
+        if not is_stored:
+            raise UnusableModel(
+                f"a GGUF file cannot store the {name} of generation_config.json",
+                remedy="remove it from a copy of the file",
+            )
     found = {
         "tokenizer.chat_template": text.chat_template,
         f"tokenizer.chat_template.{TOOL_USE}": text.tool_use_template,
@@ -162,6 +175,7 @@ def _texts(text: TextFacts) -> Values:
         "general.sampling.top_k": defaults.top_k,
         "general.sampling.min_p": defaults.min_p,
         "general.sampling.penalty_repeat": defaults.repetition_penalty,
+        f"{PREFIX}suppress_tokens": [word[0] for word in words] or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 
