@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ GEMMA4 = ["<pad>", "<eos>", "</s>", "<|tool_response>", "<turn|>"]
 def file(tokens: list[str], named: Mapping[str, int], **kinds: int) -> Fields:
     """Return the metadata of a byte-level tokenizer. `named` has the ids that the file names, and
     `kinds` the types of tokens that are no control tokens."""
-    values = {
+    values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [kinds.get(token, CONTROL) for token in tokens],

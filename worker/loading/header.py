@@ -50,7 +50,13 @@ from worker.loading.safetensors_files import (
     weight_files,
 )
 from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
+from worker.models.architectures import (
+    BITNET,
+    TransformersArchitecture,
+    TransformersSpec,
+    bitnet_mode,
+    fallback,
+)
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
 from worker.models.tensor_names import without_prefix
@@ -370,7 +376,8 @@ def _transformers_header(
         raise UnusableModel(f"{path / ADAPTER} describes an adapter, which is not supported")
     paths = weight_files(path)
     kinds = {name: tensor.dtype for name, tensor in SafetensorsFiles(paths).tensors.items()}
-    _check_kinds(kinds, DTYPE_BYTES)
+    is_packed = architecture.name == BITNET and bitnet_mode(config) == "offline"
+    _check_kinds(kinds, (*DTYPE_BYTES, "U8") if is_packed else DTYPE_BYTES)
     if find_spec("transformers") is None:
         raise UnusableModel(
             f"{architecture.name} is computed by transformers, which is not installed",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from worker.loading.errors import UnusableModel
 from worker.models.families.registry import FAMILIES
@@ -179,6 +179,31 @@ REFUSED: dict[str, str] = {
 """Architecture -> why it cannot be served, as the second half of a sentence."""
 
 
+BITNET = "BitNetForCausalLM"
+BitNetMode = Literal["offline", "online"]
+BITNET_KEYS = {
+    "quant_method": "bitnet",
+    "linear_class": "autobitlinear",
+    "modules_to_not_convert": None,
+    "use_rms_norm": False,
+}
+"""The only supported values of BitNet's `quantization_config`, besides its mode."""
+
+
+def bitnet_mode(config: Mapping[str, Any]) -> BitNetMode | None:
+    """Return how the linear layers of a BitNet model are stored: "offline" as packed weights,
+    "online" as those of the training; None if they are ordinary ones. Raises UnusableModel if they
+    are of another kind than in the published models."""
+    values = config.get("quantization_config")
+    if values is None:
+        return None
+    for mode in get_args(BitNetMode):
+        usual = BITNET_KEYS | {"quantization_mode": mode}
+        if isinstance(values, dict) and usual | values == usual:
+            return mode
+    raise UnusableModel(f"quantization_config {values!r:.160} is not supported for {BITNET}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec:
     """The facts about a model that transformers computes. It implements ModelFacts."""
@@ -280,6 +305,8 @@ def _has_family(name: str, config: Mapping[str, Any]) -> bool:
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:
     """Raise UnusableModel if a key in UNSUPPORTED has a value that is not supported."""
+    if name == BITNET and bitnet_mode(config) is not None:
+        config = {**config, "quantization_config": None}
     for key, supported in UNSUPPORTED.items():
         if (value := config.get(key)) not in supported:
             raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
