@@ -45,17 +45,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
         neutral = {name: getattr(_NEUTRAL, _param(name)) for name in self.__struct_fields__}
         return neutral | self._set_values()
 
-    def checked(self) -> tuple[SamplingDefaults, dict[str, str]]:
-        """Return the defaults that a request could set, and for each of the other ones its name and
-        what is wrong with it."""
+    def checked(self) -> tuple[SamplingDefaults, dict[str, Any]]:
+        """Return the defaults that a request could set, and name -> value of the other ones."""
         values = self._set_values()
-        problems = {
-            name: problem
-            for name, value in values.items()
-            if (problem := _problem(name, value)) is not None
-        }
-        valid = {name: value for name, value in values.items() if name not in problems}
-        return SamplingDefaults(**valid), problems
+        invalid = {name: each for name, each in values.items() if _problem(name, each) is not None}
+        valid = {name: each for name, each in values.items() if name not in invalid}
+        return SamplingDefaults(**valid), invalid
 
     def _set_values(self) -> dict[str, Any]:
         values = msgspec.structs.asdict(self)

@@ -117,7 +117,7 @@ def generation_defaults(values: Mapping[str, Any], vocab_size: int | None) -> Sa
     if single := {tokens[0]: bias for tokens, bias in finite.items() if len(tokens) == 1}:
         found["logit_bias"] = single
     defaults, invalid = SamplingDefaults(**found).checked()
-    unapplied = [f"{KEYS.get(name, name)} ({problem})" for name, problem in invalid.items()]
+    unapplied = [f"{KEYS.get(name, name)} {out_of_bounds(each)}" for name, each in invalid.items()]
     unapplied += [f"{key} {values[key]!r:.60}" for key in NAMED if _changes(key, values.get(key))]
     unapplied += ["sequence_bias of several tokens"] * (len(finite) > len(single))
     unapplied += [f"{key:.60} (unknown)" for key in values if key not in KNOWN]
@@ -129,6 +129,11 @@ def log_unapplied(source: str, unapplied: Sequence[str]) -> None:
     """Log in one line what a file recommends and is not applied, if there is anything."""
     if unapplied:
         log.warning("%s: not applied: %s", source, ", ".join(unapplied))
+
+
+def out_of_bounds(value: Any) -> str:
+    """Return the part of the log line about a value that no request could have."""
+    return f"{value!r:.60} (out of bounds)"
 
 
 def _changes(key: str, value: Any) -> bool:

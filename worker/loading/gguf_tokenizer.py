@@ -19,7 +19,7 @@ import msgspec
 from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.generation_config import log_unapplied
+from worker.loading.generation_config import log_unapplied, out_of_bounds
 from worker.loading.gguf_roles import end_tokens, infill_tokens, token_id
 from worker.loading.gguf_tokens import (
     CONTROL,
@@ -347,7 +347,7 @@ def _defaults(fields: Fields, num_tokens: int) -> SamplingDefaults:
         repetition_penalty=number("penalty_repeat"),
         bad_words_ids=[[token] for token in suppressed if 0 <= token < num_tokens] or None,
     ).checked()
-    unapplied = [f"{name} ({problem})" for name, problem in invalid.items()]
+    unapplied = [f"{name} {out_of_bounds(each)}" for name, each in invalid.items()]
     unapplied += [name for name in UNAPPLIED if fields.get(f"general.sampling.{name}")]
     log_unapplied("the GGUF file's sampling parameters", unapplied)
     return defaults
