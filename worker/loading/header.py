@@ -50,7 +50,13 @@ from worker.loading.safetensors_files import (
     weight_files,
 )
 from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
+from worker.models.architectures import (
+    BITNET,
+    TransformersArchitecture,
+    TransformersSpec,
+    bitnet_mode,
+    fallback,
+)
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
 from worker.models.tensor_names import without_prefix
@@ -284,7 +290,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         shapes, kinds = quantized.shapes(), quantized.kinds()
     scorer = None
     if is_scored:
-        scorer = classifier_scorer(path, Fields(config, "config.json"), shapes, spec.hidden)
+        scorer = classifier_scorer(path, config, shapes, spec.hidden)
         shapes = {name: shape for name, shape in shapes.items() if name != scorer.tensor}
     elif has_logits:
         scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
@@ -370,7 +376,8 @@ def _transformers_header(
         raise UnusableModel(f"{path / ADAPTER} describes an adapter, which is not supported")
     paths = weight_files(path)
     kinds = {name: tensor.dtype for name, tensor in SafetensorsFiles(paths).tensors.items()}
-    _check_kinds(kinds, DTYPE_BYTES)
+    is_packed = architecture.name == BITNET and bitnet_mode(config) == "offline"
+    _check_kinds(kinds, (*DTYPE_BYTES, "U8") if is_packed else DTYPE_BYTES)
     if find_spec("transformers") is None:
         raise UnusableModel(
             f"{architecture.name} is computed by transformers, which is not installed",

@@ -189,11 +189,14 @@ class Preparation:
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
+        choices = choices_of(body, model.defaults, model.tokenizer)
         return PromptRequest(
             prompt.ids,
-            choices_of(body, model.defaults, model.tokenizer),
+            choices,
             ParserFactory(
-                model.tokenizer, read_options(body, continues=False), self._parser_options(start)
+                model.tokenizer,
+                read_options(body, choices[0], continues=False),
+                self._parser_options(start),
             ),
             new_reasoning_counter=new_counter,
             tool_choice_check=ToolChoiceCheck(plan.name) if plan.demands_call else None,
@@ -250,8 +253,8 @@ class Completion:
         self._prompts = prompts_of(body, max_prompts)
         fills_gap = bool(body.suffix) or files is not None
         ends = model.infill.ends if fills_gap and model.infill is not None else ()
-        self._options = read_options(body, continues=True, end_token_ids=ends)
         choices = choices_of(body, model.defaults, model.tokenizer)
+        self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)
         if ends:
             choices = [with_stop_tokens(params, ends) for params in choices]
         form = answer_form(body)
