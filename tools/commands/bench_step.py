@@ -23,6 +23,7 @@ from tools.flags import add_flags, build
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -103,7 +104,12 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.debug.benchmark", "--config", encoded)
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -35,6 +35,7 @@ from tools.models.fetch import cached_file, format_size, home, is_cached
 from tools.models.preflight import ModelCheck, preflight
 from tools.models.pulling import parse_name
 from tools.models.records import read_record
+from tools.processes.child_environment import left_out
 from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
@@ -103,6 +104,7 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield findings.sockets(directory, _sockets_problem(directory))
     yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield _cache()
+    yield findings.environment(left_out(os.environ))
     if None not in libraries.get("worker", {}).values():
         yield from _worker(model, has_gateway=None not in libraries.get("gateway", {}).values())
 
@@ -119,7 +121,7 @@ def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
         yield Finding("worker", facts, Verdict.BAD, remedy)
         return
     yield findings.processor(facts)
-    yield findings.threads(facts, os.environ)
+    yield findings.threads(facts)
     yield findings.compute(facts)
     yield from findings.gpus(facts)
     if facts.device_id:

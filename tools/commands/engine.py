@@ -33,6 +33,7 @@ from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
 from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_kv_disk
@@ -139,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
         run_lock.holding(directory, IN_USE) as lock,
         keeping(directory, solo.log_file_mib, terminal) as log,
     ):
+        warn_of_left_out(terminal)
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None

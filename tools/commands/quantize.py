@@ -19,6 +19,7 @@ from protocol.quantize import TYPES, QuantizeJob, QuantizeProgress
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.fetch import format_size, home
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -104,6 +105,7 @@ def quantize(job: QuantizeJob) -> Iterator[QuantizeProgress]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=child_environment(),
         ) as process,
         ExitStack() as interrupted,
     ):

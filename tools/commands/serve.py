@@ -60,6 +60,7 @@ from tools.models.preflight import (
 from tools.models.pulling import served_name
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
@@ -295,6 +296,7 @@ def run(options: argparse.Namespace) -> int:
         keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
     ):
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
+        warn_of_left_out(terminal)
         if planned.serve.split:
             key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
             key_file.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from tools.failure import Failure
 from tools.flags import add_flags, build, flags_of
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -140,7 +141,12 @@ def simulate(config: SimulationConfig) -> Iterator[SimulatorLine]:
     encoded = msgspec.json.encode(config).decode()
     command = module_command("simulator", "--config", encoded)
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
