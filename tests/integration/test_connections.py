@@ -126,8 +126,9 @@ def test_a_client_that_closes_its_sending_half_gets_499(
     engine.is_paused = True
     try:
         with connect(gateway.port) as client, client.makefile("rb") as file:
+            count = len(engine.generates)
             client.sendall(head(expects=False) + BODY)
-            engine.await_generates(len(engine.generates) + 1)
+            engine.await_generates(count + 1)
             client.shutdown(1)
             assert file.readline().split()[1] == b"499"
     finally:
