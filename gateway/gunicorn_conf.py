@@ -120,7 +120,8 @@ accesslog = None  # streams bypass gunicorn, so the gateway has its own access l
 errorlog = "-"
 loglevel = "warning"  # lower levels repeat our own log lines
 proc_name = "tidegate-gateway"
-worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
+# For the heartbeats of the workers; None: Python's temporary directory.
+worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 _exit_code = mmap.mmap(-1, 1)
 """The master's exit code, in memory that it shares with its workers; 0: gunicorn chooses the code.

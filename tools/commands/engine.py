@@ -140,7 +140,6 @@ def run(options: argparse.Namespace) -> int:
         run_lock.holding(directory, IN_USE) as lock,
         keeping(directory, solo.log_file_mib, terminal) as log,
     ):
-        warn_of_left_out(terminal)
         draft = engine.worker.draft_model
         path = resolve(engine.worker.model, home(), terminal.progress)
         draft_path = resolve(draft, home(), terminal.progress) if draft else None
@@ -159,6 +158,7 @@ def _serve(
 ) -> int:
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))

@@ -19,6 +19,7 @@ from protocol.quantize import TYPES, QuantizeJob, QuantizeProgress
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.fetch import format_size, home
+from tools.paths import user_path
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output).expanduser().absolute()
+    output = user_path(options.output).absolute()
     _check_output(output, force=options.force)
     model = resolve(options.model, home())
     if not model.is_dir():

@@ -296,7 +296,6 @@ def run(options: argparse.Namespace) -> int:
         keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
     ):
         run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
-        warn_of_left_out(terminal)
         if planned.serve.split:
             key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
             key_file.unlink(missing_ok=True)
@@ -440,6 +439,7 @@ def _serve(
         paths = [each.worker.model for each in plan.models.values()] or [plan.engine.worker.model]
         noun = "models" if len(paths) > 1 else "model"
         terminal.log(processes + f"; {noun} {', '.join(paths)}" * has_model)
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])

@@ -31,6 +31,7 @@ from tools.failure import Failure
 from tools.flags import add_flags, build, flags_of
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
+from tools.paths import user_path
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
@@ -172,7 +173,7 @@ def _config(options: argparse.Namespace) -> SimulationConfig:
         given = vars(options)
         model = options.model or ""
         if model.endswith(".json"):
-            model = str(Path(model).expanduser().absolute())
+            model = str(user_path(model).absolute())
         return build(SimulationConfig, given, engine=engine, model=model)
     except ValueError as error:
         raise Failure(str(error), exit_code=ExitCode.USAGE) from None
@@ -207,5 +208,5 @@ def _measure(options: argparse.Namespace) -> int:
         found: list[StepBenchLine] = [*measure_steps(config)]
         lines.append(msgspec.json.encode(found))
         print(f"{new_tokens} new tokens: {len(found) - 1} kinds of steps", flush=True)
-    Path(options.steps).expanduser().write_bytes(b"\n".join(lines) + b"\n")
+    user_path(options.steps).write_bytes(b"\n".join(lines) + b"\n")
     return 0

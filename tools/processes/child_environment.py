@@ -86,7 +86,7 @@ LEFT_OUT = (
 )
 
 
-def left_out(environment: Mapping[str, str]) -> list[str]:
+def left_out(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the variables that child processes do not get, sorted."""
     patterns = [pattern for each in LEFT_OUT for pattern in each.names]
     return sorted(name for name in environment if any(fnmatchcase(name, each) for each in patterns))
@@ -106,7 +106,7 @@ def child_environment(
 
 def warn_of_left_out(terminal: Terminal) -> None:
     """Log one line that names the variables that child processes do not get, if there are any."""
-    if names := left_out(os.environ):
+    if names := left_out():
         terminal.warn(
             f"ignored variables of the environment: {', '.join(names)}; options decide instead "
             "(docs/configuration.md)"
