@@ -13,7 +13,7 @@ UNIT = "0::/system.slice/tidegate.service"
 OLD = "9:name=systemd:/u\n4:memory:/slurm/job_7\n2:cpu,cpuacct:/slurm/job_7\n0::/u"
 
 
-class Machine:
+class LimitedMachine:
     """A directory with the files of /proc and /sys/fs/cgroup that limits are read from.
 
     membership   /proc/self/cgroup; None: it does not exist
@@ -41,7 +41,7 @@ class Machine:
 
 @pytest.mark.parametrize("membership", [None, "0::/", UNIT, OLD, "0::/../../other"])
 def test_without_limits_there_are_none(tmp_path: Path, membership: str | None) -> None:
-    machine = Machine(tmp_path, membership, {})
+    machine = LimitedMachine(tmp_path, membership, {})
     assert machine.quota is None
     assert machine.free_bytes is None
 
@@ -90,7 +90,7 @@ def test_without_limits_there_are_none(tmp_path: Path, membership: str | None) -
 def test_the_lowest_cpu_limit_of_all_groups_holds(
     tmp_path: Path, membership: str | None, files: Mapping[str, str], quota: float | None
 ) -> None:
-    assert Machine(tmp_path, membership, files).quota == quota
+    assert LimitedMachine(tmp_path, membership, files).quota == quota
 
 
 def memory(group: str, limit: str, used: int, pages: int = 0) -> dict[str, str]:
@@ -131,4 +131,4 @@ def old_memory(group: str, limit: int, used: int, pages: int = 0) -> dict[str, s
 def test_the_least_free_memory_of_all_groups_holds(
     tmp_path: Path, membership: str, files: Mapping[str, str], free_bytes: int | None
 ) -> None:
-    assert Machine(tmp_path, membership, files).free_bytes == free_bytes
+    assert LimitedMachine(tmp_path, membership, files).free_bytes == free_bytes
