@@ -105,8 +105,8 @@ logger_class = GatewayLogger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
-# Seconds. Whoever sends the requests must close an unused connection first, so that no request is
-# sent on a connection that is being closed.
+# Seconds. Proxies and clients must close an unused connection first, so that no request is sent on
+# a connection that is being closed.
 keepalive = _config.idle_timeout_s
 # No proxy header may change a request's path or scheme, because the gate has checked these.
 forwarded_allow_ips = ""

@@ -218,17 +218,14 @@ class Service:
 
     def _warn_of_stores(self) -> None:
         """Log one line if a store cannot be written, with its option, its file and the cause."""
-        stores = (self.persistence and self.persistence.store, self.files)
+        responses = self.persistence.store if self.persistence is not None else None
         problems = [
             f"{store.option} {store.path} ({why})"
-            for store in stores
+            for store in (responses, self.files)
             if store is not None and (why := write_obstacle(store.path))
         ]
         if problems:
-            text = (
-                "cannot write %s: requests that need it get 503; choose a file elsewhere, or none"
-            )
-            log.warning(text, " and ".join(problems))
+            log.warning("cannot write %s; requests that need it get 503", " and ".join(problems))
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,

@@ -170,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Terminal(log_style(log_format)).fail(f"{failure}{origin}")
         return failure.exit_code
     except UnicodeEncodeError as error:  # an argument, a variable or the working directory
+        if error.encoding != "utf-8":  # stdout has another encoding
+            raise
         text = f"{error.object!a} is not UTF-8; Tidegate needs names that are"
         Terminal(log_style(log_format)).fail(text)
         return ExitCode.USAGE

@@ -30,10 +30,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 def gateway(
     engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
-    limits = {"max_body_mib": 1, "idle_timeout_s": 1}
     store = str(tmp_path_factory.mktemp("files") / "files.db")
     with GatewayProcess(
-        engine=engine.address, api_key=[KEY], file_store=store, **limits
+        engine=engine.address,
+        api_key=[KEY],
+        file_store=store,
+        max_body_mib=1,
+        idle_timeout_s=1,
     ) as gateway:
         yield gateway.await_ready()
 
