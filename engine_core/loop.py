@@ -222,7 +222,7 @@ class EngineLoop:
                     self._on_client_lost(client)  # a new session: its old requests are abandoned
                 elif self._engine is not None:  # else `_start` logs all clients in one line
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
-                self._clients.add(client, now, message.name)
+                self._clients.add(client, now, message.name, num_welcomes=message.num_welcomes)
                 self._welcome(client)
             case Generate() | Encode():
                 self._add(client, message)
@@ -320,11 +320,11 @@ class EngineLoop:
         )
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded, and so are the adapters to restore after a restart.
-        Otherwise send Loading; `_welcome_all_if_restored` sends Welcome later."""
+        """Send Loading until the model and the adapters to restore are loaded; then Welcome, unless
+        the client has one to read."""
         if self._engine is None or self.restore.is_busy:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
-        elif self._model is not None:
+        elif self._model is not None and not self._clients.has_unread_welcome(client):
             welcome = Welcome(
                 protocol=PROTOCOL_VERSION,
                 epoch=self._epoch,
@@ -333,6 +333,7 @@ class EngineLoop:
                 adapters=self._engine.adapters.infos,
             )
             self._mailbox.send(client, welcome)
+            self._clients.on_welcomed(client)
 
     def _on_client_lost(self, client: bytes) -> None:
         self._profiling.cancel(client)

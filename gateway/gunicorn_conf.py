@@ -54,8 +54,10 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
         """Serve a request. Refuse transfer codings other than chunked, because gunicorn would pass
         the body to the application without decoding it."""
         from gateway import unparsed
+        from gateway.http.expectation import await_body
 
         unparsed.check_transfer_coding(req.headers)
+        await_body(req, sock)
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
@@ -103,8 +105,9 @@ logger_class = GatewayLogger
 worker_connections = 10_000
 backlog = 2048
 preload_app = False
-# Seconds. Common clients close an idle connection after 5 s, so they close it before we do.
-keepalive = 15
+# Seconds. Proxies and clients must close an unused connection first, so that no request is sent on
+# a connection that is being closed.
+keepalive = _config.idle_timeout_s
 # No proxy header may change a request's path or scheme, because the gate has checked these.
 forwarded_allow_ips = ""
 forwarder_headers = ""
@@ -117,7 +120,8 @@ accesslog = None  # streams bypass gunicorn, so the gateway has its own access l
 errorlog = "-"
 loglevel = "warning"  # lower levels repeat our own log lines
 proc_name = "tidegate-gateway"
-worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
+# For the heartbeats of the workers; None: Python's temporary directory.
+worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 _exit_code = mmap.mmap(-1, 1)
 """The master's exit code, in memory that it shares with its workers; 0: gunicorn chooses the code.

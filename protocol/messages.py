@@ -53,6 +53,10 @@ class Hello(Message, frozen=True, kw_only=True):
     protocol: int
     name: str = ""
     pid: int = 0
+    #: Number of `Welcome` messages that this client has read. The engine sends one Welcome per
+    #: number: a repeated number shows that the client had not read the Welcome yet. None: the
+    #: client does not count, and each Hello gets a Welcome.
+    num_welcomes: int | None = None
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sqlite3
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ from protocol.errors import (
 
 log = logging.getLogger(__name__)
 
+
+class StoreUnusable(ServingError, sqlite3.OperationalError):
+    """Raised if the file of a store cannot be opened, read or written. The operation can be tried
+    again. The message does not name the file, because clients get it."""
+
+    code = "store_unusable"
+
+
 _STATUS: dict[type[ServingError], int] = {
     MalformedTarget: 400,
     NoSuchRoute: 404,
@@ -61,6 +70,7 @@ _STATUS: dict[type[ServingError], int] = {
     EngineLost: 503,
     StaleAdapter: 503,
     Draining: 503,
+    StoreUnusable: 503,
 }
 """Status of each error class. All other errors are internal and get 500."""
 _PLAIN_CODES = {

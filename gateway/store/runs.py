@@ -252,7 +252,9 @@ class Persistence:
                 interrupt,
                 max_bytes=config.response_store_mib << 20,
                 max_age_s=config.response_store_days * DAY_S,
-            )
+            ),
+            config.response_store,
+            option="--response-store",
         )
         return cls(store, Runs(store, config.resume_s), config.resume_s)
 

@@ -219,6 +219,15 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     keep_alive_s: Annotated[
         float, about("send a keep-alive on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 15.0
+    idle_timeout_s: Annotated[
+        int,
+        about(
+            "close a connection without a request after this many seconds; must be longer than "
+            "proxies and clients keep an unused connection",
+            ge=1,
+            le=3600,
+        ),
+    ] = 75
     send_timeout_s: Annotated[
         float,
         about(

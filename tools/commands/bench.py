@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from tools.bench.stats import BenchRun, Summary, summarize
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
+from tools.paths import user_path
 from tools.processes.discovery import add_server, server_url
 
 DESCRIPTION = """\
@@ -224,6 +224,6 @@ def facts(config: BenchConfig, seed: int) -> str:
 
 def _write(name: str, text: str) -> None:
     try:
-        Path(name).expanduser().write_text(text, encoding="utf-8")
+        user_path(name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise Failure(f"cannot write {name}: {error}") from None

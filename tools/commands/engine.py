@@ -33,6 +33,7 @@ from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
 from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_kv_disk
@@ -157,6 +158,7 @@ def _serve(
 ) -> int:
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))

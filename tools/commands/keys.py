@@ -22,6 +22,7 @@ from protocol import api_keys
 from protocol.api_keys import KeyEntry
 from tools.failure import Failure
 from tools.flags import OneLineParser, add_flags, build
+from tools.paths import user_path
 
 DESCRIPTION = """\
 Add, list and revoke API keys, for `tidegate serve --api-keys FILE`. The file contains digests, not
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path = Path(options.file).expanduser()
+    path = user_path(options.file)
     try:
         options.action(path, options)
     except ValueError as error:

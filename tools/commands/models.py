@@ -24,6 +24,7 @@ from tools.models.preflight import preflight_each
 from tools.models.pulling import parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
+from tools.paths import user_path
 
 DESCRIPTION = (
     "List the models in the cache, with the memory that each needs on this machine, and the models "
@@ -66,7 +67,7 @@ def resolve(
     """
     if entry := CATALOGUE.get(model):
         return fetch(entry, cache, print_line)
-    path = Path(model).expanduser().absolute()
+    path = user_path(model).absolute()
     if path.is_dir() and model not in HUB_MODELS:
         needed = "tokenizer.json" if text_only else "config.json"
         if not (path / needed).is_file():

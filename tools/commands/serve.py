@@ -60,6 +60,7 @@ from tools.models.preflight import (
 from tools.models.pulling import served_name
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
@@ -438,6 +439,7 @@ def _serve(
         paths = [each.worker.model for each in plan.models.values()] or [plan.engine.worker.model]
         noun = "models" if len(paths) > 1 else "model"
         terminal.log(processes + f"; {noun} {', '.join(paths)}" * has_model)
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])

@@ -32,6 +32,7 @@ from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import Entry
 from tools.models.wheel_file import WheelFile
+from tools.paths import user_path
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -54,11 +55,16 @@ def print_on_stderr(text: str) -> None:
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory where Tidegate keeps a user's downloads and other files: $TIDEGATE_HOME,
-    or else `tidegate` in the user's cache directory."""
+    or else `tidegate` in the user's cache directory. Raises Failure if the user has none."""
     if chosen := environment.get("TIDEGATE_HOME"):
-        return Path(chosen).expanduser().absolute()
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tidegate"
+        return user_path(chosen).absolute()
+    if base := environment.get("XDG_CACHE_HOME"):
+        return Path(base) / "tidegate"
+    try:
+        return Path.home() / ".cache" / "tidegate"
+    except RuntimeError:  # $HOME is not set, and the system does not list the user
+        message = "this user has no home directory; set $TIDEGATE_HOME to a directory of its own"
+        raise Failure(message, exit_code=ExitCode.USAGE) from None
 
 
 def cached_file(entry: Entry, cache: Path) -> Path:
