@@ -72,4 +72,4 @@ class GatewayProcess(Program):
         return self
 
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=20, **options)
+        return requests.post(self.url + path, json=body, timeout=HANG_S, **options)
