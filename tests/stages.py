@@ -4,9 +4,10 @@
 
     python -m tests.stages -k stream
 
-Tests of real processes often wait: for a start, a drain or a deadline. So stages whose tests only
-compute run in the background at the same time, with a lower priority, and use the time that the
-others leave. Their output is printed when they have ended.
+Tests of real processes often wait: for a start, a drain or a deadline. So more of them run at a
+time than there are cores. Stages whose tests only compute run in the background at the same time,
+with a lower priority, and use the time that the others leave. Their output is printed when they
+have ended.
 
 A test of real processes may fail because the machine was busy. So a few such tests that have failed
 run again when everything else has ended. Those that pass then are unsteady: the summary names them,
@@ -45,13 +46,16 @@ OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
 NICENESS = 10
-"""Niceness of background stages. If both need a core, a process of another stage gets nine times as
-much CPU time as one of a background stage."""
+"""Niceness of stages that only compute. If both need a core, a process of another stage gets nine
+times as much CPU time as one of theirs."""
 BACKGROUND = ("--timeout", "900")
-"""Options of background stages, whose tests may wait long for a core."""
+"""Options of these stages, whose tests may wait long for a core."""
 ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
 """Options that run as many processes as there are cores, with adjacent tests in each, so that the
 fixtures of most files are made only once."""
+WAITING = min(4, (os.cpu_count() or 1) + 1)
+"""Number of files with tests of real processes that run at a time. One more than there are cores,
+because these tests often wait; not more than four, because each may start servers with a model."""
 BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 """A program that uses a core until its parent ends."""
 IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -68,6 +72,7 @@ class Stage:
     """One run of pytest.
 
     in_background   whether it runs beside other stages, one background stage at a time
+    niceness        niceness of its processes
     alone           whether it waits until all background stages have ended
     again           whether tests that have failed run again at the end
     """
@@ -77,6 +82,7 @@ class Stage:
     arguments: Sequence[str]
     program: Sequence[str] = PYTEST
     in_background: bool = False
+    niceness: int = 0
     alone: bool = False
     again: bool = False
 
@@ -100,24 +106,28 @@ STAGES = (
         "they compute a little: as many at a time as there are cores",
         [*ADJACENT, *BACKGROUND, "tests/unit", "tests/property"],
         in_background=True,
+        niceness=NICENESS,
     ),
     Stage(
         "differential",
         "they compute a lot: two files at a time",
         [*files_at_a_time(2), *BACKGROUND, "tests/differential"],
         in_background=True,
-    ),
-    Stage(
-        "integration and end to end",
-        "real processes, and servers as users start them: two files at a time",
-        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration", "tests/e2e"],
-        again=True,
+        niceness=NICENESS,
     ),
     Stage(
         "oldest gunicorn and gevent",
         "streams rest on private details of both: both ends of their ranges are tested",
         [*files_at_a_time(2), "-m", "not alone", *oldest.TESTS],
         (sys.executable, "-m", "tests.oldest"),
+        in_background=True,
+        again=True,
+    ),
+    Stage(
+        "integration and end to end",
+        "real processes, and servers as users start them: more files at a time than cores",
+        ["-v", *files_at_a_time(WAITING), "-m", "not alone", "tests/integration", "tests/e2e"],
+        again=True,
     ),
     Stage(
         "alone",
@@ -249,9 +259,8 @@ def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None)
         started = time.monotonic()
         options = [*OPTIONS, f"--junitxml={report}"]
         command = [*stage.program, *options, *stage.arguments, *arguments]
-        nice = ["nice", "-n", str(NICENESS)] if stage.in_background else []
         exit_code = subprocess.run(
-            [*nice, *command],
+            ["nice", "-n", str(stage.niceness), *command],
             env=environment(),
             stdin=None if output is None else subprocess.DEVNULL,
             stdout=output,
@@ -268,7 +277,12 @@ def run_again(result: StageResult) -> None:
     chosen = [each for each in ids if each is not None]
     if not chosen or len(chosen) < len(ids) or len(ids) > MAX_AGAIN:
         return
-    again = Stage(f"{result.stage.name}, again", "what has failed, now alone", ["-v", *chosen])
+    again = Stage(
+        f"{result.stage.name}, again",
+        "what has failed, now alone",
+        ["-v", *chosen],
+        result.stage.program,
+    )
     heading(again)
     second = run(again, ())
     if second.exit_code != PASSED or second.counts.get("passed") != len(chosen):
