@@ -158,6 +158,8 @@ def test_a_watcher_that_does_not_read_skips_frames(
     names = {f"{i}{'x' * 1000}": i for i in range(6000)}
     engine.stats = msgspec.structs.replace(usual, num_finished=names)
     try:
+        with watched(gateway) as frames:  # until no older state can be sent
+            assert any(frame.engines[0].stats.num_finished == names for frame in frames)
         with connect(gateway.port, rcvbuf=4096) as slow, slow.makefile("rb") as file:
             slow.sendall(f"GET {WATCH}?frames=2 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             _, headers = read_head(file)
