@@ -76,6 +76,8 @@ $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
 SELDOM_IMPORTED := /tests/|/transformers/models/\w+/(?!configuration_|__init__)
 SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/torch/(_inductor|ao|onnx|testing)/|/(torchgen|networkx)/
 SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/(pip|setuptools|schemathesis|langsmith)/|/mypyc?/|/pygments/lexers/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(physics|plotting|stats)/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/sqlalchemy/dialects/|/agents/extensions/
 
 # The kernels are compiled while pip downloads; pip's own build of them waits for that (setup.py).
 BUILD_KERNELS := $(BIN)/python setup.py build_ext --inplace --build-temp $(VENV)/build --build-lib $(VENV)/build
