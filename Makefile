@@ -16,6 +16,7 @@ DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
+	@echo '             ARGS="--repeat 3 --busy 2" runs it three times on a busy machine, to find unsteady tests'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
 	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour);'
 	@echo '             then run the property tests with more random examples than make test, servers behind'
