@@ -402,6 +402,7 @@ class EngineLoop:
         self.restore.save(engine.adapters)
         if len(self._clients):
             log.info("clients that waited for the model: %s", self._clients.described)
+        self._mailbox.logs_clients = True
         for client in self._clients.all():
             self._welcome(client)
 

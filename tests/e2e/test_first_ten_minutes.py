@@ -18,7 +18,8 @@ from signal import SIGTERM
 import pytest
 
 from tests.support.docs_blocks import FIRST_TEN_MINUTES, blocks_of
-from tests.support.processes import ROOT, descendants_of, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, descendants_of, is_alive
 from tests.support.shells import install
 from tests.support.waiting import eventually
 from tools.models.fetch import home

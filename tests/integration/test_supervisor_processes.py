@@ -11,7 +11,8 @@ from textwrap import dedent
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tests.support.processes import Program, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import Program, is_alive
 from tests.support.waiting import eventually
 from tools.processes.supervisor import SAME_SIGNAL_S
 
