@@ -41,6 +41,7 @@ from protocol.grammar import (
     Tag,
     Thinking,
 )
+from protocol.schema_literals import check_literals
 
 MAX_BLANKS = 8
 """Maximum number of whitespace characters between two items of JSON, line feeds included.
@@ -126,6 +127,9 @@ def _lark(lines: Iterable[str]) -> Part:
 def _schema(text: str) -> Part:
     try:
         keywords: dict[str, Any] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        check_literals(msgspec.json.decode(text), "schema")
+    except InvalidRequest as error:
+        raise invalid(error.message) from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid(f"a schema is not a JSON object: {error}") from None
     if OPTIONS_KEY in keywords:

@@ -383,6 +383,12 @@ def test_a_body_after_thinking_is_checked_by_itself(compiler, thinking, body):
         (Grammar(body=Rules(start=nested(100))), "nested more than 64 deep"),
         (Grammar(body=Rules(start=Sequence([LiteralForm("")] * 20_000))), "20,001 forms"),
         (Grammar(body=Rules(start=LiteralForm("a" * (600 << 10)))), "characters long"),
+        (Grammar(body=Rules(start=LiteralForm("a" * 17_000))), "a literal of 17,000 characters"),
+        (Grammar(body=Rules(start=Repeat(LiteralForm("a" * 9), 9_000))), "81,000 characters"),
+        (Grammar(body=JsonObject(), before="a" * 17_000), r"\(before\)"),
+        (Grammar(body=JsonObject(), after="a" * 17_000), r"\(after\)"),
+        (Grammar(body=ChoiceGrammar(choices=["a", "a" * 17_000])), r"\(choices\[1\]\)"),
+        (Grammar(body=Structural(triggers=["a" * 17_000], tags=TAGS)), r"\(triggers\[0\]\)"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closing marker"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "opening marker"),
     ],
@@ -391,6 +397,15 @@ def test_bounds_are_checked_before_anything_is_compiled(grammar, reason):
     with pytest.raises(InvalidRequest, match=reason) as caught:
         check_grammar(grammar)
     assert caught.value.param == "grammar"
+
+
+def test_a_long_literal_of_a_schema_is_refused_by_the_compiler(compiler):
+    """Clients without HTTP send schemas that no gateway has checked."""
+    text = json.dumps({"type": "object", "properties": {"a": {"const": "x" * 20_000}}})
+    for body in (JsonSchema(text=text), Lark(text="start: @s", schemas={"s": text})):
+        with pytest.raises(InvalidRequest, match=r"schema\.properties\.a\.const.*20,000") as caught:
+            compiler.compile(Grammar(body=body))
+        assert caught.value.param == "grammar"
 
 
 def test_huge_schemas_compile(compiler):
