@@ -157,6 +157,23 @@ class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
     continues: bool
 
 
+class CachedGrammarSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of a `CachedGrammar`. Its users are the open requests that have a matcher."""
+
+    digest: bytes
+    num_bytes: int
+    has_failed: bool
+
+
+class PendingGrammarSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of a `PendingGrammar`."""
+
+    num_chars: int
+    accounts: list[str]
+    #: Indexes in `EngineSnapshot.requests`.
+    requests: list[int]
+
+
 class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of the `Admission` and its grammars."""
 
@@ -166,10 +183,10 @@ class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     order: int
     #: Compile jobs that the loop has not fetched yet.
     jobs: list[CompileJob]
-    #: Digests of the compiled grammars, least recently used first.
-    templates: list[bytes]
-    #: Digest of a grammar being compiled -> indexes of the requests that wait for it.
-    waiters: dict[bytes, list[int]]
+    #: The compiled grammars, least recently used first.
+    cached: list[CachedGrammarSnapshot]
+    #: The grammars being compiled, by digest.
+    pending: dict[bytes, PendingGrammarSnapshot]
 
 
 class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):

@@ -103,7 +103,8 @@ def storms() -> Iterator[RequestStorm]:
 def restored(bench: Bench, data: bytes) -> Engine:
     engine = bench.engine
     fresh = Engine(bench.config, a_card(), engine.limits, tiers=list(bench.tiers.kept))
-    compiled = {digest: template for digest, template in engine.admission.templates.items()}
+    cached = engine.admission.cached_grammars
+    compiled = {digest: each.template for digest, each in cached.items()}
     restore_snapshot(fresh, msgspec.msgpack.decode(data, type=EngineSnapshot), compiled.__getitem__)
     return fresh
 
@@ -151,12 +152,14 @@ STORED = {
     "FairShare": "_by_name _last _last_at _level _other_at",
     "Fetch": "job match request started_at state",
     "Fetches": "_jobs _last_job num_bytes num_failed num_tokens",
-    "GrammarCache": "_templates _waiters jobs",
+    "CachedGrammar": "has_failed num_bytes template",
+    "GrammarCache": "_cached _pending jobs",
     "InflightStep": "needs_masks num_requested_drafts plan requests",
     "InflightSteps": "_steps",
     "Match": "num_blocks num_tokens source",
     "ModelDrafter": "_num_known _proposed",
     "OpenRequests": "_by_number",
+    "PendingGrammar": "accounts num_chars requests",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
     "Request": "account account_usage adapter arrived_at blocks client deadline drafting encode "
@@ -212,6 +215,7 @@ CONFIGURED = {
     "KVLeases": "_lease_s _pool _send",
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
+    "CachedGrammar": "num_users",
     "Peers": "_block_tokens _cluster _hashes _role _seal",
     "PrefixCache": "events",
     "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
@@ -245,6 +249,7 @@ CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_re
 """Class -> attributes that are used only in a cluster, whose engines have no journal."""
 SENT = {
     "AdapterRegistry": "_commands has_changed",
+    "GrammarCache": "num_dropped_bytes",
     "KVTransfers": "commands",
     "Fetch": "error seconds",
     "RequestEndings": "_aborted freed",
