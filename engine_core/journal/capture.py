@@ -215,6 +215,8 @@ def _from_pool(pool: BlockPool) -> BlockSnapshot:
     return BlockSnapshot(
         holders=pool.holders,
         free=list(pool._free),
+        passed=list(pool._passed),
+        proven=pool._proven,
         cached=pool.cache._hash_of,
         draft_computed=pool.cache._draft_computed,
     )

@@ -219,10 +219,12 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
     pool.holders = part.holders
     pool._free.clear()
     pool._free.update(dict.fromkeys(part.free))
+    pool._passed.update(dict.fromkeys(part.passed))
+    pool._proven = part.proven
     for block, content in part.cached.items():
         is_draft_computed = block in part.draft_computed
         pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
-    pool.num_cached = sum(block in pool.cache for block in part.free)
+    pool.num_cached = sum(block in pool.cache for block in (*part.free, *part.passed))
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

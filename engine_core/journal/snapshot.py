@@ -92,6 +92,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     window_tables: list[list[int]] = []
     num_passed: int
     num_passed_sent: int
+    num_shared_columns: int
     hashes: list[bytes]
     num_computed: int
     num_charged: int
@@ -224,8 +225,11 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of the `BlockPool` and its `PrefixCache`."""
 
     holders: list[int]
-    #: Free blocks in the order in which they will be allocated.
+    #: Free blocks that no window has passed, in the order in which they will be allocated.
     free: list[int]
+    #: Free blocks that a window has passed, likewise.
+    passed: list[int]
+    proven: set[int]
     #: Block -> hash of its content.
     cached: dict[int, bytes]
     draft_computed: set[int]

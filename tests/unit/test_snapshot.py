@@ -141,7 +141,7 @@ STORED = {
     "Accounts": "_buckets now",
     "AdapterRegistry": "_adapters _generations",
     "Admission": "_order is_draining num_accepted num_refused",
-    "BlockPool": "_free holders",
+    "BlockPool": "_free _passed _proven holders",
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
@@ -165,7 +165,8 @@ STORED = {
     "Request": "account account_usage adapter arrived_at blocks client deadline drafting encode "
     "grammar hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
     "num_computed num_draft_computed num_drafts num_fetched num_in_flight num_pending "
-    "num_preemptions num_passed num_passed_sent num_published num_scheduled number order params "
+    "num_preemptions num_passed num_passed_sent num_published num_scheduled num_shared_columns "
+    "number order params "
     "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
     "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
