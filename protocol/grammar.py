@@ -25,7 +25,7 @@ MAX_GRAMMAR_CHARS = 512 << 10
 """Most characters in all texts of one grammar together: schemas, choices, markers."""
 MAX_SYNTAX_CHARS = 64 << 10
 """Most characters in one regular expression, in one grammar in Lark or GBNF, or in all texts and
-patterns of `Rules` together. A form counts as often as `Repeat` demands it."""
+patterns of `Rules` together."""
 MAX_LITERAL_CHARS = 16 << 10
 """Most characters in one literal: a choice, a marker, a form, the text before or after a body, or a
 value, pattern or property name of a JSON Schema. A compiled literal takes half a kilobyte for each
@@ -365,21 +365,11 @@ def _form_text(form: Form) -> str:
     return ""
 
 
-def _demanded_chars(form: Form) -> int:
-    """Return the number of characters in the texts of a form, each as often as it is demanded."""
-    match form:
-        case Sequence(inner) | Either(inner):
-            return sum(map(_demanded_chars, inner))
-        case Repeat(one, least):
-            return max(least, 1) * _demanded_chars(one)
-    return len(_form_text(form))
-
-
 def _check_rules(rules: Rules) -> None:
     _check_size("forms", sum(1 for _ in forms_of(rules)), MAX_FORMS)
     _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, min_size=0)
-    forms = (rules.start, *rules.rules.values())
-    _check_size("characters", sum(map(_demanded_chars, forms)), MAX_SYNTAX_CHARS, min_size=0)
+    size = sum(len(_form_text(form)) for form in forms_of(rules))
+    _check_size("characters", size, MAX_SYNTAX_CHARS, min_size=0)
     for form in forms_of(rules):
         _check_literal("a form", _form_text(form))
         match form:

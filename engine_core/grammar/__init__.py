@@ -2,6 +2,7 @@
 
 - cache: compiled grammars, and the requests that wait for one; part of the pure engine
 - source, lark, markers: write a grammar in llguidance's language
+- shortest: refuses a grammar that demands a huge text
 - compiler, probe: compile a grammar, and check that it can be enforced
 - service, compile_queue: run the compiler in threads beside the loop, in turns between accounts
 - meter, heap: measure what a compiled grammar keeps, and return freed memory to the system

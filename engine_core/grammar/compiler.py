@@ -28,7 +28,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """Published schemas of tools need a tenth of each. With these limits and those of
-`protocol/grammar.py`, a compiled grammar keeps at most about 32 MB (`MAX_TEMPLATE_BYTES`)."""
+`protocol/grammar.py`, a compiled grammar keeps at most about 36 MB (`MAX_TEMPLATE_BYTES`)."""
 
 
 class Compiler:
