@@ -182,7 +182,7 @@ class EngineLoop:
             for client, message in self._mailbox.receive(now):
                 self._on_message(client, message, now)
         self._mailbox.check_clients(now)
-        self._compile_grammars(ready, now)
+        self._compile_grammars(ready)
         if self._engine is not None and self._engine.encoding.unsent:
             send_results(self._engine, self._mailbox, self._config.lease_s, now)
         self._next_step(now)
@@ -346,14 +346,15 @@ class EngineLoop:
 
     # ---- grammars
 
-    def _compile_grammars(self, ready: dict[object, int], now: float) -> None:
+    def _compile_grammars(self, ready: dict[object, int]) -> None:
         if self._engine is None:
             return
         for job in self._engine.drain_compile_jobs():
-            self._grammars.submit(job, now)
+            self._grammars.submit(job)
+        self._grammars.trim(self._engine.admission.num_dropped_grammar_bytes)
         if self._grammars.fd not in ready and not self._grammars.is_busy:
             return
-        for compiled in self._grammars.drain(now):
+        for compiled in self._grammars.drain():
             for client, reply in self._engine.on_grammar_compiled(compiled):
                 self._mailbox.send(client, reply)
 

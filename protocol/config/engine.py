@@ -157,7 +157,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     grammar_timeout_s: Annotated[
         float,
         about(
-            "refuse a grammar that takes longer than this many seconds to compile", ge=0.1, le=600
+            "refuse a grammar that takes longer than this many seconds to compile, or that waits "
+            "longer than this for its turn",
+            ge=0.1,
+            le=600,
         ),
     ] = 10.0
     lease_s: Annotated[
