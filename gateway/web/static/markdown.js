@@ -6,6 +6,9 @@
 // addresses only, and pictures are shown as links, because loading one would send data to another
 // host.
 //
+// Formulas ($...$, $$...$$, \(...\) and \[...\]) are shown as they were written, so that the backslashes
+// and underscores in them are not taken for markdown.
+//
 // The time is proportional to the length of the text: searches that fail are not repeated, and
 // nesting deeper than MAX_DEPTH is shown as it is.
 
@@ -57,6 +60,11 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const DELIMITERS = /^[ |:-]+$/;
 const MAX_COLUMNS = 64;
 
+/** The start of a formula that has lines of its own -> its end. */
+const DISPLAYS = { $$: "$$", "\\[": "\\]" };
+const MAX_DISPLAY_LINES = 64;
+const DISPLAY = /^ {0,3}(\$\$|\\\[)/;
+
 const isBlank = (line) => line.trim() === "";
 const indentOf = (line) => line.length - line.trimStart().length;
 
@@ -84,6 +92,7 @@ function typeAt(lines, at) {
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line)) return "list";
   if (isTable(lines, at)) return "table";
+  if (displayEnd(lines, at) !== null) return "formula";
   return "paragraph";
 }
 
@@ -99,6 +108,20 @@ function isTable(lines, at) {
   return cells(next).length <= MAX_COLUMNS;
 }
 
+/** Return the line after the formula that begins at a line, or null. It has no empty line in it, and at
+ * most MAX_DISPLAY_LINES. */
+function displayEnd(lines, at) {
+  const start = lines[at].match(DISPLAY);
+  if (!start) return null;
+  const end = DISPLAYS[start[1]];
+  const last = Math.min(lines.length, at + MAX_DISPLAY_LINES);
+  for (let next = at; next < last && !isBlank(lines[next]); next += 1) {
+    const text = next === at ? lines[at].slice(start[0].length) : lines[next];
+    if (text.includes(end)) return text.trimEnd().endsWith(end) ? next + 1 : null;
+  }
+  return null;
+}
+
 /** Block type -> function that returns the line after the block that starts at `at`. */
 const ENDS = {
   code(lines, at) {
@@ -108,6 +131,7 @@ const ENDS = {
     return lines.length;
   },
   heading: (lines, at) => at + 1,
+  formula: displayEnd,
   rule: (lines, at) => at + 1,
   quote(lines, at) {
     let end = at + 1;
@@ -196,6 +220,7 @@ const RENDERERS = {
     if (end === 0 || text[end - 1] === " ") text = text.slice(0, end).trim();
     return h(`h${Math.min(level + 2, 6)}`, {}, inline(text)); // the page has h1 and h2 itself
   },
+  formula: (lines) => h("p", { class: "formula" }, lines.join("\n")),
   rule: () => h("hr"),
   quote: (lines, depth) =>
     h(
@@ -286,7 +311,7 @@ export function codeBlock(text, language = "") {
 
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
-const SPECIAL = /[\\`*_~[!<\nh]/;
+const SPECIAL = /[\\`*_~[!<\nh$]/;
 const LINK = /https?:\/\/[^\s<>"'`]+/y;
 
 /** Return the nodes of a line or paragraph. */
@@ -322,7 +347,10 @@ function inline(text, depth = 0) {
 
 /** First character of a construct -> function that returns { node, end }, or null if there is none. */
 const READERS = {
-  "\\"(text, at) {
+  $: formula,
+  "\\"(text, at, depth, failed) {
+    const found = formula(text, at, depth, failed);
+    if (found !== null) return found;
     const next = text[at + 1] ?? "";
     if (next === "\n") return { node: h("br"), end: at + 2 };
     return PUNCTUATION.test(next) ? { node: next, end: at + 2 } : null;
@@ -413,6 +441,32 @@ function codeEnd(text, at, failed) {
   return null;
 }
 
+/** Return a formula as it was written, or null. */
+function formula(text, at, depth, failed) {
+  const end = formulaEnd(text, at, failed);
+  return end === null ? null : { node: text.slice(at, end), end };
+}
+
+/** The start of a formula in a line -> its end. The longest start comes first. */
+const FORMULAS = [
+  ["$$", /\$\$/g],
+  // As in pandoc: a space or a digit tells that a dollar is an amount of money.
+  ["$", /(?<![\s\\])\$(?![\d$])/g],
+  ["\\(", /\\\)/g],
+  ["\\[", /\\\]/g],
+];
+
+/** Return the end of the formula that begins at `at`, or null. */
+function formulaEnd(text, at, failed) {
+  const [start, close] = FORMULAS.find(([each]) => text.startsWith(each, at)) ?? [];
+  if (!start || failed.has(start)) return null;
+  if (start === "$" && /^\s?$/.test(text[at + 1] ?? "")) return null;
+  close.lastIndex = at + start.length + 1;
+  if (close.exec(text)) return close.lastIndex;
+  failed.add(start);
+  return null;
+}
+
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
 
 function emphasis(text, at, depth, failed) {
@@ -436,7 +490,8 @@ function emphasis(text, at, depth, failed) {
 /** Return the place of the delimiter that ends an emphasis whose text begins at `from`, or null. */
 function closingRun(text, from, letter, size, failed) {
   for (let at = from; at < text.length;) {
-    if (text[at] === "\\") at += 2;
+    if (text[at] === "\\") at = formulaEnd(text, at, failed) ?? at + 2;
+    else if (text[at] === "$") at = formulaEnd(text, at, failed) ?? at + 1;
     else if (text[at] === "`") at = codeEnd(text, at, failed) ?? at + runLength(text, at);
     else if (text[at] !== letter) at += 1;
     else {
