@@ -486,7 +486,9 @@ class EngineLoop:
         if self._engine is None:
             self._mailbox.send(client, timelines_answer(message.request, []))
             return
-        work = self._engine.compute_timelines(message.names, self._clients.get_name)
+        work = self._engine.compute_timelines(
+            message.names, self._clients.get_name, are_beginnings=message.are_beginnings
+        )
         if (refusal := self._timelines.add(client, message, work)) is not None:
             self._mailbox.send(client, refusal)
 

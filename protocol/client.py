@@ -359,10 +359,14 @@ class Client(BaseClient[Generation]):
         changed: AdapterChanged = checked_reply(reports.get())
         return changed.adapter
 
-    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+    def get_timelines(
+        self, names: Sequence[str], *, are_beginnings: bool = False
+    ) -> RequestTimelines:
         """Return the timelines of the open and recently ended requests of any client with one of
-        these names. Raises EngineError as `get_status` does."""
-        _, reports = self._open(lambda: self._session.get_timeline(names))
+        these names, or with a name that begins so. Raises EngineError as `get_status` does."""
+        _, reports = self._open(
+            lambda: self._session.get_timeline(names, are_beginnings=are_beginnings)
+        )
         timelines: RequestTimelines = checked_reply(reports.get())
         return timelines
 
