@@ -13,6 +13,7 @@
 // nesting deeper than MAX_DEPTH is shown as it is.
 
 import { copyButton, h } from "./dom.js";
+import { displayEnd, formulaEnd } from "./formulas.js";
 
 const MAX_DEPTH = 12;
 const SAFE_PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
@@ -60,11 +61,6 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const DELIMITERS = /^[ |:-]+$/;
 const MAX_COLUMNS = 64;
 
-/** The start of a formula that has lines of its own -> its end. */
-const DISPLAYS = { $$: "$$", "\\[": "\\]" };
-const MAX_DISPLAY_LINES = 64;
-const DISPLAY = /^ {0,3}(\$\$|\\\[)/;
-
 const isBlank = (line) => line.trim() === "";
 const indentOf = (line) => line.length - line.trimStart().length;
 
@@ -106,20 +102,6 @@ function isTable(lines, at) {
   )
     return false;
   return cells(next).length <= MAX_COLUMNS;
-}
-
-/** Return the line after the formula that begins at a line, or null. It has no empty line in it, and at
- * most MAX_DISPLAY_LINES. */
-function displayEnd(lines, at) {
-  const start = lines[at].match(DISPLAY);
-  if (!start) return null;
-  const end = DISPLAYS[start[1]];
-  const last = Math.min(lines.length, at + MAX_DISPLAY_LINES);
-  for (let next = at; next < last && !isBlank(lines[next]); next += 1) {
-    const text = next === at ? lines[at].slice(start[0].length) : lines[next];
-    if (text.includes(end)) return text.trimEnd().endsWith(end) ? next + 1 : null;
-  }
-  return null;
 }
 
 /** Block type -> function that returns the line after the block that starts at `at`. */
@@ -445,26 +427,6 @@ function codeEnd(text, at, failed) {
 function formula(text, at, depth, failed) {
   const end = formulaEnd(text, at, failed);
   return end === null ? null : { node: text.slice(at, end), end };
-}
-
-/** The start of a formula in a line -> its end. The longest start comes first. */
-const FORMULAS = [
-  ["$$", /\$\$/g],
-  // As in pandoc: a space or a digit tells that a dollar is an amount of money.
-  ["$", /(?<![\s\\])\$(?![\d$])/g],
-  ["\\(", /\\\)/g],
-  ["\\[", /\\\]/g],
-];
-
-/** Return the end of the formula that begins at `at`, or null. */
-function formulaEnd(text, at, failed) {
-  const [start, close] = FORMULAS.find(([each]) => text.startsWith(each, at)) ?? [];
-  if (!start || failed.has(start)) return null;
-  if (start === "$" && /^\s?$/.test(text[at + 1] ?? "")) return null;
-  close.lastIndex = at + start.length + 1;
-  if (close.exec(text)) return close.lastIndex;
-  failed.add(start);
-  return null;
 }
 
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
