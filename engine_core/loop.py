@@ -315,9 +315,8 @@ class EngineLoop:
                 self._mailbox.send(owner, Outputs(step=0, outputs=outputs))
         aborted = [name for name, is_found in found.items() if is_found]
         unknown = [name for name, is_found in found.items() if not is_found]
-        self._mailbox.send(
-            client, Aborted(request=message.request, aborted=aborted, unknown=unknown)
-        )
+        answer = Aborted(request=message.request, aborted=aborted, unknown=unknown)
+        self._mailbox.send(client, answer)
 
     def _welcome(self, client: bytes) -> None:
         """Send Welcome if the model is loaded, and so are the adapters to restore after a restart.

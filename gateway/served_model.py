@@ -24,6 +24,7 @@ from gateway.prompt.template import TemplateLoader
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
 from protocol.errors import InvalidRequest
+from protocol.field_errors import in_words
 from protocol.messages import Limits
 from protocol.model_card import ModelCard, SamplingDefaults, sampling_defaults
 from protocol.sampling import SamplingParams
@@ -258,7 +259,8 @@ def _is_valid(name: str, value: float) -> bool:
     try:
         msgspec.convert({name: value}, SamplingParams)
     except msgspec.ValidationError as error:
-        log.warning("ignoring the model's default %s=%r: %s", name, value, error)
+        problem = in_words(str(error))
+        log.warning("ignoring the model's default %s=%r: %s", name, value, problem)
         return False
     return True
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.encoding import EncodingCard
+from protocol.field_errors import in_words
 from protocol.sampling import SamplingParams
 
 
@@ -65,7 +66,7 @@ def sampling_defaults(text: str) -> SamplingDefaults:
         try:
             msgspec.convert({} if value is None else {name: value}, SamplingParams)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from None
+            raise ValueError(f"{name}: {in_words(str(error))}") from None
     return msgspec.convert(values, SamplingDefaults)
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 from msgspec import NODEFAULT, inspect
 
+from protocol.config.base import PathKind
 from tools.other_servers import advice
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -54,10 +55,14 @@ class Flag:
     is_tuple: bool = False
     #: A second option for the field; "": none.
     alias: str = ""
-    #: Whether the text is the path of a file or a directory.
-    is_path: bool = False
+    #: What is at the path that the text is; "": the text is no path.
+    path: PathKind = ""
     #: Whether the value must not be printed.
     is_secret: bool = False
+
+    @property
+    def is_path(self) -> bool:
+        return self.path != ""
 
     @property
     def is_switch(self) -> bool:
@@ -198,7 +203,7 @@ def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
                 is_list=is_list,
                 is_tuple=is_tuple,
                 alias=(shape.extra or {}).get("alias", ""),
-                is_path=(shape.extra or {}).get("path", False),
+                path=(shape.extra or {}).get("path", ""),
                 is_secret=(shape.extra or {}).get("secret", False),
             )
         )

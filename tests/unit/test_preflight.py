@@ -230,6 +230,7 @@ def test_preflight_chooses_the_device_that_torch_will_choose(
     [
         ("cuda", CPU_BUILD, a_driver(7), "(2.13.0+cpu) is a build for CPUs", "torch==2.13.0"),
         ("cuda", CUDA, NO_GPU, "NVIDIA's driver finds no GPU", "check nvidia-smi"),
+        ("cuda", CPU_BUILD, NO_GPU, "NVIDIA's driver finds no GPU", "check nvidia-smi"),
         ("cuda", CUDA, a_driver(7, cuda=(12, 8)), "CUDA 13, and this one (580.95)", "update"),
         ("cuda:2", CUDA, a_driver(7, 8), "the visible GPUs are cuda:0, cuda:1", "CUDA_VISIBLE_"),
     ],
