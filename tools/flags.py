@@ -17,7 +17,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar, get_args
@@ -160,10 +160,15 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
+def allow_late(
+    parser: argparse.ArgumentParser, argument: str, read: Callable[[str], Any] = str
+) -> None:
     """Let the user give the optional last argument also after options. argparse looks for it only
-    where the arguments before it are."""
-    parser.set_defaults(late_argument=argument)
+    where the arguments before it are.
+
+    read   returns the value of the argument's text, or raises ArgumentTypeError
+    """
+    parser.set_defaults(late_argument=argument, read_late_argument=read)
 
 
 def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
@@ -173,7 +178,10 @@ def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> b
     is_it = len(unknown) == 1 and not unknown[0].startswith("-")
     if not (name and is_it and getattr(options, name) is None):
         return False
-    setattr(options, name, unknown[0])
+    try:
+        setattr(options, name, options.read_late_argument(unknown[0]))
+    except argparse.ArgumentTypeError as error:
+        options.parser.error(f"{name}: {error}")
     return True
 
 

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port, or a name from `tidegate ps` (default: your only server)",
     )
+    parser.add_argument("--port", metavar="PORT", help="the same as PORT")
     parser.add_argument(
         "-f", "--follow", action="store_true", help="go on until the server ends, or until Ctrl-C"
     )
@@ -74,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    directory = _directory(options.name)
+    if options.name and options.port:
+        raise Failure("give the port once, as PORT or as --port PORT", exit_code=ExitCode.USAGE)
+    directory = _directory(options.name or options.port)
     reader = LogReader(directory)
     lines = list(reader.read())
     chosen = LogFilter(options.level, _request(options, lines))

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MIN_BEGINNING_CHARS} characters), if no other request has it",
     )
     parser.add_argument("--json", action="store_true", help="print the timeline as JSON")
-    add_engine_options(parser)
+    add_engine_options(parser, takes_argument=True)
 
 
 def run(options: argparse.Namespace) -> int:
