@@ -113,6 +113,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     defaults: SamplingDefaults = SamplingDefaults()
     #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
+    #: Format of the files: "gguf" or "safetensors"; "" if it is not known.
+    file_format: str = ""
+    #: Number type of most of the quantised weights in the files, such as "Q4_1"; "" if there are
+    #: none.
+    quantization: str = ""
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_alternatives_are_checked_as_if_each_were_alone(tmp_path: Path, tiny: Pa
     assert replace(again.plans[0], free_bytes=0) == replace(one.plans[0], free_bytes=0)
     assert memory_line(one).startswith("takes ")
     assert "; requests of up to " in memory_line(one)
+    sizes = re.findall(r"([\d.]+) ([GM])B of", memory_line(one))
+    total, *parts = (float(number) * {"M": 1e6, "G": 1e9}[unit] for number, unit in sizes)
+    assert sum(parts) == pytest.approx(total, rel=0.1), "the parts are the whole"
     assert memory_line(none) == f"cannot be served here: {none.error}; {none.remedy}"
 
 

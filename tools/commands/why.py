@@ -12,7 +12,7 @@ import msgspec
 
 from protocol.client import Client
 from protocol.errors import ServingError
-from protocol.explain import duration, explain, headline
+from protocol.explain import duration, ended, explain, headline
 from protocol.messages import RequestTimelines
 from protocol.request_ids import MIN_BEGINNING_CHARS, choose, several
 from protocol.timeline import EngineTimeline
@@ -83,9 +83,8 @@ def _unknown(name: str, found: RequestTimelines) -> str:
 
 def _lines(timeline: EngineTimeline) -> list[str]:
     reasons = explain(timeline)
-    state = timeline.finish or "open"
     facts = [
-        state if timeline.finish == "" else f"ended with {state!r}",
+        ended(timeline.finish) if timeline.finish else "open",
         f"{timeline.prompt_tokens:,} + {timeline.generated_tokens:,} tokens",
         *([f"account {timeline.account}"] if timeline.account else []),
         *([f"sent by {timeline.client}"] if timeline.client else []),
