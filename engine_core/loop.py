@@ -315,9 +315,8 @@ class EngineLoop:
                 self._mailbox.send(owner, Outputs(step=0, outputs=outputs))
         aborted = [name for name, is_found in found.items() if is_found]
         unknown = [name for name, is_found in found.items() if not is_found]
-        self._mailbox.send(
-            client, Aborted(request=message.request, aborted=aborted, unknown=unknown)
-        )
+        answer = Aborted(request=message.request, aborted=aborted, unknown=unknown)
+        self._mailbox.send(client, answer)
 
     def _welcome(self, client: bytes) -> None:
         """Send Loading until the model and the adapters to restore are loaded; then Welcome, unless
@@ -489,7 +488,9 @@ class EngineLoop:
         if self._engine is None:
             self._mailbox.send(client, timelines_answer(message.request, []))
             return
-        work = self._engine.compute_timelines(message.names, self._clients.get_name)
+        work = self._engine.compute_timelines(
+            message.names, self._clients.get_name, are_beginnings=message.are_beginnings
+        )
         if (refusal := self._timelines.add(client, message, work)) is not None:
             self._mailbox.send(client, refusal)
 

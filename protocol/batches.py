@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from protocol.field_errors import in_words
+
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """A path that a line may request."""
 BATCH_URLS: tuple[str, ...] = get_args(BatchUrl)
@@ -125,8 +127,8 @@ def _bad_line(error: Exception) -> BadLine:
         return BadLine(f"{missing[1]}: this field is required", field=missing[1])
     place = _PLACE.search(text)
     if place is None:  # the body itself, or the whole line
-        return BadLine(f"a line and its body must be objects: {text}")
-    return BadLine(f"{place[1]}: {text[: place.start()]}", field=place[1])
+        return BadLine("a line and its body must be objects")
+    return BadLine(f"{place[1]}: {in_words(text)}", field=place[1])
 
 
 def model_in(line: BatchLine) -> str | None:

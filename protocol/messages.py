@@ -224,6 +224,8 @@ class GetTimeline(Message, frozen=True, kw_only=True):
 
     request: int
     names: list[str]
+    #: Whether the names are beginnings of names (`protocol.request_ids.begins`).
+    are_beginnings: bool = False
 
 
 class Drain(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.encoding import EncodingCard
+from protocol.field_errors import in_words
 from protocol.sampling import SamplingParams
 
 
@@ -70,7 +71,7 @@ def _problem(name: str, value: Any) -> str | None:
     try:
         msgspec.convert({_param(name): value}, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        return str(error).partition(" - at")[0]
+        return in_words(str(error).partition(" - at")[0])
     return None
 
 
@@ -135,6 +136,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     defaults: SamplingDefaults = SamplingDefaults()
     #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
+    #: Format of the files: "gguf" or "safetensors"; "" if it is not known.
+    file_format: str = ""
+    #: Number type of most of the quantised weights in the files, such as "Q4_1"; "" if there are
+    #: none.
+    quantization: str = ""
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None

@@ -230,10 +230,13 @@ class Session:
             GetStatus(request=self._next_request, max_rows=max_rows, after_step=after_step)
         )
 
-    def get_timeline(self, names: Sequence[str]) -> GetTimeline:
+    def get_timeline(self, names: Sequence[str], *, are_beginnings: bool = False) -> GetTimeline:
         """Open a request for timelines, which ends with RequestTimelines or Refused. Return the
         message to send."""
-        return self._opened(GetTimeline(request=self._next_request, names=list(names)))
+        message = GetTimeline(
+            request=self._next_request, names=list(names), are_beginnings=are_beginnings
+        )
+        return self._opened(message)
 
     def _opened(self, message: Command) -> Command:
         """Record that the request of `message` is open. Return `message`."""

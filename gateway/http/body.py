@@ -32,6 +32,7 @@ from werkzeug.exceptions import (
 
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
 from protocol.errors import InvalidRequest, Overloaded
+from protocol.field_errors import in_words
 
 MAX_LISTED_FIELDS = 16
 """Maximum number of unknown fields that a response lists."""
@@ -247,7 +248,7 @@ def decode_json(data: bytes | memoryview) -> Any:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        message = _WHERE.sub("", str(error))
+        message = in_words(str(error))
         path = _invalid_number(bytes(data)) if len(data) <= MAX_SEARCHED_BYTES else None
         raise InvalidRequest(f"{path}: {message}" if path else message, param=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -314,6 +315,7 @@ def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
     if missing := _MISSING.search(message):
         path = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{path}: this field is required", param=path)
+    message = in_words(message)
     mapping, is_inside, rest = path.partition(_ANY_KEY)
     if is_inside or (where and where[1]):
         key = _key_at_fault(text, fields, kind, mapping)

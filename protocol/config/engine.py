@@ -184,7 +184,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         about(
             "directory for a record of the engine's input, for `tidegate replay`; it contains the "
             "token ids of users' prompts. Default: no journal",
-            path=True,
+            path="new directory",
         ),
     ] = ""
     journal_mib: Annotated[

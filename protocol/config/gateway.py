@@ -46,7 +46,7 @@ ServedNames = Annotated[
     list[str], about("model name in the API; repeat for aliases. Default: the model's own")
 ]
 ChatTemplate = Annotated[
-    str, about("file with a chat template to use in place of the model's own", path=True)
+    str, about("file with a chat template to use in place of the model's own", path="file")
 ]
 DefaultTemplateKwargs = Annotated[
     str, about("JSON object of chat template variables for requests that do not set them")
@@ -159,7 +159,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "file with the clients' API keys, made by `tidegate keys`; reloaded when it changes",
-            path=True,
+            path="file",
         ),
     ] = ""
     api_key: Annotated[
@@ -290,7 +290,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         about(
             "SQLite file that stores responses, shared by all gateways; none: do not store "
             "them. Default: responses/PORT.db in $TIDEGATE_HOME",
-            path=True,
+            path="new file",
         ),
     ] = ""
     response_store_mib: Annotated[
@@ -308,7 +308,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores uploaded files and batches, shared by all gateways; none: no "
-            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME"
+            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME",
+            path="new file",
         ),
     ] = ""
     file_store_mib: Annotated[

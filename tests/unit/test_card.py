@@ -155,8 +155,8 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
         ('{"bad_words_ids": [5]}', "bad_words_ids: Expected `array`"),
         ('{"logit_bias": {"5": 200}}', "logit_bias: Expected `float` <= 100.0"),
         ('{"temprature": 0.2}', "'temprature' has no default here; known: temperature, top_p"),
-        ('{"temperature": 9}', "temperature: Expected `float` <= 2.0"),
-        ('{"top_k": 1.5}', "top_k: Expected `int`"),
+        ('{"temperature": 9}', "temperature: must be a number, at most 2"),
+        ('{"top_k": 1.5}', "top_k: must be a whole number, not a number with decimals"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message: str) -> None:

@@ -199,6 +199,12 @@ def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
 
 def test_the_default_number_of_threads_is_that_of_allowed_cores() -> None:
     assert machine.choose_threads(3, cores=8, quota=1.0) == 3
+    assert machine.thread_warning(0, cores=2, quota=None) == ""
+    assert machine.thread_warning(2, cores=2, quota=None) == ""
+    assert machine.thread_warning(200, cores=2, quota=None).startswith(
+        "--threads 200 is more than the 2 cores that this process may use"
+    )
+    assert "the 1 core that" in machine.thread_warning(2, cores=8, quota=1.5)
     assert machine.choose_threads(0, cores=8, quota=None) == 8
     assert machine.choose_threads(0, cores=8, quota=2.5) == 2
     assert machine.choose_threads(0, cores=8, quota=0.5) == 1

@@ -26,6 +26,7 @@ from protocol.model_card import ModelCard
 from protocol.rooms import check_rooms
 from protocol.sockets import MAX_IPC_PATH, run_directory
 from tools import findings
+from tools.commands.models import is_path, suggestion
 from tools.failure import Failure
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
@@ -167,11 +168,11 @@ def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
     if path.exists() and model not in HUB_MODELS:
         return path, None
     try:
-        name = parse_name(model)
+        name = None if is_path(model) else parse_name(model)
     except Failure as failure:
         return None, Finding("model", str(failure), Verdict.BAD, "see: tidegate pull --help")
-    if name is None or model.startswith((".", "/", "~")):
-        return path, None
+    if name is None:
+        return None, Finding("model", f"no model {model!r}", Verdict.BAD, suggestion(model))
     if record := read_record(home(), str(name)):
         return Path(record.path), None
     return None, Finding("model", f"{model} is not downloaded yet; `tidegate serve` downloads it")

@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.action(path, options)
     except ValueError as error:
-        raise Failure(str(error)) from None
+        text = str(error)
+        raise Failure(text if text.startswith(f"{path}:") else f"{path}: {text}") from None
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}") from None
     return 0

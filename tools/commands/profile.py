@@ -52,7 +52,7 @@ class CpuSample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
+    add_server(parser, takes_argument=True)
     parser.add_argument(
         "--steps",
         type=int,

@@ -26,6 +26,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
+from protocol.field_errors import in_words
 from tools.flags import build, flags_of
 from tools.models.catalogue import DEFAULT
 from tools.paths import user_path
@@ -87,7 +88,7 @@ def read_models_file(file: Path, *, is_config: bool = False) -> list[NamedModel]
     for number, table in enumerate(tables, start=1):
         try:
             found.append(_read_table(table, file.parent))
-        except (msgspec.ValidationError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"--models {file}: model {number}: {error}") from None
     return found
 
@@ -115,7 +116,7 @@ def _option(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, kinds[key])
     except msgspec.ValidationError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"{key}: {in_words(str(error))}") from None
 
 
 @cache

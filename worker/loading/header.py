@@ -8,6 +8,7 @@ model is refused here, before a server starts.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -65,6 +66,8 @@ from worker.models.tensors import ModelTensors, Shape
 log = logging.getLogger(__name__)
 
 MXFP4 = GGMLType.MXFP4.name
+PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
+"""Number types that are not quantised."""
 ADAPTER = "adapter_config.json"
 """transformers would load the adapter that this file describes into the model."""
 
@@ -96,6 +99,17 @@ class ModelHeader:
     @property
     def spec(self) -> ModelSpec:
         return self.tensors.spec
+
+    @property
+    def file_format(self) -> str:
+        """ModelCard.file_format."""
+        return "gguf" if isinstance(self.files, GGUFFile) else "safetensors"
+
+    @property
+    def quantization(self) -> str:
+        """ModelCard.quantization."""
+        counts = Counter(kind for kind in self.kinds.values() if kind not in PLAIN_KINDS)
+        return next((kind for kind, _ in counts.most_common(1)), "")
 
     @property
     def encoding(self) -> EncodingCard | None:

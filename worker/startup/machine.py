@@ -43,6 +43,19 @@ def choose_threads(wanted: int, *, cores: int, quota: float | None, local_size: 
     return max(1, available // local_size)
 
 
+def thread_warning(wanted: int, *, cores: int, quota: float | None) -> str:
+    """Return what to log about more threads than cores; "" if there are enough cores. The arguments
+    are those of `choose_threads`."""
+    available = choose_threads(0, cores=cores, quota=quota)
+    if wanted <= available:
+        return ""
+    noun = "core" if available == 1 else "cores"
+    return (
+        f"--threads {wanted} is more than the {available} {noun} that this process may use; more "
+        "threads than cores make each step slower"
+    )
+
+
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     """Return the processor's name as the system spells it; empty if the system does not list it."""
     return first_of(cpuinfo, "model name")

@@ -54,11 +54,11 @@ def details_of(card: ModelCard) -> ModelDetails:
     is_loaded = card.num_parameters > 0
     return ModelDetails(
         parent_model="",
-        format="",
+        format=card.file_format,
         family=family,
         families=[family],
         parameter_size=_rounded(card.num_parameters) if is_loaded else "",
-        quantization_level=card.dtype if is_loaded else "",
+        quantization_level=(card.quantization or card.dtype) if is_loaded else "",
     )
 
 
