@@ -133,11 +133,14 @@ class HangUp:
             return
         except OSError:
             is_gone = True
+        then = self.then
         self.close()
         if is_gone:
-            self.then()
+            then()
 
     def close(self) -> None:
+        """Stop watching, and drop `then`, which may refer to this object."""
+        self.then = _nothing
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher.close()
@@ -245,6 +248,12 @@ class Outlet:
         self.is_cut = True
         self._buffer.clear()
         self.finish()
+
+    def close(self) -> None:
+        """Write nothing more, and drop the callbacks, which may refer to this outlet. The owner
+        calls this when `run` has returned."""
+        self.cut()
+        self._on_full = self._on_room = self._on_overflow = _nothing
 
     def wait_drained(self) -> None:
         """Wait until the buffer is empty. A greenlet that writes more bytes than the buffer may
