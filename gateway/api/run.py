@@ -102,9 +102,10 @@ class GenerationRunner:
     ) -> None:
         """Send the choices and wait until the engine has accepted them.
 
-        Raises InvalidRequest if a grammar is too large, and the engine's refusal. No header of the response has been sent by then, so the
-        response can have the status of the refusal. With `needs_client` and a queue timeout, this
-        waits for the first token, because the engine may refuse the request until then.
+        Raises InvalidRequest if a grammar is too large, and the engine's refusal. No header of the
+        response has been sent by then, so the response can have the status of the refusal. With
+        `needs_client` and a queue timeout, this waits for the first token, because the engine may
+        refuse the request until then.
 
         needs_client  abort the request if its client disconnects
         is_whole      the client waits for the whole answer, so the timeout in its headers applies
