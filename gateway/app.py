@@ -36,6 +36,8 @@ from gateway.auth.request_head import path_of, printable
 from gateway.context import REQUEST_ID_HEADER, RequestContext
 from gateway.generation.group import ClientGone
 from gateway.generation.record import CLIENT_CLOSED_REQUEST, RequestRecord
+from gateway.http.body import OWNER, RESERVATION
+from gateway.http.body_memory import BodyReservation
 from gateway.http.client_socket import client_socket, linger
 from gateway.http.errors import (
     HTTPFault,
@@ -212,6 +214,8 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         else:
             context.caller = gate.admit_as(head, origin.caller)
             context.is_background = origin.is_background
+        caller = context.caller.name
+        request.environ[OWNER] = f"key {caller}" if caller else f"peer {head.peer}"
         return None
 
     @app.after_request
@@ -235,9 +239,16 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         """Break the cycles of the environment, so that no memory of the request waits for the
         garbage collector. If the greenlet was killed, close the context."""
         request.environ.pop(HEAD, None)
-        context = request.environ.pop(CONTEXT, None)
+        context: RequestContext | None = request.environ.pop(CONTEXT, None)
+        reservation: BodyReservation | None = request.environ.pop(RESERVATION, None)
         if context is not None and not context.is_streaming:
             context.close(CLIENT_CLOSED_REQUEST)  # no effect if the view has returned
+        if reservation is None:
+            return
+        if context is None or context.is_closed:
+            reservation.close()
+        else:  # the answer goes on
+            context.call_on_close(lambda record: reservation.close())
 
 
 def _help_link() -> str:

@@ -29,6 +29,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
+from gateway.http.body_memory import BodyMemory
 from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
@@ -146,7 +147,7 @@ class Service:
     def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
-        self.bodies = BodyReader(config.max_body_mib << 20)
+        self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)
         self.metrics = Metrics(
             self._list_engines, [m.served_name[0] for m in config.models if len(config.models) > 1]
