@@ -9,6 +9,7 @@ described at https://platform.openai.com/docs/guides/batch.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -161,15 +162,20 @@ def split_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of each line that is not blank, in a file that is read in pieces.
 
-    The numbers start at 1 and count blank lines. Raises BadLine if a line is longer than
-    `max_bytes`.
+    The numbers start at 1 and count blank lines. A byte-order mark, which some editors write, is
+    not part of the first line. Raises BadLine if a line is longer than `max_bytes`.
     """
     number, parts, length = 1, [], 0
+
+    def joined() -> bytes:
+        line = b"".join(parts)
+        return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
     for piece in pieces:
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             parts.append(piece[start:end])
-            line = b"".join(parts)
+            line = joined()
             if len(line) > max_bytes:
                 raise too_long(number, max_bytes)
             if line.strip():
@@ -179,7 +185,7 @@ def split_lines(
         length += len(parts[-1])
         if length > max_bytes:
             raise too_long(number, max_bytes)
-    if (line := b"".join(parts)).strip():
+    if (line := joined()).strip():
         yield number, line
 
 
