@@ -25,6 +25,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent, die_with_parent
+from protocol.malloc import map_large_pieces
 from protocol.start_gate import wait_at_gate
 
 _parent = attach_to_parent(signal.SIGTERM)
@@ -134,12 +135,14 @@ if workers > 1:  # must be set before prometheus_client is imported: see gateway
 
 
 def post_fork(_server: Any, _worker: Any) -> None:
-    """Have the kernel signal this worker when the master ends. gunicorn calls this after the fork.
+    """Have the kernel signal this worker when the master ends, and have the memory of large bodies
+    returned when they are freed. gunicorn calls this after the fork.
 
     `GatewayWorker.notify` also checks for the master, but only once a second, and only while the
     worker serves.
     """
     die_with_parent(signal.SIGQUIT)
+    map_large_pieces()
 
 
 def post_worker_init(worker: Any) -> None:

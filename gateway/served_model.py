@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -261,14 +260,3 @@ def _is_valid(name: str, value: float) -> bool:
         log.warning("ignoring the model's default %s=%r: %s", name, value, error)
         return False
     return True
-
-
-def return_free_memory() -> None:
-    """Return free pages of the C library's heap to the operating system, if the C library is glibc.
-
-    Preparing a model with a vocabulary of 150,000 tokens needs 80 MB temporarily. That memory lies
-    between blocks that are still in use, so the process would keep it until its end.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
