@@ -30,7 +30,8 @@ from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
 from gateway.http.body_memory import BodyMemory
-from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
+from gateway.http.client_socket import NOT_GUNICORN, describe_writing
+from gateway.http.connections import ClientConnections
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
@@ -170,7 +171,7 @@ class Service:
         #: Why streams are not written directly to the clients' sockets; None if they are.
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
-        self.idle_connections = IdleConnections()
+        self.connections = ClientConnections()
         self.recent = RecentRequests()
         self.watch = WatchPoller(
             lambda: [(host.name, host.engine.connections) for host in self.hosts],
@@ -254,7 +255,7 @@ class Service:
             if not self.is_draining():
                 continue
             draining_since = draining_since or time.monotonic()
-            self.idle_connections.close()
+            self.connections.close_idle()
             if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
                 self._end_groups()
 
