@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -242,12 +241,3 @@ def fingerprint_of(card: ModelCard) -> str:
     return f"tidegate-{version()}-{card.digest[:8]}{numerics}"
 
 
-def return_free_memory() -> None:
-    """Return free pages of the C library's heap to the operating system, if the C library is glibc.
-
-    Preparing a model with a vocabulary of 150,000 tokens needs 80 MB temporarily. That memory lies
-    between blocks that are still in use, so the process would keep it until its end.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

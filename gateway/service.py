@@ -30,7 +30,9 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
-from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
+from gateway.http.body_memory import BodyMemory
+from gateway.http.client_socket import NOT_GUNICORN, describe_writing
+from gateway.http.connections import ClientConnections
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
@@ -151,7 +153,7 @@ class Service:
     def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
-        self.bodies = BodyReader(config.max_body_mib << 20)
+        self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)
         self.metrics = Metrics(
             self._list_engines, [m.served_name[0] for m in config.models if len(config.models) > 1]
@@ -174,7 +176,7 @@ class Service:
         #: Why streams are not written directly to the clients' sockets; None if they are.
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
-        self.idle_connections = IdleConnections()
+        self.connections = ClientConnections()
         self.recent = RecentRequests()
         self.watch = WatchPoller(
             lambda: [(host.name, host.engine.connections) for host in self.hosts],
@@ -270,7 +272,7 @@ class Service:
             if not self.is_draining():
                 continue
             draining_since = draining_since or time.monotonic()
-            self.idle_connections.close()
+            self.connections.close_idle()
             if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
                 self._end_groups()
 

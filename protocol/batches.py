@@ -172,18 +172,19 @@ def split_lines(
 
     def joined() -> bytes:
         line = b"".join(parts)
+        parts.clear()
         return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
     for piece in pieces:
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             parts.append(piece[start:end])
-            line = joined()
-            if len(line) > max_bytes:
+            lines = [joined()]  # emptied before the yield, so that only the caller holds the line
+            if len(lines[0]) > max_bytes:
                 raise too_long(number, max_bytes)
-            if line.strip():
-                yield number, line
-            number, parts, length, start = number + 1, [], 0, end + 1
+            if lines[0] and not lines[0].isspace():
+                yield number, lines.pop()
+            number, length, start = number + 1, 0, end + 1
         parts.append(piece[start:])
         length += len(parts[-1])
         if length > max_bytes:

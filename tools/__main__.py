@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from protocol.exit_codes import ExitCode
+from protocol.open_files import raise_file_limit
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
 from tools.flags import OneLineParser, take_late_argument
@@ -150,6 +151,7 @@ def join_bench_step(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    raise_file_limit()
     words = join_bench_step(sys.argv[1:] if arguments is None else arguments)
     if not words:
         build_parser().print_help()

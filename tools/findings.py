@@ -247,7 +247,7 @@ def sockets(directory: Path, problem: str | None) -> Finding:
 
 
 def open_files(limit: int) -> Finding:
-    """Judge the hard limit on the number of open files."""
+    """Judge the limit on open files that applies to the server."""
     text = f"at most {limit:,}"
     if limit < ENOUGH_FILES:
         remedy = f"ulimit -n {ENOUGH_FILES}; each connection needs one"

@@ -149,6 +149,15 @@ def plain_fault(status: int, message: str) -> HTTPFault:
     return HTTPFault(status, message, code=_PLAIN_CODES.get(status))
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of `error` and of the errors before it. Their frames hold all variables
+    of the functions that the errors passed through."""
+    before: BaseException | None = error
+    while before is not None:
+        before.__traceback__ = None
+        before = before.__context__
+
+
 class RouteSuggestions:
     """Writes the messages of 404 and 405 errors.
 

@@ -120,6 +120,7 @@ class DetachedRun:
         the run's last event to the client."""
         if batch.is_last:
             self.is_over = True
+            self.abort = lambda: None  # it may refer to this run
             self._write_last()
 
     def _write_last(self) -> None:

@@ -212,6 +212,15 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = True
     served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
+    body_memory_mib: Annotated[
+        int,
+        about(
+            "memory of a gateway process for request bodies above 256 KiB, while they arrive and"
+            " while their requests run; 0: eight times max_body_mib",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 0
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
     max_prompts: Annotated[
         int, about("most prompts in one completions request", ge=1, le=65536)
@@ -370,6 +379,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         return bool(self.api_keys or self.api_key or self.api_key_digests)
 
     @property
+    def body_memory_bytes(self) -> int:
+        """The memory for large request bodies."""
+        return (self.body_memory_mib or 8 * self.max_body_mib) << 20
+
+    @property
     def hosted(self) -> list[ModelConfig]:
         """The models to serve: `models`, or the one model that this config describes itself."""
         names = set(ModelConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
@@ -378,6 +392,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._make_absolute("chat_template", "api_keys", "engines_file")
         _check_names(self.hosted)
+        if self.body_memory_mib and self.body_memory_mib < 2 * self.max_body_mib:
+            raise ValueError(
+                f"body_memory_mib ({self.body_memory_mib}) is less than twice max_body_mib"
+                f" ({self.max_body_mib}), although one client may use only half of it"
+            )
         for field in ("response_store", "file_store"):
             if getattr(self, field) != NO_STORE:
                 self._make_absolute(field)

@@ -104,7 +104,7 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield findings.port(port, _port_problem(host, port), holder(run_directory(port)))
     directory = run_directory(port)
     yield findings.sockets(directory, _sockets_problem(directory))
-    yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield _cache()
     yield findings.environment(left_out())
     if None not in libraries.get("worker", {}).values():
