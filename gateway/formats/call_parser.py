@@ -136,6 +136,11 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         are always searched for as text, never as tokens. If no call follows, they are content."""
         return ()
 
+    def mistaken_openers(self) -> tuple[str, ...]:
+        """Return the openers that models write by mistake instead of others. A grammar leaves out
+        those with a special token, because the text around calls has no special tokens."""
+        return ()
+
     def bound_marker(self, opener: str) -> str:
         """Return the marker that must follow the opener, or "" if none must."""
         return ""

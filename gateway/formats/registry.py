@@ -278,7 +278,11 @@ class BoundFormat(msgspec.Struct, frozen=True):
         def group(opener: str) -> Form:
             return grammar.rule("stretch", syntax.write_calls(opener, grammar))
 
-        openers = [opener + syntax.bound_marker(opener) for opener in syntax.openers()]
+        openers = [
+            opener + syntax.bound_marker(opener)
+            for opener in syntax.openers()
+            if not (opener in syntax.mistaken_openers() and self.lexicon.has_special(opener))
+        ]
         calls = {opener: group(opener) for opener in openers}
         text = FreeText(calls, (self.format.reasoning or NO_REASONING).silent_markers(), grammar)
         at_start = [sequence(opener, group(opener)) for opener in syntax.start_openers()]

@@ -392,14 +392,15 @@ def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
     for fixture in cases:
         row.fixtures += 1
         for words in vocabularies(sample, fixture):
-            _check_cuts(row, sample, fixture, words)
+            check_cuts(row, sample, fixture, words)
             if fixture.name in CUT_SHORT:
                 _check_cut_short(row, sample, fixture, words)
     row.fixtures += any(fixture.name in CUT_SHORT for fixture in cases)
     return row
 
 
-def _check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+def check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`."""
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures):
         found = read(sample, deltas, words, fixture)
