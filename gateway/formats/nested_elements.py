@@ -298,6 +298,9 @@ class NestedElements(CallSyntax, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         return ()  # its tags are spelt out after the mark
 
+    def signs(self) -> tuple[str, ...]:
+        return (self.mark,)
+
     def openers(self) -> tuple[str, ...]:
         return (f"{self.mark}<{self.group}>",)
 
