@@ -12,10 +12,13 @@ from gateway.formats.event_builder import PARSE_FAILED
 from gateway.formats.events import OutputWarning, ToolCallEnd
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import TOOLS, ToolSyntax
-from tests.property.test_tools_cuts import ANSWERS
+from gateway.formats.response_template import ResponseTemplate
+from tests.property.test_tools_cuts import ANSWERS, FROM_TEMPLATES
 from tests.support.formats import Call, Fixture, Sample, lexicon, read, units, warnings
 
-SAMPLES = {sample.name: sample for sample, _ in ANSWERS}
+SAMPLES = {sample.name: sample for sample, _ in ANSWERS} | {
+    f"{sample.name} (template)": sample for sample, _ in FROM_TEMPLATES
+}
 EACH = pytest.mark.parametrize("name", SAMPLES)
 BOTH = pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
 UNDECLARED = Call("elsewhere", {"city": "Oslo"})
@@ -25,6 +28,8 @@ def markup(syntax: ToolSyntax | None) -> tuple[str, ...]:
     """Return the markers of calls in a syntax."""
     if isinstance(syntax, CallSyntax):
         return tuple(filter(MARKUP.match, {*syntax.openers(), *syntax.signs()}))
+    if isinstance(syntax, ResponseTemplate):
+        return syntax.signs()
     assert isinstance(syntax, AnswerSyntax)
     return {
         "openai": ("to=functions.", "<|constrain|>"),
@@ -45,6 +50,10 @@ def damaged(text: str) -> Iterator[str]:
 
 def silent(sample: Sample, text: str, words: Lexicon) -> bool:
     """Return whether the answer has neither a complete call nor a warning."""
+    tools = sample.format.tools
+    thinking = tools.reasoning if isinstance(tools, ResponseTemplate) else None
+    if thinking and thinking.default_inside:
+        text = thinking.close[0] + text
     case = Fixture("damaged", text, [])
     found = read(sample, [units(text, words)], words, case)
     ended = any(isinstance(event, ToolCallEnd) for event in found)
