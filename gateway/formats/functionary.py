@@ -100,12 +100,13 @@ class FunctionaryParser(AnswerParser):
     def _after_name(self, text: str) -> str:
         """Read the text after the name of an unknown tool."""
         s = self.s
-        rest = text.lstrip(BLANKS)
+        room = 2 * MAX_HEADER_CHARS - len(s.header)
+        end = min(len(text) - len(text.lstrip(BLANKS)), room)
+        s.header += text[:end]
+        rest = text[end:]
         if rest.startswith("{"):
             self._start_call(s.name)
-            return rest
-        s.header += text[: len(text) - len(rest)]
-        if rest:
+        elif rest:
             self._no_header()
         return rest
 

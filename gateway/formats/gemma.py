@@ -48,6 +48,8 @@ from protocol.grammar import Form, LiteralForm, Pattern
 
 NO_CALL = "the marker of a tool call without a call after it"
 MAX_NAME_CHARS = 256
+MAX_BLANKS = 256
+"""Most blanks between a single quote that ends a string and the text that shows this."""
 IN_SINGLE = re.compile(r"[^'\\]*+")
 SINGLE_ESCAPES = {"'": "'", '"': '"', "\\": "\\", "n": "\n", "t": "\t", "r": "\r"}
 NAME = re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*")
@@ -203,8 +205,10 @@ class GemmaParser(CallParser):
 
     def _after_single_quote(self, text: str) -> str:
         s = self.s
-        rest = text.lstrip(BLANKS)
-        s.pending += text[: len(text) - len(rest)]
+        room = MAX_BLANKS + 1 - len(s.pending)
+        end = min(len(text) - len(text.lstrip(BLANKS)), room)
+        s.pending += text[:end]
+        rest = text[end:]
         if not rest:
             return ""
         ends = ":=" if s.value.is_key else ",}])"

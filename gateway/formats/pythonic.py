@@ -56,15 +56,17 @@ from protocol.grammar import Form, Pattern
 MAX_NAME_CHARS = 256
 NAME_CHARS = re.compile(r"[\w.\-]*+")
 NAME = re.compile(r"[^\W\d][\w.\-]*+")
+SPACES, WORD = r"[ \t\r\n]{0,64}+", r"[\w.\-]"
 ENDS_STRING = re.compile(
-    r"[ \t\r\n]*+(?:,[ \t\r\n]*+\w++[ ]*+=|\)[ \t\r\n]*+(?:\]|[,;][ \t\r\n]*+[\w.\-]++[ ]*+\())"
+    rf"{SPACES}(?:,{SPACES}\w{{1,256}}+ {{0,64}}+="
+    rf"|\){SPACES}(?:\]|[,;]{SPACES}{WORD}{{1,256}}+ {{0,64}}+\())"
 )
 MAY_END_STRING = re.compile(
-    r"[ \t\r\n]*+(?:,[ \t\r\n]*+\w*+[ ]*+|\)[ \t\r\n]*+(?:[,;][ \t\r\n]*+[\w.\-]*+[ ]*+)?)?"
+    rf"{SPACES}(?:,{SPACES}\w{{0,256}}+ {{0,64}}+"
+    rf"|\){SPACES}(?:[,;]{SPACES}{WORD}{{0,256}}+ {{0,64}}+)?)?"
 )
-"""Text after a quote that ends an argument, and a text that may become such a text."""
-MAX_AFTER_QUOTE = 512
-"""Most characters that are held back after a quote that may end a string."""
+"""Text after a quote that ends an argument, and text that may become such a text. Both are bounded,
+because the text is held back."""
 
 
 class PythonicState(CallParserState):
@@ -215,7 +217,7 @@ class PythonicParser(CallParser):
         s.after += text
         if ENDS_STRING.match(s.after, 1):
             return self._quote_ends()
-        if MAY_END_STRING.fullmatch(s.after, 1) and len(s.after) <= MAX_AFTER_QUOTE:
+        if MAY_END_STRING.fullmatch(s.after, 1):
             return ""
         after, s.after, s.at = s.after, "", "value"
         s.literal.text(after[0])
