@@ -35,8 +35,7 @@ import msgspec
 from gateway.formats.call_parser import NO_CALL, CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
-from gateway.formats.json_scanner import ESCAPE, IN_QUOTES, QUOTES, STRING, VALUE, LiteralScan
-from gateway.formats.json_spelling import SPACE
+from gateway.formats.json_scanner import ESCAPE, IN_QUOTES, QUOTES, STRING, LiteralScan
 from gateway.formats.literal_dialect import PYTHON
 from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
@@ -56,6 +55,7 @@ from protocol.grammar import Form, Pattern
 MAX_NAME_CHARS = 256
 NAME_CHARS = re.compile(r"[\w.\-]*+")
 NAME = re.compile(r"[^\W\d][\w.\-]*+")
+UP_TO_QUOTE = re.compile(r"[^'\"]*+['\"]?")
 SPACES, WORD = r"[ \t\r\n]{0,64}+", r"[\w.\-]"
 ENDS_STRING = re.compile(
     rf"{SPACES}(?:,{SPACES}\w{{1,256}}+ {{0,64}}+="
@@ -196,17 +196,15 @@ class PythonicParser(CallParser):
         s, literal = self.s, self.s.literal
         if literal.stack or len(literal.quote) == 3:
             return self._in_value(text)
-        if literal.at in (VALUE, QUOTES, ESCAPE):
-            end = match_end(SPACE, text) if literal.at == VALUE else 0
-            is_string = literal.at != VALUE or text[end : end + 1] in ("'", '"')
-            end = end + 1 if is_string else len(text)
-        elif literal.at == STRING:
+        if literal.at == STRING:
             end = match_end(IN_QUOTES[literal.quote], text)
             if text[end : end + 1] == literal.quote:
                 s.at, s.after = "quote", literal.quote
             end += text[end : end + 1] == "\\"
+        elif literal.at in (QUOTES, ESCAPE):
+            end = 1
         else:
-            end = len(text)
+            end = match_end(UP_TO_QUOTE, text)
         skipped = s.at == "quote"
         unread = self._in_value(text[:end]) if end else ""
         return unread + text[end + skipped :]
@@ -219,7 +217,8 @@ class PythonicParser(CallParser):
             return self._quote_ends()
         if MAY_END_STRING.fullmatch(s.after, 1):
             return ""
-        after, s.after, s.at = s.after, "", "value"
+        after: str = s.after
+        s.after, s.at = "", "value"
         s.literal.text(after[0])
         return after[1:]
 

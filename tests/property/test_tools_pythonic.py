@@ -308,6 +308,7 @@ INNER_QUOTES = [
     ),
     ("a='echo ('a', 'b')', b=''", {"a": "echo ('a', 'b')", "b": ""}),
     ('a=\'x)\', b="say "hi""', {"a": "x)", "b": 'say "hi"'}),
+    ("a=r'x 'y\\n' z', b=0", {"a": "x 'y\\n' z", "b": 0}),
     (r"a='it\'s \\', b=r'C:\new'", {"a": "it's \\", "b": r"C:\new"}),
     ('a="""b \'c\' "d" e"""', {"a": "b 'c' \"d\" e"}),
 ]
