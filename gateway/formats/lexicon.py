@@ -68,7 +68,7 @@ class Lexicon:
         return marker in self._by_id
 
     def has_special(self, marker: str) -> bool:
-        """Return whether `marker` is or contains a special token that has no text of its own."""
+        """Return whether `marker` is one token, or contains a special token."""
         return any(part in marker for part in (*self._by_id, *self.parts.values()))
 
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:

@@ -11,6 +11,7 @@ from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.detect import ANY, REASONING_RULES, TOOL_RULES, DetectionRule, detect
 from gateway.formats.events import (
     Content,
+    Event,
     Finished,
     Reasoning,
     ToolArguments,
@@ -190,6 +191,54 @@ def test_markers_with_the_suffix_of_a_vocabulary_are_found_and_parsed(name: str)
             ToolCallEnd(0),
             Finished("tool_calls"),
         ]
+
+
+NOW = [ToolCall(0, "id", "now"), ToolArguments(0, '{"tz": "UTC"}'), ToolCallEnd(0)]
+WHOLE_ANSWERS = [
+    (
+        "solar_open",
+        "solar_open",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>One moment.<|end|><|begin|>assistant"
+        "<|tool_calls|><|tool_call:begin|>id<|tool_call:name|>now<|tool_call:args|>"
+        '{"tz": "UTC"}<|tool_call:end|><|calls|>',
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+    (
+        "jamba",
+        "apriel",
+        "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nOne moment.\n"
+        '<tool_calls>[{"name": "now", "arguments": {"tz": "UTC"}, "id": "0"}]</tool_calls>'
+        "[END FINAL RESPONSE]",
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+    (
+        "minicpm3",
+        "minicpm3",
+        '<|thought_start|>\nHm.\n<|thought_end|>\n<|tool_call_start|>\n```python\nnow(tz="UTC")'
+        "\n```\n<|tool_call_end|>\nOne moment.",
+        [Reasoning("Hm."), *NOW, Content("One moment.")],
+    ),
+    (
+        "nemotron_json",
+        "qwen3",
+        "<think>\nHm.\n</think>\n\nOne moment.\n"
+        '<TOOLCALL>[{"name": "now", "arguments": {"tz": "UTC"}}]</TOOLCALL>',
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "events"), WHOLE_ANSWERS)
+def test_a_whole_answer_is_parsed_by_a_pair_of_formats(
+    tools: str, reasoning: str, text: str, events: list[Event]
+) -> None:
+    format = format_of(tools, reasoning)
+    words = format.lexicon(nothing)
+    for size in range(1, len(text) + 1):
+        machine = format.parser(words, new_id=lambda: "id")
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [event for piece in pieces for event in machine.push(piece)]
+        assert merged(found + machine.finish()) == events
 
 
 @pytest.mark.parametrize(
