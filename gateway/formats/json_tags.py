@@ -11,13 +11,13 @@ The states are:
     opened   before an object or an array; if other text follows, this is not a call
     call     in a call's object
     array    in an array, between calls
-    after    after a call or an array: the closing marker follows, or another opening one
+    after    after a call or an array: the closing marker follows, another call, or another opener
     broken   in text that is not JSON, which is emitted unchanged up to the next marker
 
 A call ends with its closing brace, not with the marker after it. If a call's JSON is broken or
 incomplete but its name is known, the call is emitted with the text as it is. Otherwise everything
-after the last complete call is content, with a warning unless the opening marker also occurs in
-ordinary text (`ambiguous`).
+after the last complete call is content, with a warning. There is no warning if the opening marker
+also occurs in ordinary text (`ambiguous`) and nothing after it looks like a call.
 
 The grammar admits white space between the items of an array. All other text must be spelt as the
 chat template spells it.

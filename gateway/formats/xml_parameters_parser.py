@@ -26,8 +26,8 @@ A value may also contain a whole call, such as the text of a template. So after 
 value, the next `</parameter>`, `</function>` and `</tool_call>` that can belong to the inner call
 are part of the value. Only if the answer ends directly after them, they end the outer call instead.
 
-Where a value could also end elsewhere, there is a warning: if it lacks its closing tags, if one of
-them is doubled (the second is dropped), and if the tags that end it may belong to an inner call.
+There is a warning if a value could also end elsewhere: if it lacks its closing tags, if one of them
+is doubled (the second is dropped), and if the tags that end it may belong to an inner call.
 
 If the syntax has no `open` marker, or if `bare` is set, a call's own tag may start a group. It does
 so only if it names a tool of the request.
