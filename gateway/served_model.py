@@ -239,5 +239,3 @@ def fingerprint_of(card: ModelCard) -> str:
     and `ModelCard.numerics`, which is empty if results are not reproducible."""
     numerics = f"-{card.numerics}" if card.numerics else ""
     return f"tidegate-{version()}-{card.digest[:8]}{numerics}"
-
-

@@ -279,7 +279,7 @@ def _find_calls(prober: _Prober) -> None:
     before = prober.traits
     if not prober.choose([one, without_ids], *candidates):
         prober.traits = msgspec.structs.replace(before, calls="words")
-        if not _writes_any_role(prober):
+        if prober.traits.tools or not _writes_any_role(prober):
             prober.choose([one], {"results_of_words": True}, {"results_of_words": False})
         return
     _find_call_example(prober)
