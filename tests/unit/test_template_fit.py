@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.prompt.fit import fitted_list, fitted_tools, template_messages
+from gateway.prompt.fit import describes_tools, fitted_list, fitted_tools, template_messages
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.traits import TemplateTraits
 from protocol.errors import InvalidRequest
@@ -48,13 +48,20 @@ def result(name: str, content: Any = None) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"call_{name}", "content": content or f"R{name}"}
 
 
-def prompt(source: str, messages: list[Any], tools: list[Any] | None = None) -> str:
+def prompt(
+    source: str,
+    messages: list[Any],
+    tools: list[Any] | None = None,
+    tool_format: str | None = None,
+) -> str:
     template = ChatTemplate(source)
-    fitted = template_messages(messages, template.traits, tools)
+    traits = template.traits
+    fitted = template_messages(messages, traits, tools, tool_format=tool_format)
+    passed = None if describes_tools(traits, tool_format) else tools
     return template.render(
         fitted,
-        tools=fitted_tools(tools, template.traits),
-        documents=fitted_list(None, template.traits),
+        tools=fitted_tools(passed, traits),
+        documents=fitted_list(None, traits),
     )
 
 
@@ -125,6 +132,46 @@ def test_calls_are_written_as_text_if_the_template_renders_none() -> None:
     alternating = prompt(ALTERNATES, [USER, called("f", "g"), result("f"), result("g"), USER])
     assert alternating.count("<user>") == 2
     assert alternating.endswith("Rg\n</tool_response>\n\nU")
+
+
+NO_CALLS = TOOLS + (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}={{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("lfm2", "<|tool_call_start|>[f(), g()]<|tool_call_end|>"),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]',
+        ),
+    ],
+)
+def test_calls_written_as_text_have_the_models_own_format(tool_format: str, text: str) -> None:
+    messages = [USER, called("f", "g"), result("f"), result("g")]
+    written = prompt(NO_CALLS, messages, [TOOL], tool_format)
+    assert written == f"[f]<user>U<assistant>{text}<tool>=Rf<tool>=Rg"
+
+
+ONLY_CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<c>{{ c.function.name }}\n{{ c.function.arguments | tojson }}</c>{% endfor %}</end>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_are_described_with_a_call_as_the_template_writes_it() -> None:
+    """DeepSeek's templates render calls, but no tools."""
+    assert ChatTemplate(ONLY_CALLS).traits.call_example == '<c>function-name\n{"name": "value"}</c>'
+    text = prompt(ONLY_CALLS, [SYSTEM, USER], [TOOL], "deepseek_v3")
+    system = text.partition("<user>")[0]
+    assert '{"name":"f","parameters":{"type":"object"}}' in system
+    assert '<c>function-name\n{"name": "value"}</c>' in system
+    assert prompt(ONLY_CALLS, [USER], [TOOL]) == "<user>U</end><assistant>"
 
 
 LATE_SYSTEM = [SYSTEM, USER, {"role": "system", "content": "L"}, ANSWER, USER]
