@@ -50,6 +50,12 @@ INFILL_MARKERS = (
     InfillMarkers("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
     # Code Llama
     InfillMarkers("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    # the same without SentencePiece's space, from llama.cpp's list
+    InfillMarkers("<PRE>", "<SUF>", "<MID>"),
+    # GLM 4.5
+    InfillMarkers("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    # Falcon H1 Tiny Coder
+    InfillMarkers("<|prefix|>", "<|suffix|>", "<|middle|>"),
     # Codestral, and the same tokenizers in other models of Mistral
     InfillMarkers("[PREFIX]", "[SUFFIX]", None, "suffix first"),
 )

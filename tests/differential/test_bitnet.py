@@ -23,9 +23,7 @@ from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, expected, load, some_tokens
 from worker.loading.errors import UnusableModel
 from worker.models.architectures import BitNetMode
-from worker.models.hf import TransformersModel
-from worker.models.hf_bitnet import BitLinear, unpacked
-from worker.models.load import load_model
+from worker.models.hf_bitnet import BitLinear, install, read_packed, unpacked
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch, "compile", lambda function: function)  # there may be no compiler
@@ -85,35 +83,40 @@ def change(path: Path, **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | fields))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
-def test_a_published_checkpoint_has_the_layers_and_the_logits_of_transformers(
+def test_each_linear_layer_equals_that_of_transformers(
+    tmp_path: Path, mode: BitNetMode, dtype: torch.dtype
+) -> None:
+    theirs = checkpoint(tmp_path, mode).to(dtype)
+    ours, factors = random_model("bitnet", tie_word_embeddings=True).to(dtype), None
+    if mode == "offline":
+        tensors, factors = read_packed([tmp_path / "model.safetensors"], dtype)
+        ours.load_state_dict(tensors, strict=False)
+    install(ours, factors)
+    layers = {name: each for name, each in theirs.named_modules() if is_linear(each)}
+    assert {name for name, each in ours.named_modules() if is_linear(each)} == layers.keys()
+    assert len(layers) == 7 * 4
+    for name, layer in layers.items():
+        inputs = torch.randn(3, 9, layer.in_features).to(dtype)
+        assert torch.equal(ours.get_submodule(name)(inputs), layer(inputs)), name
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, BitLinear | AutoBitLinear)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_a_published_checkpoint_has_the_logits_of_transformers(
     tmp_path: Path, mode: BitNetMode
 ) -> None:
     theirs, tokens = checkpoint(tmp_path, mode), some_tokens(NUM_TOKENS)
-    loaded = load(tmp_path)
-    assert isinstance(loaded.model, TransformersModel)
-    ours = {n: m for n, m in loaded.model._decoder.named_modules() if isinstance(m, BitLinear)}
-    layers = {n: m for n, m in theirs.model.named_modules() if isinstance(m, AutoBitLinear)}
-    assert ours.keys() == layers.keys()
-    assert len(ours) == 7 * 4
-    for name, layer in layers.items():
-        inputs = torch.randn(3, 9, layer.in_features)
-        assert torch.equal(ours[name](inputs), layer(inputs)), name
-    logits = expected(theirs, tokens)
+    loaded, logits = load(tmp_path), expected(theirs, tokens)
     for steps in [(61,)], [(7,), (1,), (30,), (23,)]:
         found = EagerStepper(loaded, [tokens]).run(steps)[0]
         assert float((found - logits).norm()) < 0.01 * float(logits.norm())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_published_checkpoint_is_served_in_bfloat16(tmp_path: Path, mode: BitNetMode) -> None:
-    checkpoint(tmp_path, mode)
-    loaded = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert isinstance(loaded.model, TransformersModel)
-    (layer, *_) = [m for m in loaded.model._decoder.modules() if isinstance(m, BitLinear)]
-    assert layer(torch.randn(2, layer.weight.shape[1]).bfloat16()).dtype == torch.bfloat16
-    assert loaded.card.num_parameters == loaded.spec.num_parameters
 
 
 def test_every_row_of_packed_weights_is_unpacked() -> None:

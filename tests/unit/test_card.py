@@ -126,8 +126,8 @@ def test_effective_sampling_defaults_are_complete() -> None:
 
 
 def test_a_default_that_no_request_could_set_is_left_out() -> None:
-    valid = {"top_k": 5, "logit_bias": {3: 1.0}}
-    invalid = {
+    valid: dict[str, Any] = {"top_k": 5, "logit_bias": {3: 1.0}}
+    invalid: dict[str, Any] = {
         "temperature": 9.0,
         "top_p": 0.0,
         "repetition_penalty": float("inf"),

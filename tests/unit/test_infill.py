@@ -27,6 +27,11 @@ FAMILIES: dict[str, tuple[list[str], str]] = {
         ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"],
         "<fim_prefix>ab<fim_suffix>cd<fim_middle>",
     ),
+    "glm 4.5": (
+        ["<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"],
+        "<|code_prefix|>ab<|code_suffix|>cd<|code_middle|>",
+    ),
+    "plain names": (["<PRE>", "<MID>", "<SUF>"], "<PRE>ab<SUF>cd<MID>"),
     "santacoder": (
         ["<fim-prefix>", "<fim-middle>", "<fim-suffix>"],
         "<fim-prefix>ab<fim-suffix>cd<fim-middle>",

@@ -181,6 +181,7 @@ REFUSED: dict[str, str] = {
 
 BITNET = "BitNetForCausalLM"
 BitNetMode = Literal["offline", "online"]
+BITNET_MODES: tuple[BitNetMode, ...] = get_args(BitNetMode)
 BITNET_KEYS = {
     "quant_method": "bitnet",
     "linear_class": "autobitlinear",
@@ -197,7 +198,7 @@ def bitnet_mode(config: Mapping[str, Any]) -> BitNetMode | None:
     values = config.get("quantization_config")
     if values is None:
         return None
-    for mode in get_args(BitNetMode):
+    for mode in BITNET_MODES:
         usual = BITNET_KEYS | {"quantization_mode": mode}
         if isinstance(values, dict) and usual | values == usual:
             return mode
