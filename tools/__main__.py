@@ -22,7 +22,7 @@ from protocol.exit_codes import ExitCode
 from protocol.open_files import raise_file_limit
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
-from tools.flags import OneLineParser, take_late_argument
+from tools.flags import OneLineParser, settle_argument, take_late_argument
 from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
 
@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         if unknown and not take_late_argument(options, unknown):
             options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
+        settle_argument(options)
         options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it
         code: int = options.run(options)

@@ -160,15 +160,36 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def allow_late(
-    parser: argparse.ArgumentParser, argument: str, read: Callable[[str], Any] = str
-) -> None:
+def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
     """Let the user give the optional last argument also after options. argparse looks for it only
-    where the arguments before it are.
+    where the arguments before it are."""
+    parser.set_defaults(late_argument=argument)
+
+
+def let_stand_for(
+    parser: argparse.ArgumentParser, argument: str, option: str, read: Callable[[str], Any]
+) -> None:
+    """Let the optional last argument stand for the value of an option, which may follow it.
 
     read   returns the value of the argument's text, or raises ArgumentTypeError
     """
-    parser.set_defaults(late_argument=argument, read_late_argument=read)
+    allow_late(parser, argument)
+    parser.set_defaults(stands_for=(argument, option, read))
+
+
+def settle_argument(options: argparse.Namespace) -> None:
+    """Store the argument of `let_stand_for`, if it is given, as the value of its option. This comes
+    after unknown options were refused, because the value of one may have been taken for it."""
+    argument, option, read = getattr(options, "stands_for", ("", "", str))
+    text = getattr(options, argument, None)
+    if text is None:
+        return
+    if getattr(options, option) is not None:
+        options.parser.error(f"give the {option} once, as an argument or as --{option}")
+    try:
+        setattr(options, option, read(text))
+    except argparse.ArgumentTypeError as error:
+        options.parser.error(f"--{option} {error}")
 
 
 def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
@@ -178,10 +199,7 @@ def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> b
     is_it = len(unknown) == 1 and not unknown[0].startswith("-")
     if not (name and is_it and getattr(options, name) is None):
         return False
-    try:
-        setattr(options, name, options.read_late_argument(unknown[0]))
-    except argparse.ArgumentTypeError as error:
-        options.parser.error(f"{name}: {error}")
+    setattr(options, name, unknown[0])
     return True
 
 

@@ -91,6 +91,13 @@ def test_a_port_is_given_once(command: str, capsys: pytest.CaptureFixture[str]) 
     assert "give the port once" in capsys.readouterr().err
 
 
+def test_a_port_that_is_none_is_refused_and_an_unknown_option_before_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--port must be a whole number from 1 to 65535, not 'x'" in refusal(capsys, "top", "x")
+    assert "unknown option --modle" in refusal(capsys, "top", "--modle", "x")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.name and options.port:
-        raise Failure("give the port once, as PORT or as --port PORT", exit_code=ExitCode.USAGE)
+        raise Failure("give the port once, as an argument or as --port", exit_code=ExitCode.USAGE)
     directory = _directory(options.name or options.port)
     reader = LogReader(directory)
     lines = list(reader.read())

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,7 +27,7 @@ from protocol.hosts import is_loopback
 from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
 from protocol.sockets import engine_address, run_directory
 from tools.failure import Failure
-from tools.flags import allow_late, flags_of
+from tools.flags import flags_of, let_stand_for
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states, local_url, port_of
 from tools.processes import run_lock
 
@@ -183,23 +182,6 @@ class RunningServer:
         return f"{self.port} ({self.model})" if self.model else str(self.port)
 
 
-class _SetPort(argparse.Action):
-    """Stores the port, which the user may give as an argument or as an option, but once."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if values is None:  # the argument is not given
-            return
-        if namespace.port is not None:
-            parser.error("give the port once, as PORT or as --port PORT")
-        namespace.port = values
-
-
 def add_server(parser: argparse.ArgumentParser, *, takes_argument: bool = False) -> None:
     """Add the options --port and --url, which select a server.
 
@@ -208,17 +190,11 @@ def add_server(parser: argparse.ArgumentParser, *, takes_argument: bool = False)
     (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
     if takes_argument:
         parser.add_argument(
-            "port_argument",
-            nargs="?",
-            action=_SetPort,
-            type=port.read,
-            metavar="PORT",
-            help="the same as --port PORT",
+            "port_argument", nargs="?", metavar="PORT", help="the same as --port PORT"
         )
-        allow_late(parser, "port", port.read)
+        let_stand_for(parser, "port_argument", "port", port.read)
     parser.add_argument(
         port.name,
-        action=_SetPort,
         type=port.read,
         metavar="PORT",
         help="use the server on this port (default: your only server on this machine)",

@@ -50,8 +50,11 @@ class CompareTab {
       placeholder: "The message that both answer",
       value: values.prompt,
     });
-    this.seed = numberField("seed", "compare-seed", values.seed);
-    this.maxTokens = numberField("max_tokens", "compare-max", values.maxTokens);
+    this.fields = [
+      numberField("seed", "compare-seed", values.seed),
+      numberField("max_tokens", "compare-max", values.maxTokens),
+    ];
+    [this.seed, this.maxTokens] = this.fields.map(({ input }) => input);
     this.button = h("button", { type: "submit", class: "button primary" });
     this.problem = h("div", {});
     this.verdict = h("p", { class: "verdict" });
@@ -150,6 +153,7 @@ class CompareTab {
     try {
       const models = await fetchModels();
       await loadFields(); // not before: it may need the same key
+      for (const { check } of this.fields) check();
       fill(this.problem);
       this.sides.forEach((side, place) => {
         side.values.model = fillModelSelect(
@@ -332,12 +336,12 @@ function textOf({ reasoning, content, calls }) {
   return reasoning ? `Reasoning:\n${reasoning.trim()}\n\nAnswer:\n${answer}` : answer;
 }
 
-/** Return the input of a number that both sides share. `start` refuses what it does not accept. */
+/** Return the field of a number that both sides share. `start` refuses what it does not accept. */
 function numberField(name, id, value) {
   const field = NUMBERS.find((each) => each.name === name);
-  const { input } = numberInput(field, { value, onChange: () => {} });
-  input.id = id;
-  return input;
+  const made = numberInput(field, { value, onChange: () => {} });
+  made.input.id = id;
+  return made;
 }
 
 // ---- what the tab remembers

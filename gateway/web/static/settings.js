@@ -193,6 +193,8 @@ export function describeSettings(settings) {
  *
  * field    an entry of NUMBERS
  * options  value (text), usual (the model's default), onChange(text)
+ *
+ * The result's `check` marks the field again, after its bounds are known.
  */
 export function numberInput({ name, unit, about, fallback = "" }, { value, usual, onChange }) {
   const error = h("p", { class: "error", role: "alert" });
@@ -210,7 +212,7 @@ export function numberInput({ name, unit, about, fallback = "" }, { value, usual
   });
   const check = () => mark(input, error, problemOf(name, numberOf(input.value)));
   check();
-  return { input, error };
+  return { input, error, check };
 }
 
 /** Change a number by its own unit, beginning at the default, as far as the bounds allow. */

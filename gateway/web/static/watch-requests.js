@@ -20,6 +20,7 @@ export class RequestTable {
   }
 
   draw(engines) {
+    this.root.hidden = false;
     const shown = engines.flatMap((engine) => engine.requests);
     const open = engines.reduce((sum, engine) => sum + engine.num_open, 0);
     const names = new Set(shown.map((request) => request.name));
@@ -32,10 +33,10 @@ export class RequestTable {
     this.note.textContent = open > shown.length ? `and ${count(open - shown.length)} more` : open ? "" : "No open request.";
   }
 
-  /** Show no requests, and do not say that there are none. */
+  /** Hide the table until there is a frame again, because nothing is known about requests. */
   forget() {
     this.draw([]);
-    this.note.textContent = "";
+    this.root.hidden = true;
   }
 
   select(name) {

@@ -111,9 +111,14 @@ def test_too_many_or_too_long_stop_sequences_are_not_sent(
 def test_the_shared_numbers_of_a_comparison_have_bounds_as_well(
     visit: Visitor, engine: ScriptedEngine
 ) -> None:
-    page = visit().open("/#compare")
+    visitor = visit()
+    release = visitor.hold("/openapi.json")
+    page = visitor.open("/#compare")
     before = len(engine.generates)
     page.get_by_label("Prompt").fill("hi")
+    page.get_by_label("Seed").fill("-0.5")
+    release()
+    page.locator("#compare-seed[aria-invalid=true]").wait_for()  # as soon as the bounds are known
     for label, value in (("Seed", "1.5"), ("Max tokens", "0"), ("Max tokens", "many")):
         field = page.get_by_label(label, exact=True)
         usual = field.input_value()
