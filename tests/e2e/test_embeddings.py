@@ -13,9 +13,9 @@ import ollama
 import pytest
 import requests
 import torch
+import transformers
 from langchain_openai import OpenAIEmbeddings
 from openai import BadRequestError, OpenAI
-from transformers import AutoModel, AutoTokenizer
 
 from tests.support.encoder_models import random_encoder, write_encoder
 from tests.support.model import minilm
@@ -57,7 +57,10 @@ def client(server: Server) -> Iterator[OpenAI]:
 def wanted() -> torch.Tensor:
     """Return the vectors of TEXTS, from transformers: the mean of the hidden states, at length
     1."""
-    tokenizer, model = AutoTokenizer.from_pretrained(minilm()), AutoModel.from_pretrained(minilm())
+    tokenizer, model = (
+        transformers.AutoTokenizer.from_pretrained(minilm()),
+        transformers.AutoModel.from_pretrained(minilm()),
+    )
     rows = []
     for text in TEXTS:
         ids = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
@@ -185,7 +188,7 @@ def test_a_chat_model_generates_and_embeds_at_the_same_time() -> None:
 def test_a_cross_encoder_orders_documents_as_transformers_does(tmp_path: Path) -> None:
     model = random_encoder("bert", scores=True, num_labels=1)
     write_encoder(tmp_path, model)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     query, documents = "w1 w2 w3", ["w4 w5", "w6", "w7 w8 w9 w10 w11", "w2 w1"]
     scores = []
     for document in documents:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from openai import OpenAI
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.eager import expected
 from tests.support.server import SERVED_NAME, Server
@@ -58,10 +58,10 @@ TURNS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Qwen3ForCausalLM:
+def theirs() -> transformers.Qwen3ForCausalLM:
     """Return a model of transformers with the published vocabulary and tiny other dimensions."""
     torch.manual_seed(5)
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -74,11 +74,13 @@ def theirs() -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         eos_token_id=EOS,
     )
-    return Qwen3ForCausalLM(config).eval()
+    return transformers.Qwen3ForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
-def directory(theirs: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(
+    theirs: transformers.Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("qwen3")
     theirs.save_pretrained(folder)
     for file in QWEN3.iterdir():
@@ -101,7 +103,7 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path) -> Any:
-    return AutoTokenizer.from_pretrained(directory)
+    return transformers.AutoTokenizer.from_pretrained(directory)
 
 
 def test_the_formats_are_found_in_the_template(client: OpenAI) -> None:
@@ -116,7 +118,7 @@ def test_the_formats_are_found_in_the_template(client: OpenAI) -> None:
 def test_the_ids_of_a_prompt_and_its_greedy_answer_are_those_of_transformers(
     client: OpenAI,
     tokenizer: Any,
-    theirs: Qwen3ForCausalLM,
+    theirs: transformers.Qwen3ForCausalLM,
     num_turns: int,
     kwargs: dict[str, Any],
     tools: list[Any],

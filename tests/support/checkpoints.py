@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 320
 SPECIAL = ["<|end|>", "<|start|>", "<|stop|>"]
@@ -28,7 +28,7 @@ LLAMA3_ROPE = {
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def random_llama(**changes: Any) -> LlamaForCausalLM:
+def random_llama(**changes: Any) -> transformers.LlamaForCausalLM:
     """Return a Llama with grouped-query attention. Its random weights are so large that attention
     is sharp.
 
@@ -50,7 +50,7 @@ def random_llama(**changes: Any) -> LlamaForCausalLM:
         "eos_token_id": 0,
     }
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -72,7 +72,7 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_directory(path: Path, model: LlamaForCausalLM, **save: Any) -> Path:
+def write_directory(path: Path, model: transformers.LlamaForCausalLM, **save: Any) -> Path:
     """Write a model, the tiny tokenizer and a chat template as transformers does. Return `path`.
 
     save   options of save_pretrained, such as max_shard_size

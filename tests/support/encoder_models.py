@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs, Pooling
@@ -94,12 +94,14 @@ SCORERS: dict[str, dict[str, dict[str, Any]]] = {
 MODULES = "sentence_transformers.models."
 
 
-def random_encoder(model_type: str, *, scores: bool = False, **changes: Any) -> PreTrainedModel:
+def random_encoder(
+    model_type: str, *, scores: bool = False, **changes: Any
+) -> transformers.PreTrainedModel:
     """Return an encoder with random weights, among them those of norms and biases."""
     torch.manual_seed(7)
-    config = AutoConfig.for_model(model_type, **(SIZES | changes))
-    kind = AutoModelForSequenceClassification if scores else AutoModel
-    model: PreTrainedModel = kind.from_config(config).eval()
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | changes))
+    kind = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
+    model: transformers.PreTrainedModel = kind.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name.lower() and name.endswith("weight"):
@@ -127,7 +129,7 @@ def tiny_word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_encoder(path: Path, model: PreTrainedModel) -> Path:
+def write_encoder(path: Path, model: transformers.PreTrainedModel) -> Path:
     """Write a model and the tiny tokenizer as transformers does. Return `path`."""
     model.save_pretrained(path)
     tiny_word_tokenizer().save(str(path / "tokenizer.json"))
@@ -272,7 +274,9 @@ def some_inputs(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, ids: Sequence[int], split: int | None = None) -> Tensor:
+def hidden_states(
+    model: transformers.PreTrainedModel, ids: Sequence[int], split: int | None = None
+) -> Tensor:
     """Return the last hidden states [T, hidden] of one input."""
     types = None
     if split is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from tests.support.checkpoints import VOCAB
 from worker.models.families.registry import FAMILIES
@@ -229,8 +229,8 @@ def random_model(model_type: str, **changes: Any) -> Any:
     if model_type == "gpt_neox":
         del settings["num_key_value_heads"]
     torch.manual_seed(5)
-    config = AutoConfig.for_model(model_type, **settings)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

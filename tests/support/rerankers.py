@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tests.support.family_models import random_model
 
@@ -54,13 +54,13 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_eos_token_id(0)
 
 
-def random_reranker(**changes: Any) -> PreTrainedModel:
+def random_reranker(**changes: Any) -> transformers.PreTrainedModel:
     settings = {"max_position_embeddings": CONTEXT, "initializer_range": 0.15}
-    model: PreTrainedModel = random_model("qwen3", **(settings | changes))
+    model: transformers.PreTrainedModel = random_model("qwen3", **(settings | changes))
     return model
 
 
-def write_reranker(path: Path, model: PreTrainedModel) -> Path:
+def write_reranker(path: Path, model: transformers.PreTrainedModel) -> Path:
     """Write a model as the directories of Qwen3-Reranker are. Return `path`."""
     path.mkdir(exist_ok=True)
     model.save_pretrained(path)
@@ -82,10 +82,12 @@ def write_logit_score(path: Path, true: int = YES, false: int | None = NO) -> Pa
     return path
 
 
-def classifier_of(model: PreTrainedModel) -> PreTrainedModel:
+def classifier_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Return the model of class Qwen3ForSequenceClassification with the same scores."""
     config = type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
-    found: PreTrainedModel = AutoModelForSequenceClassification.from_config(config).eval()
+    found: transformers.PreTrainedModel = (
+        transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    )
     found.base_model.load_state_dict(model.base_model.state_dict())
     head = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -106,7 +108,7 @@ def prompt_ids(
 
 
 @torch.no_grad()
-def probabilities(model: PreTrainedModel, inputs: Sequence[Sequence[int]]) -> Tensor:
+def probabilities(model: transformers.PreTrainedModel, inputs: Sequence[Sequence[int]]) -> Tensor:
     """Return the probability [N, 1] of "yes" against "no" after each input, as the model card
     computes it."""
     logits = torch.stack([model(torch.tensor([list(ids)])).logits[0, -1] for ids in inputs])

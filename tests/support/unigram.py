@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import transformers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
-from transformers import XLMRobertaTokenizer
 
 from tests.support.tokenizers import DATA, OTHER_SCRIPTS
 from worker.loading.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
@@ -44,7 +44,9 @@ def xlmr_tokenizer(model: bytes) -> Tokenizer:
     """Return transformers' conversion of a model of SentencePiece."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "sentencepiece.bpe.model").write_bytes(model)
-        found: Tokenizer = XLMRobertaTokenizer.from_pretrained(directory).backend_tokenizer
+        found: Tokenizer = transformers.XLMRobertaTokenizer.from_pretrained(
+            directory
+        ).backend_tokenizer
     return found
 
 
