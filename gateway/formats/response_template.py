@@ -170,21 +170,22 @@ class ResponseTemplateParser(AnswerParser):
         captures = opening.captures(s.head[:end]) if end is not None else None
         if captures is None:
             rest = text[len(s.head) - before :]
-            self._no_opening()
-            return rest
+            return self._no_opening() + rest
         rest = text[(end or 0) - before :]
         self._enter_region(index, captures)
         return rest
 
-    def _no_opening(self) -> None:
-        """Handle text that started like an opening but is not one: it is text outside of
-        regions."""
+    def _no_opening(self) -> str:
+        """Handle text that started like an opening but is not one: its literal is text outside of
+        regions. Return the text after the literal, which may contain another opening."""
         s = self.s
         if self.syntax.regions[self._openings[s.literal][0]].calls:
             self.builder.found_markup(s.literal)
-        text, s.head, s.literal, s.at = s.literal + s.head, "", "", "outside"
-        if self._outside is not None:
-            self._emit(self._outside.kind, text)
+        literal: str = s.literal
+        head: str = s.head
+        s.head, s.literal, s.at = "", "", "outside"
+        self.on_text(literal)
+        return head
 
     # ---- regions
 
@@ -266,10 +267,13 @@ class ResponseTemplateParser(AnswerParser):
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
+        while complete and self.s.at == "head":
+            head = self._no_opening()
+            self._update_scanner()
+            self._read_text(head)
+            self._release_held()
         if self.s.at == "calls":
             self.calls.end(complete)
-        elif self.s.at == "head" and complete:
-            self._no_opening()
         elif self.s.region >= 0 and self.syntax.regions[self.s.region].kind == "thinking":
             self.builder.end_reasoning()
         self.builder.s.blanks = []  # templates strip the blanks around text
