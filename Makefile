@@ -16,6 +16,7 @@ DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
+	@echo '             ARGS="--repeat 3 --busy 2" runs it three times on a busy machine, to find unsteady tests'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
 	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour);'
 	@echo '             then run the property tests with more random examples than make test, servers behind'
@@ -76,6 +77,8 @@ $(VENV)/.installed-test: $(DECLARED) | $(BIN)/python
 SELDOM_IMPORTED := /tests/|/transformers/models/\w+/(?!configuration_|__init__)
 SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/torch/(_inductor|ao|onnx|testing)/|/(torchgen|networkx)/
 SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/(pip|setuptools|schemathesis|langsmith)/|/mypyc?/|/pygments/lexers/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(physics|plotting|stats)/
+SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/sqlalchemy/dialects/|/agents/extensions/
 
 # The kernels are compiled while pip downloads; pip's own build of them waits for that (setup.py).
 BUILD_KERNELS := $(BIN)/python setup.py build_ext --inplace --build-temp $(VENV)/build --build-lib $(VENV)/build

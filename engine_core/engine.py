@@ -376,11 +376,19 @@ class Engine:
         return [request.name for request in self.open_requests]
 
     def compute_timelines(
-        self, names: Iterable[str], client_name: Callable[[bytes], str]
+        self,
+        names: Iterable[str],
+        client_name: Callable[[bytes], str],
+        *,
+        are_beginnings: bool = False,
     ) -> TimelineWork:
-        """Compute the timelines of the open and recently ended requests with these names.
-        `client_name` returns the name of a client."""
-        return self.history.compute_timelines(names, self.open_requests.find_by_name, client_name)
+        """Compute the timelines of the open and recently ended requests with these names, or whose
+        names begin so. `client_name` returns the name of a client."""
+        find = self.open_requests
+        find_open = find.find_by_beginning if are_beginnings else find.find_by_name
+        return self.history.compute_timelines(
+            names, find_open, client_name, are_beginnings=are_beginnings
+        )
 
     def worker_view(self) -> WorkerStatus:
         """Describe the step that the worker computes. The caller adds the measured times."""

@@ -182,7 +182,7 @@ class EngineLoop:
             for client, message in self._mailbox.receive(now):
                 self._on_message(client, message, now)
         self._mailbox.check_clients(now)
-        self._compile_grammars(ready, now)
+        self._compile_grammars(ready)
         if self._engine is not None and self._engine.encoding.unsent:
             send_results(self._engine, self._mailbox, self._config.lease_s, now)
         self._next_step(now)
@@ -222,7 +222,7 @@ class EngineLoop:
                     self._on_client_lost(client)  # a new session: its old requests are abandoned
                 elif self._engine is not None:  # else `_start` logs all clients in one line
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
-                self._clients.add(client, now, message.name)
+                self._clients.add(client, now, message.name, num_welcomes=message.num_welcomes)
                 self._welcome(client)
             case Generate() | Encode():
                 self._add(client, message)
@@ -315,16 +315,15 @@ class EngineLoop:
                 self._mailbox.send(owner, Outputs(step=0, outputs=outputs))
         aborted = [name for name, is_found in found.items() if is_found]
         unknown = [name for name, is_found in found.items() if not is_found]
-        self._mailbox.send(
-            client, Aborted(request=message.request, aborted=aborted, unknown=unknown)
-        )
+        answer = Aborted(request=message.request, aborted=aborted, unknown=unknown)
+        self._mailbox.send(client, answer)
 
     def _welcome(self, client: bytes) -> None:
-        """Send Welcome if the model is loaded, and so are the adapters to restore after a restart.
-        Otherwise send Loading; `_welcome_all_if_restored` sends Welcome later."""
+        """Send Loading until the model and the adapters to restore are loaded; then Welcome, unless
+        the client has one to read."""
         if self._engine is None or self.restore.is_busy:
             self._mailbox.send(client, Loading(elapsed_s=time.monotonic() - self._started_at))
-        elif self._model is not None:
+        elif self._model is not None and not self._clients.has_unread_welcome(client):
             welcome = Welcome(
                 protocol=PROTOCOL_VERSION,
                 epoch=self._epoch,
@@ -333,6 +332,7 @@ class EngineLoop:
                 adapters=self._engine.adapters.infos,
             )
             self._mailbox.send(client, welcome)
+            self._clients.on_welcomed(client)
 
     def _on_client_lost(self, client: bytes) -> None:
         self._profiling.cancel(client)
@@ -345,14 +345,15 @@ class EngineLoop:
 
     # ---- grammars
 
-    def _compile_grammars(self, ready: dict[object, int], now: float) -> None:
+    def _compile_grammars(self, ready: dict[object, int]) -> None:
         if self._engine is None:
             return
         for job in self._engine.drain_compile_jobs():
-            self._grammars.submit(job, now)
+            self._grammars.submit(job)
+        self._grammars.trim(self._engine.admission.num_dropped_grammar_bytes)
         if self._grammars.fd not in ready and not self._grammars.is_busy:
             return
-        for compiled in self._grammars.drain(now):
+        for compiled in self._grammars.drain():
             for client, reply in self._engine.on_grammar_compiled(compiled):
                 self._mailbox.send(client, reply)
 
@@ -401,6 +402,7 @@ class EngineLoop:
         self.restore.save(engine.adapters)
         if len(self._clients):
             log.info("clients that waited for the model: %s", self._clients.described)
+        self._mailbox.logs_clients = True
         for client in self._clients.all():
             self._welcome(client)
 
@@ -486,7 +488,9 @@ class EngineLoop:
         if self._engine is None:
             self._mailbox.send(client, timelines_answer(message.request, []))
             return
-        work = self._engine.compute_timelines(message.names, self._clients.get_name)
+        work = self._engine.compute_timelines(
+            message.names, self._clients.get_name, are_beginnings=message.are_beginnings
+        )
         if (refusal := self._timelines.add(client, message, work)) is not None:
             self._mailbox.send(client, refusal)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from engine_core.request import Request
+from protocol.request_ids import begins
 
 MAX_DIGITS = 20
 """A request number has at most this many digits."""
@@ -68,6 +69,14 @@ class OpenRequests:
             return []
         found = self.find(bytes.fromhex(client), int(number[:MAX_DIGITS]))
         return [] if found is None or found.labels else [found]
+
+    def find_by_beginning(self, text: str) -> list[Request]:
+        """Return the requests one of whose names begins with `text`."""
+        return [
+            request
+            for request in self
+            if any(begins(name, text) for name in request.labels or (request.name,))
+        ]
 
     def num_for_account(self, account: str) -> int:
         return self._by_account[account]

@@ -145,6 +145,11 @@ class Request:
     window_tables: list[list[int]] = field(default_factory=list)
     #: Number of leading blocks that the model's window has passed. The request has released them.
     num_passed: int = 0
+    #: Number of leading columns whose blocks for the layers without a window were cached when the
+    #: request was admitted, although blocks in the window after them were missing; 0: none were
+    #: missing. Other prompts have the same beginning, so the request keeps this window in the
+    #: prefix cache.
+    num_shared_columns: int = 0
     #: How many of `num_passed` are the null block in the worker's block table too.
     num_passed_sent: int = 0
     #: Chained hashes of the first full blocks. The list is extended when a hash is needed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import flask
 import msgspec
@@ -36,11 +36,14 @@ from gateway.auth.request_head import path_of, printable
 from gateway.context import REQUEST_ID_HEADER, RequestContext
 from gateway.generation.group import ClientGone
 from gateway.generation.record import CLIENT_CLOSED_REQUEST, RequestRecord
+from gateway.http.body import OWNER, RESERVATION
+from gateway.http.body_memory import BodyReservation
 from gateway.http.client_socket import client_socket, linger
 from gateway.http.errors import (
     HTTPFault,
     RouteSuggestions,
     fault_of,
+    forget_frames,
     internal_fault,
     plain_fault,
 )
@@ -80,6 +83,7 @@ CONTEXT, HEAD = "tidegate.context", "tidegate.head"
 reads them. Views get the context as an argument."""
 INTERRUPT = {RESPONSE: interrupted_response, STREAM: resume_routes.interrupted_stream}
 """Kind of a detached run -> the function that ends it if its process has died."""
+E = TypeVar("E", bound=Exception)
 own_routes = Routes("Operators", ErrorAnswer)
 
 
@@ -164,12 +168,7 @@ def create_app(config: GatewayConfig | None = None) -> Flask:
 def answer_internally(app: Flask, path: str, body: bytes, origin: InternalOrigin) -> InternalAnswer:
     """Answer a POST request that this process makes itself. If its greenlet is killed, the request
     ends as if its client had disconnected."""
-    environ = internal_environ(path, body, origin)
-    try:
-        return call_internally(app.wsgi_app, environ)
-    finally:
-        if (context := environ.get(CONTEXT)) is not None:
-            context.close(CLIENT_CLOSED_REQUEST)  # no effect if the request has ended
+    return call_internally(app.wsgi_app, internal_environ(path, body, origin))
 
 
 def _add_route(app: Flask, service: Service, route: Route) -> None:
@@ -215,6 +214,8 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         else:
             context.caller = gate.admit_as(head, origin.caller)
             context.is_background = origin.is_background
+        caller = context.caller.name
+        request.environ[OWNER] = f"key {caller}" if caller else f"peer {head.peer}"
         return None
 
     @app.after_request
@@ -232,6 +233,22 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         if not context.is_streaming:  # a stream closes its context itself when it ends
             context.close(response.status_code)
         return response
+
+    @app.teardown_request
+    def release_request(_error: BaseException | None) -> None:
+        """Break the cycles of the environment, so that no memory of the request waits for the
+        garbage collector. If the greenlet was killed, close the context."""
+        request.environ.pop(HEAD, None)
+        context: RequestContext | None = request.environ.pop(CONTEXT, None)
+        reservation: BodyReservation | None = request.environ.pop(RESERVATION, None)
+        if context is not None and not context.is_streaming:
+            context.close(CLIENT_CLOSED_REQUEST)  # no effect if the view has returned
+        if reservation is None:
+            return
+        if context is None or context.is_closed:
+            reservation.close()
+        else:  # the answer goes on
+            context.call_on_close(lambda record: reservation.close())
 
 
 def _help_link() -> str:
@@ -267,15 +284,29 @@ def _handle_errors(app: Flask) -> None:
     """Add the handlers that turn exceptions into JSON errors."""
     suggestions = RouteSuggestions(app.url_map.iter_rules())
 
-    @app.errorhandler(ServingError)
+    def handles(kind: type[E]) -> Callable[[Callable[[E], Response]], None]:
+        """Return a decorator that adds the handler of such errors. Often a variable of a frame
+        holds the error, so the frames, and all of the request, would wait for the collector."""
+
+        def add(handler: Callable[[E], Response]) -> None:
+            @app.errorhandler(kind)
+            def handle(error: E) -> Response:
+                try:
+                    return handler(error)
+                finally:
+                    forget_frames(error)
+
+        return add
+
+    @handles(ServingError)
     def serving_error(error: ServingError) -> Response:
         return _response(fault_of(error))
 
-    @app.errorhandler(ClientGone)
+    @handles(ClientGone)
     def client_gone(error: ClientGone) -> Response:
         return flask.Response(status=CLIENT_CLOSED_REQUEST)
 
-    @app.errorhandler(HTTPException)
+    @handles(HTTPException)
     def protocol_error(error: HTTPException) -> Response:
         message = error.description or error.name
         if error is request.routing_exception:
@@ -290,7 +321,7 @@ def _handle_errors(app: Flask) -> None:
                 response.headers[name] = value
         return response
 
-    @app.errorhandler(Exception)
+    @handles(Exception)
     def failure(error: Exception) -> Response:
         return _response(internal_fault(error))
 

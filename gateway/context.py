@@ -69,7 +69,8 @@ class RequestContext:
         self._method, self._path, self._route = method, path, route
         self._is_probe = is_probe
         self._on_close = list(on_close)
-        self._is_closed = False
+        #: Whether the request has ended.
+        self.is_closed = False
 
     def start_inference(self, group: ChoiceGroup) -> None:
         """Mark this as an inference request with the choices in `group`. A later call replaces the
@@ -93,9 +94,9 @@ class RequestContext:
 
     def close(self, status: int) -> None:
         """Record the end of the request, with its HTTP status. Later calls have no effect."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self.timeline.note(TimelineMoment.ENDED)
         if self.group is not None:
             self._metrics.open_answers.dec()

@@ -22,9 +22,12 @@ from gunicorn.errors import AppImportError
 from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
+from gateway.http.connections import NUM_SPARE, connections_within
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
 from protocol.lifeline import attach_to_parent, die_with_parent
+from protocol.malloc import map_large_pieces
+from protocol.open_files import raise_file_limit
 from protocol.start_gate import wait_at_gate
 
 _parent = attach_to_parent(signal.SIGTERM)
@@ -46,16 +49,18 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     """
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        """Serve a new connection. Until its first request, a drain may close it as idle."""
-        _service(self).idle_connections.add_new(client)
-        super().handle(listener, client, addr)
+        """Serve a new connection. While it has no request, it may be closed as idle."""
+        with _service(self).connections.opened(client, _peer(addr)):
+            super().handle(listener, client, addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         """Serve a request. Refuse transfer codings other than chunked, because gunicorn would pass
         the body to the application without decoding it."""
         from gateway import unparsed
+        from gateway.http.expectation import await_body
 
         unparsed.check_transfer_coding(req.headers)
+        await_body(req, sock)
         return super().handle_request(listener_name, req, sock, addr)
 
     def load_wsgi(self) -> None:
@@ -100,11 +105,12 @@ class GatewayLogger(GunicornLogger):  # type: ignore[misc]
 
 worker_class = GatewayWorker
 logger_class = GatewayLogger
-worker_connections = 10_000
+worker_connections = connections_within(raise_file_limit())
 backlog = 2048
 preload_app = False
-# Seconds. Common clients close an idle connection after 5 s, so they close it before we do.
-keepalive = 15
+# Seconds. Proxies and clients must close an unused connection first, so that no request is sent on
+# a connection that is being closed.
+keepalive = _config.idle_timeout_s
 # No proxy header may change a request's path or scheme, because the gate has checked these.
 forwarded_allow_ips = ""
 forwarder_headers = ""
@@ -117,7 +123,8 @@ accesslog = None  # streams bypass gunicorn, so the gateway has its own access l
 errorlog = "-"
 loglevel = "warning"  # lower levels repeat our own log lines
 proc_name = "tidegate-gateway"
-worker_tmp_dir = "/dev/shm" if os.path.isdir("/dev/shm") else None
+# For the heartbeats of the workers; None: Python's temporary directory.
+worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 _exit_code = mmap.mmap(-1, 1)
 """The master's exit code, in memory that it shares with its workers; 0: gunicorn chooses the code.
@@ -134,12 +141,14 @@ if workers > 1:  # must be set before prometheus_client is imported: see gateway
 
 
 def post_fork(_server: Any, _worker: Any) -> None:
-    """Have the kernel signal this worker when the master ends. gunicorn calls this after the fork.
+    """Have the kernel signal this worker when the master ends, and have the memory of large bodies
+    returned when they are freed. gunicorn calls this after the fork.
 
     `GatewayWorker.notify` also checks for the master, but only once a second, and only while the
     worker serves.
     """
     die_with_parent(signal.SIGQUIT)
+    map_large_pieces()
 
 
 def post_worker_init(worker: Any) -> None:
@@ -148,6 +157,7 @@ def post_worker_init(worker: Any) -> None:
 
     service = _service(worker)
     service.obstacle = takeover_obstacle(worker)
+    service.connections.max_open = worker_connections - NUM_SPARE
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
     wait_at_gate(keep_alive=worker.notify)  # gunicorn kills a worker that is silent for `timeout`
@@ -172,12 +182,18 @@ def _give_up(why: str, code: ExitCode | None) -> None:
 
 def pre_request(worker: Any, req: Any) -> None:
     """Mark the connection as busy. gunicorn calls this before each request."""
-    _service(worker).idle_connections.discard(req.unreader.sock)
+    _service(worker).connections.start_request(req.unreader.sock)
 
 
 def post_request(worker: Any, req: Any, environ: Any, _resp: Any) -> None:
     """Mark the connection as idle. gunicorn calls this after each request."""
-    _service(worker).idle_connections.add(environ.get("gunicorn.socket"))
+    sock = environ.get("gunicorn.socket")
+    _service(worker).connections.end_request(sock, environ.get("REMOTE_ADDR", ""))
+
+
+def _peer(addr: Any) -> str:
+    """Return the address of a client without its port; "" if it has none."""
+    return str(addr[0]) if isinstance(addr, tuple) else ""
 
 
 def worker_exit(_server: Any, worker: Any) -> None:

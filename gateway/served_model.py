@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from protocol.config.gateway import ModelConfig
 from protocol.errors import InvalidRequest
 from protocol.messages import Limits
 from protocol.model_card import ModelCard, SamplingDefaults, sampling_defaults
-from protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class ModelOptions:
 
     def defaults_of(self, card: ModelCard) -> SamplingDefaults:
         """Return the sampling parameters of requests that do not set them."""
-        return self.default_sampling.with_fallback(valid_defaults(card.defaults))
+        return self.default_sampling.with_fallback(card.defaults)
 
     def effective_card(self, card: ModelCard) -> ModelCard:
         """Return `card` with the operator's chat template, if there is one."""
@@ -241,35 +239,3 @@ def fingerprint_of(card: ModelCard) -> str:
     and `ModelCard.numerics`, which is empty if results are not reproducible."""
     numerics = f"-{card.numerics}" if card.numerics else ""
     return f"tidegate-{version()}-{card.digest[:8]}{numerics}"
-
-
-def valid_defaults(defaults: SamplingDefaults) -> SamplingDefaults:
-    """Return `defaults` without the values that would be invalid in a request. Each invalid value
-    is logged."""
-    return SamplingDefaults(
-        **{
-            name: value
-            for name, value in msgspec.structs.asdict(defaults).items()
-            if value is not None and _is_valid(name, value)
-        }
-    )
-
-
-def _is_valid(name: str, value: float) -> bool:
-    try:
-        msgspec.convert({name: value}, SamplingParams)
-    except msgspec.ValidationError as error:
-        log.warning("ignoring the model's default %s=%r: %s", name, value, error)
-        return False
-    return True
-
-
-def return_free_memory() -> None:
-    """Return free pages of the C library's heap to the operating system, if the C library is glibc.
-
-    Preparing a model with a vocabulary of 150,000 tokens needs 80 MB temporarily. That memory lies
-    between blocks that are still in use, so the process would keep it until its end.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -6,6 +6,7 @@ other state.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,9 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
 from gateway.http.body import BodyReader
-from gateway.http.client_socket import NOT_GUNICORN, IdleConnections, describe_writing
+from gateway.http.body_memory import BodyMemory
+from gateway.http.client_socket import NOT_GUNICORN, describe_writing
+from gateway.http.connections import ClientConnections
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.observe.metrics import Metrics, ModelEngines
@@ -41,13 +44,15 @@ from gateway.served_model import Ability, check_ability
 from gateway.store.batch_database import BatchDatabase
 from gateway.store.database import Interrupt
 from gateway.store.runs import DAY_S, Persistence
-from gateway.store.sqlite_file import Store
+from gateway.store.sqlite_file import Store, write_obstacle
 from gateway.threads import result_of
 from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
 from protocol.exit_codes import ExitCode
 from protocol.sockets import checked_engine_address
+
+log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 """Interval of the checks in `Service._keep_watch`."""
@@ -100,7 +105,9 @@ def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
             config.file_store,
             max_bytes=config.file_store_mib << 20,
             max_age_s=config.file_days * DAY_S,
-        )
+        ),
+        config.file_store,
+        option="--file-store",
     )
 
 
@@ -146,7 +153,7 @@ class Service:
     def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
-        self.bodies = BodyReader(config.max_body_mib << 20)
+        self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)
         self.metrics = Metrics(
             self._list_engines, [m.served_name[0] for m in config.models if len(config.models) > 1]
@@ -169,7 +176,7 @@ class Service:
         #: Why streams are not written directly to the clients' sockets; None if they are.
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
-        self.idle_connections = IdleConnections()
+        self.connections = ClientConnections()
         self.recent = RecentRequests()
         self.watch = WatchPoller(
             lambda: [(host.name, host.engine.connections) for host in self.hosts],
@@ -198,6 +205,7 @@ class Service:
         """Start the sandbox processes, the hosts, and the greenlet that checks their states. Call
         this after the fork. Later calls have no effect."""
         if self._watch is None:
+            self._warn_of_stores()
             self.templates.start()
             for host in self.hosts:
                 host.start()
@@ -209,6 +217,17 @@ class Service:
             for host in self.hosts:
                 if host.config.load == "start":  # others are prepared while they load
                     gevent.spawn(host.prepare_expected)
+
+    def _warn_of_stores(self) -> None:
+        """Log one line if a store cannot be written, with its option, its file and the cause."""
+        responses = self.persistence.store if self.persistence is not None else None
+        problems = [
+            f"{store.option} {store.path} ({why})"
+            for store in (responses, self.files)
+            if store is not None and (why := write_obstacle(store.path))
+        ]
+        if problems:
+            log.warning("cannot write %s; requests that need it get 503", " and ".join(problems))
 
     def close(self) -> None:
         """Wait until detached generations have ended, then close everything. Outside a drain,
@@ -253,7 +272,7 @@ class Service:
             if not self.is_draining():
                 continue
             draining_since = draining_since or time.monotonic()
-            self.idle_connections.close()
+            self.connections.close_idle()
             if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
                 self._end_groups()
 

@@ -19,7 +19,10 @@ def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
     """Run `work` in `pool` and return its result. Raises what `work` raises."""
     result, error = pool.apply(_attempt, (work,))
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
     return result  # type: ignore[no-any-return]
 
 

@@ -9,6 +9,7 @@ described at https://platform.openai.com/docs/guides/batch.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
+
+from protocol.field_errors import in_words
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """A path that a line may request."""
@@ -124,8 +127,8 @@ def _bad_line(error: Exception) -> BadLine:
         return BadLine(f"{missing[1]}: this field is required", field=missing[1])
     place = _PLACE.search(text)
     if place is None:  # the body itself, or the whole line
-        return BadLine(f"a line and its body must be objects: {text}")
-    return BadLine(f"{place[1]}: {text[: place.start()]}", field=place[1])
+        return BadLine("a line and its body must be objects")
+    return BadLine(f"{place[1]}: {in_words(text)}", field=place[1])
 
 
 def model_in(line: BatchLine) -> str | None:
@@ -161,25 +164,32 @@ def split_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) of each line that is not blank, in a file that is read in pieces.
 
-    The numbers start at 1 and count blank lines. Raises BadLine if a line is longer than
-    `max_bytes`.
+    The numbers start at 1 and count blank lines. A byte-order mark, which some editors write, is
+    not part of the first line. Raises BadLine if a line is longer than `max_bytes`.
     """
-    number, parts, length = 1, [], 0
+    number, length = 1, 0
+    parts: list[bytes] = []
+
+    def joined() -> bytes:
+        line = b"".join(parts)
+        parts.clear()
+        return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
     for piece in pieces:
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             parts.append(piece[start:end])
-            line = b"".join(parts)
-            if len(line) > max_bytes:
+            lines = [joined()]  # emptied before the yield, so that only the caller holds the line
+            if len(lines[0]) > max_bytes:
                 raise too_long(number, max_bytes)
-            if line.strip():
-                yield number, line
-            number, parts, length, start = number + 1, [], 0, end + 1
+            if lines[0] and not lines[0].isspace():
+                yield number, lines.pop()
+            number, length, start = number + 1, 0, end + 1
         parts.append(piece[start:])
         length += len(parts[-1])
         if length > max_bytes:
             raise too_long(number, max_bytes)
-    if (line := b"".join(parts)).strip():
+    if (line := joined()).strip():
         yield number, line
 
 

@@ -24,13 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Self, TypeVar
 
-import msgspec
 import zmq
 
 from protocol import sockets, wire
 from protocol.adapters import AdapterInfo
 from protocol.cluster_key import read_cluster_key
-from protocol.errors import EngineNotReady, InvalidRequest, WireError, error_from
+from protocol.errors import EngineNotReady, WireError, error_from
 from protocol.grammar import Grammar
 from protocol.messages import (
     AbortByLabel,
@@ -56,7 +55,7 @@ from protocol.messages import (
     UnloadAdapter,
 )
 from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, params_from
 from protocol.session import RequestReport, Session
 from protocol.stats import EngineStats
 
@@ -104,19 +103,6 @@ class Generation(OpenGeneration, Iterator[Output]):
     def tokens(self) -> list[int]:
         """Wait until the generation ends. Return all token ids that were not iterated over yet."""
         return [token for output in self for token in output.tokens]
-
-
-def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """Return `params`, or parameters made from `options`. Raises InvalidRequest for bad options,
-    TypeError if both are given."""
-    if params is None:
-        try:
-            return msgspec.convert(options, SamplingParams)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(str(error)) from None
-    if options:
-        raise TypeError("give either params or its fields, not both")
-    return params
 
 
 class BaseClient(ABC, Generic[AnyGeneration]):
@@ -359,10 +345,14 @@ class Client(BaseClient[Generation]):
         changed: AdapterChanged = checked_reply(reports.get())
         return changed.adapter
 
-    def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+    def get_timelines(
+        self, names: Sequence[str], *, are_beginnings: bool = False
+    ) -> RequestTimelines:
         """Return the timelines of the open and recently ended requests of any client with one of
-        these names. Raises EngineError as `get_status` does."""
-        _, reports = self._open(lambda: self._session.get_timeline(names))
+        these names, or with a name that begins so. Raises EngineError as `get_status` does."""
+        _, reports = self._open(
+            lambda: self._session.get_timeline(names, are_beginnings=are_beginnings)
+        )
         timelines: RequestTimelines = checked_reply(reports.get())
         return timelines
 

@@ -74,6 +74,15 @@ def headline(reasons: Sequence[Reason], took_s: float) -> str:
     return f"took {duration(took_s)}; the largest part: {largest.text}"
 
 
+def ended(finish: str) -> str:
+    """Return how a request ended for the engine, in words. Of an abort it knows no cause."""
+    if finish != "abort":
+        return f"ended with {finish!r}"
+    return (
+        "ended with 'abort': by its id, by its gateway or client; finish= in the log has the cause"
+    )
+
+
 def duration(seconds: float) -> str:
     """Return a time as short text: "0.4 ms", "41 ms", "1.2 s", "2 min 5 s"."""
     if seconds < 0.00095:

@@ -24,7 +24,12 @@ from protocol.errors import InvalidRequest
 MAX_GRAMMAR_CHARS = 512 << 10
 """Most characters in all texts of one grammar together: schemas, choices, markers."""
 MAX_SYNTAX_CHARS = 64 << 10
-"""Most characters in one regular expression, or in one grammar in Lark or GBNF."""
+"""Most characters in one regular expression, in one grammar in Lark or GBNF, or in all texts and
+patterns of `Rules` together."""
+MAX_LITERAL_CHARS = 16 << 10
+"""Most characters in one literal: a choice, a marker, a form, the text before or after a body, or a
+value, pattern or property name of a JSON Schema. A compiled literal takes half a kilobyte for each
+of its characters."""
 MAX_CHOICES = 4096
 MAX_SCHEMAS = 1024
 MAX_TAGS = 1024
@@ -236,8 +241,19 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 # ---- the bounds
 
 
+def num_chars(grammar: Grammar) -> int:
+    """Return the number of characters in all texts of a grammar together."""
+    bodies = (grammar.body, grammar.calls)
+    texts = [text for body in bodies if body is not None for text in _texts(body)]
+    return sum(map(len, (grammar.before, grammar.after, *texts)))
+
+
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidRequest if `grammar` is incomplete, inconsistent or too large (MAX_*)."""
+    """Raise InvalidRequest if `grammar` is incomplete, inconsistent or too large (MAX_*).
+
+    The literals inside JSON Schemas are not checked, because finding them takes milliseconds: see
+    `schema_literals.py`.
+    """
     if grammar.thinking is not None:
         _check_thinking(grammar.thinking)
     if grammar.budget is not None:
@@ -245,21 +261,22 @@ def check_grammar(grammar: Grammar) -> None:
     if grammar.body is None:
         _check_free(grammar)
         return
-    calls = grammar.calls
-    texts = [*_texts(grammar.body), *(_texts(calls) if calls is not None else ())]
-    size = sum(map(len, texts))
-    if size > MAX_GRAMMAR_CHARS:
+    if (size := num_chars(grammar)) > MAX_GRAMMAR_CHARS:
         raise _invalid(f"is {size:,} characters long; the limit is {MAX_GRAMMAR_CHARS:,}")
+    _check_literal("before", grammar.before)
+    _check_literal("after", grammar.after)
+    if grammar.calls is not None:
+        _check_rules(grammar.calls)
     match grammar.body:
-        case Regex(pattern=text) | Lark(text=text) | Gbnf(text=text):
+        case Regex(pattern=text) | Gbnf(text=text):
             _check_size("characters", len(text), MAX_SYNTAX_CHARS)
-    if calls is not None:
-        _check_rules(calls)
-    match grammar.body:
+        case Lark(text=text, schemas=schemas):
+            _check_size("characters", len(text), MAX_SYNTAX_CHARS)
+            _check_size("schemas", len(schemas), MAX_SCHEMAS, min_size=0)
         case ChoiceGrammar(choices=choices):
             _check_size("choices", len(choices), MAX_CHOICES)
-        case Lark(schemas=schemas):
-            _check_size("schemas", len(schemas), MAX_SCHEMAS, min_size=0)
+            for number, choice in enumerate(choices):
+                _check_literal(f"choices[{number}]", choice)
         case Structural(triggers=triggers, tags=tags):
             _check_structural(triggers, tags)
         case Rules():
@@ -328,10 +345,13 @@ def _check_structural(triggers: list[str], tags: list[Tag]) -> None:
     _check_size("tags", len(tags), MAX_TAGS)
     if "" in triggers:
         raise _invalid("has an empty trigger")
-    for trigger in triggers:
+    for number, trigger in enumerate(triggers):
+        _check_literal(f"triggers[{number}]", trigger)
         if not any(tag.begin.startswith(trigger) for tag in tags):
             raise _invalid(f"has no tag that starts with the trigger {trigger!r}")
-    for tag in tags:
+    for number, tag in enumerate(tags):
+        _check_literal(f"tags[{number}].begin", tag.begin)
+        _check_literal(f"tags[{number}].end", tag.end)
         if not any(tag.begin.startswith(trigger) for trigger in triggers):
             raise _invalid(f"has no trigger for the tag {tag.begin!r}")
 
@@ -348,7 +368,10 @@ def _form_text(form: Form) -> str:
 def _check_rules(rules: Rules) -> None:
     _check_size("forms", sum(1 for _ in forms_of(rules)), MAX_FORMS)
     _check_size("schemas", len(rules.schemas), MAX_SCHEMAS, min_size=0)
+    size = sum(len(_form_text(form)) for form in forms_of(rules))
+    _check_size("characters", size, MAX_SYNTAX_CHARS, min_size=0)
     for form in forms_of(rules):
+        _check_literal("a form", _form_text(form))
         match form:
             case Json(name) if name not in rules.schemas:
                 raise _invalid(f"has no schema {name!r}")
@@ -360,6 +383,14 @@ def _check_rules(rules: Rules) -> None:
                 raise _invalid("has an either form without options")
             case Repeat(_, least, most) if least < 0 or (most is not None and most < max(least, 1)):
                 raise _invalid(f"has a form repeated from {least} to {most} times")
+
+
+def _check_literal(name: str, text: str) -> None:
+    if len(text) > MAX_LITERAL_CHARS:
+        raise _invalid(
+            f"has a literal of {len(text):,} characters ({name}); the limit is "
+            f"{MAX_LITERAL_CHARS:,}"
+        )
 
 
 def _check_size(items: str, size: int, max_size: int, *, min_size: int = 1) -> None:

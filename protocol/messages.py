@@ -53,6 +53,10 @@ class Hello(Message, frozen=True, kw_only=True):
     protocol: int
     name: str = ""
     pid: int = 0
+    #: Number of `Welcome` messages that this client has read. The engine sends one Welcome per
+    #: number: a repeated number shows that the client had not read the Welcome yet. None: the
+    #: client does not count, and each Hello gets a Welcome.
+    num_welcomes: int | None = None
 
 
 class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -220,6 +224,8 @@ class GetTimeline(Message, frozen=True, kw_only=True):
 
     request: int
     names: list[str]
+    #: Whether the names are beginnings of names (`protocol.request_ids.begins`).
+    are_beginnings: bool = False
 
 
 class Drain(Message, frozen=True, kw_only=True):

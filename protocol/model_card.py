@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.encoding import EncodingCard
+from protocol.field_errors import in_words
 from protocol.sampling import SamplingParams
 
 
@@ -30,16 +31,27 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    #: `bad_words` of SamplingParams. A request's own bad words are added to these.
+    bad_words_ids: list[list[int]] | None = None
 
     def with_fallback(self, fallback: SamplingDefaults) -> SamplingDefaults:
         """Return these defaults, with the values of `fallback` for parameters that are unset."""
         return SamplingDefaults(**(fallback._set_values() | self._set_values()))
 
-    def effective_values(self) -> dict[str, float]:
+    def effective_values(self) -> dict[str, Any]:
         """Return, for each parameter, the value that applies to a request without sampling
         parameters."""
+        neutral = {name: getattr(_NEUTRAL, _param(name)) for name in self.__struct_fields__}
+        return neutral | self._set_values()
+
+    def checked(self) -> tuple[SamplingDefaults, dict[str, Any]]:
+        """Return the defaults that a request could set, and name -> value of the other ones."""
         values = self._set_values()
-        return {name: values.get(name, getattr(_NEUTRAL, name)) for name in self.__struct_fields__}
+        invalid = {name: each for name, each in values.items() if _problem(name, each) is not None}
+        valid = {name: each for name, each in values.items() if name not in invalid}
+        return SamplingDefaults(**valid), invalid
 
     def _set_values(self) -> dict[str, Any]:
         values = msgspec.structs.asdict(self)
@@ -49,24 +61,36 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
 _NEUTRAL = SamplingParams()
 
 
+def _param(name: str) -> str:
+    """Return the field of SamplingParams that has the default `name`."""
+    return "bad_words" if name == "bad_words_ids" else name
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Return why no request could have this value; None if one could."""
+    try:
+        msgspec.convert({_param(name): value}, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        return in_words(str(error).partition(" - at")[0])
+    return None
+
+
 def sampling_defaults(text: str) -> SamplingDefaults:
     """Return the defaults in `text`, which is a JSON object of sampling parameters, or "". Raises
     ValueError with a message that names the bad parameter."""
     if not text:
         return SamplingDefaults()
     try:
-        values = msgspec.json.decode(text, type=dict[str, int | float | None])
+        values = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(f"not a JSON object of numbers: {error}") from None
+        raise ValueError(f"not a JSON object: {error}") from None
     known = SamplingDefaults.__struct_fields__
     if unknown := [name for name in values if name not in known]:
         raise ValueError(f"{unknown[0]!r} has no default here; known: {', '.join(known)}")
     for name, value in values.items():
-        try:
-            msgspec.convert({} if value is None else {name: value}, SamplingParams)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from None
-    return msgspec.convert(values, SamplingDefaults)
+        if value is not None and (problem := _problem(name, value)) is not None:
+            raise ValueError(f"{name}: {problem}")
+    return msgspec.convert(values, SamplingDefaults, str_keys=True)
 
 
 class InfillTokens(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -112,6 +136,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     defaults: SamplingDefaults = SamplingDefaults()
     #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
+    #: Format of the files: "gguf" or "safetensors"; "" if it is not known.
+    file_format: str = ""
+    #: Number type of most of the quantised weights in the files, such as "Q4_1"; "" if there are
+    #: none.
+    quantization: str = ""
     num_parameters: int = 0
     weights_bytes: int = 0
     license: str | None = None

@@ -6,6 +6,7 @@ A process may end at any time, so every function also handles a process that is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,9 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import NamedTuple
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
+from protocol.control_groups import CGROUPS, own_groups
+from protocol.control_groups import PROC as PROC
+
 STOPPED = "T"
 """State of a process that a signal has stopped. A debugger's stop is another state, "t"."""
 ZOMBIE = "Z"
@@ -115,16 +117,10 @@ def is_stopped(pid: int) -> bool:
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Return how many processes of this control group the kernel has killed for lack of memory.
     Return None if the kernel does not report the number."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)
-        for base in (cgroups / controllers / path.lstrip("/"), cgroups / controllers):
-            if name is not None and (base / name).is_file():
-                found = re.search(r"^oom_kill (\d+)$", (base / name).read_text(), re.MULTILINE)
+    for group in own_groups("memory", proc, cgroups):
+        for name in ("memory.events", "memory.oom_control"):  # of version 2, and of version 1
+            with contextlib.suppress(OSError):
+                found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
                 if found is not None:
                     return int(found[1])
     return None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
+from protocol.field_errors import with_field
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
@@ -164,3 +165,16 @@ def _unknown_token(token_id: int, vocab_size: int, param: str) -> InvalidRequest
     return InvalidRequest(
         f"{param}: token id {token_id} is not in the vocabulary of {vocab_size} tokens", param=param
     )
+
+
+def params_from(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    """Return `params`, or parameters made from `options`. Raises InvalidRequest for bad options,
+    TypeError if both are given."""
+    if params is None:
+        try:
+            return msgspec.convert(options, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(with_field(str(error))) from None
+    if options:
+        raise TypeError("give either params or its fields, not both")
+    return params

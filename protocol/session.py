@@ -162,6 +162,7 @@ class Session:
         self._last_tick_at: float | None = None
         self._is_connected = False
         self._is_loading = False
+        self._num_welcomes = 0
         self._read_bytes = 0
         self._stats_epoch: str | None = None
 
@@ -229,10 +230,13 @@ class Session:
             GetStatus(request=self._next_request, max_rows=max_rows, after_step=after_step)
         )
 
-    def get_timeline(self, names: Sequence[str]) -> GetTimeline:
+    def get_timeline(self, names: Sequence[str], *, are_beginnings: bool = False) -> GetTimeline:
         """Open a request for timelines, which ends with RequestTimelines or Refused. Return the
         message to send."""
-        return self._opened(GetTimeline(request=self._next_request, names=list(names)))
+        message = GetTimeline(
+            request=self._next_request, names=list(names), are_beginnings=are_beginnings
+        )
+        return self._opened(message)
 
     def _opened(self, message: Command) -> Command:
         """Record that the request of `message` is open. Return `message`."""
@@ -352,7 +356,13 @@ class Session:
         if self.is_ready:
             num_refused, self.num_refused_early = self.num_refused_early, 0
             return [Ping(num_early=num_refused, read_bytes=self._read_bytes)], reports
-        return [Hello(protocol=PROTOCOL_VERSION, name=self._name, pid=os.getpid())], reports
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            name=self._name,
+            pid=os.getpid(),
+            num_welcomes=self._num_welcomes,
+        )
+        return [hello], reports
 
     def _discount_sleep(self, now: float) -> None:
         """Do not count time during which this process was suspended as silence of the engine."""
@@ -383,6 +393,7 @@ class Session:
         return request in self.open and isinstance(report, REPLY_TYPES[self.open[request]])
 
     def _on_welcome(self, message: Welcome) -> list[RequestReport]:
+        self._num_welcomes += 1
         if message.protocol != PROTOCOL_VERSION:
             self.not_ready_error = WireError(
                 f"the engine uses protocol {message.protocol}, this client {PROTOCOL_VERSION}"

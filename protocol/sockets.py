@@ -69,6 +69,7 @@ _EVENT_BYTES = 2
 decoded here, because `zmq.utils.monitor` imports asyncio, which would delay every process's start.
 """
 
+_RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
 _ZAP = "inproc://zeromq.zap.01"
@@ -77,9 +78,16 @@ _ZAP = "inproc://zeromq.zap.01"
 
 def run_directory(port: int) -> Path:
     """Return the private directory of the server on HTTP port `port`, for its sockets."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    runtime = os.environ.get(_RUNTIME_VARIABLE)
     base = Path(runtime) if runtime else Path(tempfile.gettempdir())
     return base / f"tidegate-{os.getuid()}" / str(port)
+
+
+def runtime_setting() -> str:
+    """Return the setting of the environment that decides where run directories are, such as
+    "XDG_RUNTIME_DIR=/run/user/1000"; "" if it is not set, and they are in the temporary folder."""
+    runtime = os.environ.get(_RUNTIME_VARIABLE)
+    return f"{_RUNTIME_VARIABLE}={runtime}" if runtime else ""
 
 
 def engine_address(port: int = 8000) -> str:

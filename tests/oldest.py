@@ -27,6 +27,7 @@ TESTS = (
     "tests/unit/test_sse.py",
     "tests/unit/test_client_socket.py",
     "tests/integration/test_gateway_streams.py",
+    "tests/integration/test_connections.py",
     "tests/integration/test_slow_readers.py",
     "tests/integration/test_gateway_lifecycle.py::"
     "test_a_drain_finishes_streams_and_accepts_nothing_new",

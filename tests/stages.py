@@ -4,30 +4,41 @@
 
     python -m tests.stages -k stream
 
-Tests of real processes often wait: for a start, a drain or a deadline. So stages whose tests only
-compute run in the background at the same time, with a lower priority, and use the time that the
-others leave. Their output is printed when they have ended.
+Tests of real processes often wait: for a start, a drain or a deadline. So more of them run at a
+time than there are cores. Stages whose tests only compute run in the background at the same time,
+with a lower priority, and use the time that the others leave. Their output is printed when they
+have ended.
 
 A test of real processes may fail because the machine was busy. So a few such tests that have failed
 run again when everything else has ended. Those that pass then are unsteady: the summary names them,
 because they are to be mended, but they do not fail the suite.
+
+To find unsteady tests, run the whole suite several times while other programs use the cores:
+
+    python -m tests.stages --repeat 3 --busy 2
+
+At the end this lists the tests that failed or were unsteady in any run. It fails if there are any.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from protocol.process_state import read_all_stats
 from tests import oldest
 
 PYTEST = (sys.executable, "-m", "pytest")
@@ -35,13 +46,20 @@ OPTIONS = ("-ra", "--durations=10")
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
 NICENESS = 10
-"""Niceness of background stages. If both need a core, a process of another stage gets nine times as
-much CPU time as one of a background stage."""
+"""Niceness of stages that only compute. If both need a core, a process of another stage gets nine
+times as much CPU time as one of theirs."""
 BACKGROUND = ("--timeout", "900")
-"""Options of background stages, whose tests may wait long for a core."""
+"""Options of these stages, whose tests may wait long for a core."""
 ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
 """Options that run as many processes as there are cores, with adjacent tests in each, so that the
 fixtures of most files are made only once."""
+WAITING = min(4, (os.cpu_count() or 1) + 1)
+"""Number of files with tests of real processes that run at a time. One more than there are cores,
+because these tests often wait; not more than four, because each may start servers with a model."""
+BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""A program that uses a core until its parent ends."""
+IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+"""Signals that each Python ignores. `subprocess` restores them in the programs that it starts."""
 
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +72,7 @@ class Stage:
     """One run of pytest.
 
     in_background   whether it runs beside other stages, one background stage at a time
+    niceness        niceness of its processes
     alone           whether it waits until all background stages have ended
     again           whether tests that have failed run again at the end
     """
@@ -63,6 +82,7 @@ class Stage:
     arguments: Sequence[str]
     program: Sequence[str] = PYTEST
     in_background: bool = False
+    niceness: int = 0
     alone: bool = False
     again: bool = False
 
@@ -86,24 +106,28 @@ STAGES = (
         "they compute a little: as many at a time as there are cores",
         [*ADJACENT, *BACKGROUND, "tests/unit", "tests/property"],
         in_background=True,
+        niceness=NICENESS,
     ),
     Stage(
         "differential",
         "they compute a lot: two files at a time",
         [*files_at_a_time(2), *BACKGROUND, "tests/differential"],
         in_background=True,
-    ),
-    Stage(
-        "integration and end to end",
-        "real processes, and servers as users start them: two files at a time",
-        ["-v", *files_at_a_time(2), "-m", "not alone", "tests/integration", "tests/e2e"],
-        again=True,
+        niceness=NICENESS,
     ),
     Stage(
         "oldest gunicorn and gevent",
         "streams rest on private details of both: both ends of their ranges are tested",
         [*files_at_a_time(2), "-m", "not alone", *oldest.TESTS],
         (sys.executable, "-m", "tests.oldest"),
+        in_background=True,
+        again=True,
+    ),
+    Stage(
+        "integration and end to end",
+        "real processes, and servers as users start them: more files at a time than cores",
+        ["-v", *files_at_a_time(WAITING), "-m", "not alone", "tests/integration", "tests/e2e"],
+        again=True,
     ),
     Stage(
         "alone",
@@ -177,6 +201,57 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
 
 
+def ignore(number: int, frame: object) -> None:
+    """Handle a signal by doing nothing. Unlike SIG_IGN, a handler does not apply to the programs
+    that a process starts: their signals have the default action."""
+
+
+@contextmanager
+def default_signals_for_children() -> Iterator[None]:
+    """Let no program inherit that signals are ignored, while we continue to ignore them.
+
+    `nohup` ignores SIGHUP, and a shell without job control ignores SIGINT and SIGQUIT of what it
+    runs in the background. The servers under test would ignore them as well.
+    """
+    ignored = [
+        each
+        for each in signal.valid_signals() - IGNORED_BY_PYTHON
+        if signal.getsignal(each) is signal.SIG_IGN
+    ]
+    for each in ignored:
+        signal.signal(each, ignore)
+    try:
+        yield
+    finally:
+        for each in ignored:
+            signal.signal(each, signal.SIG_IGN)
+
+
+def is_detached() -> bool:
+    """Return whether the terminal's signals are ignored. Stages then run in sessions of their own,
+    which these signals do not reach."""
+    return ignore in (signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGINT))
+
+
+def interrupt_detached() -> None:
+    """Interrupt the stages that Ctrl-C has not reached."""
+    if is_detached():
+        for pid, stat in read_all_stats().items():
+            if stat.parent == os.getpid():
+                os.kill(pid, signal.SIGINT)
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Run `count` programs that only use the cores."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            loop = subprocess.Popen([sys.executable, "-c", BUSY_LOOP], stderr=subprocess.DEVNULL)
+            stack.callback(loop.wait)
+            stack.callback(loop.kill)
+        yield
+
+
 def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None) -> StageResult:
     """Run one stage. Its output goes to `output`, or by default to our own."""
     with tempfile.TemporaryDirectory(prefix="tidegate-tests-") as folder:
@@ -184,13 +259,13 @@ def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None)
         started = time.monotonic()
         options = [*OPTIONS, f"--junitxml={report}"]
         command = [*stage.program, *options, *stage.arguments, *arguments]
-        nice = ["nice", "-n", str(NICENESS)] if stage.in_background else []
         exit_code = subprocess.run(
-            [*nice, *command],
+            ["nice", "-n", str(stage.niceness), *command],
             env=environment(),
             stdin=None if output is None else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            start_new_session=is_detached(),
         ).returncode
         seconds = time.monotonic() - started
         return StageResult(stage, exit_code, seconds, bool(arguments), *read_report(report))
@@ -202,7 +277,12 @@ def run_again(result: StageResult) -> None:
     chosen = [each for each in ids if each is not None]
     if not chosen or len(chosen) < len(ids) or len(ids) > MAX_AGAIN:
         return
-    again = Stage(f"{result.stage.name}, again", "what has failed, now alone", ["-v", *chosen])
+    again = Stage(
+        f"{result.stage.name}, again",
+        "what has failed, now alone",
+        ["-v", *chosen],
+        result.stage.program,
+    )
     heading(again)
     second = run(again, ())
     if second.exit_code != PASSED or second.counts.get("passed") != len(chosen):
@@ -260,7 +340,25 @@ def summary(results: Sequence[StageResult]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
+def over_runs(runs: Sequence[Sequence[StageResult]]) -> str:
+    """Return a list of the tests that failed or were unsteady, with the numbers of their runs."""
+    found: dict[str, list[str]] = {}
+    for number, results in enumerate(runs, 1):
+        for result in results:
+            for name in result.failed:
+                found.setdefault(name, []).append(f"failed in run {number}")
+            for name in result.unsteady:
+                found.setdefault(name, []).append(f"unsteady in run {number}")
+            if not result.is_good and not result.failed:
+                found.setdefault(result.stage.name, []).append(f"no result in run {number}")
+    lines = [f"  {name}: {', '.join(when)}" for name, when in sorted(found.items())]
+    return "\n".join(
+        ["", f"== All runs ({len(runs)})", *(lines or ["  every test passed in each"])]
+    )
+
+
+def run_suite(arguments: Sequence[str]) -> list[StageResult]:
+    """Run all stages and print the summary, also if Ctrl-C ends them."""
     results: list[StageResult] = []
     background = BackgroundStages([stage for stage in STAGES if stage.in_background], arguments)
     try:
@@ -273,14 +371,55 @@ def main(arguments: Sequence[str]) -> int:
         for result in results:
             if result.stage.again:
                 run_again(result)
-    except KeyboardInterrupt:  # every process of the terminal has received it as well
-        print(summary(results), flush=True)
-        return 130
+    except KeyboardInterrupt:
+        interrupt_detached()
+        raise
     finally:
         background.close()
-    results.sort(key=lambda result: STAGES.index(result.stage))
-    print(summary(results), flush=True)
-    return 0 if all(result.is_good for result in results) else 1
+        results.sort(key=lambda result: STAGES.index(result.stage))
+        print(summary(results), flush=True)
+    return results
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.stages",
+        description="Run the whole suite. Other arguments go to the pytest of every stage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the suite N times, list the tests that failed or were unsteady, and fail if there"
+        " are any",
+    )
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N programs beside the suite that only use the cores",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options, for_pytest = argument_parser().parse_known_args(arguments)
+    runs: list[list[StageResult]] = []
+    try:
+        with default_signals_for_children(), busy_loops(options.busy):
+            for _ in range(options.repeat):
+                runs.append(run_suite(for_pytest))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if options.repeat > 1:
+            print(over_runs(runs), flush=True)
+    results = [result for run in runs for result in run]
+    is_steady = options.repeat == 1 or not any(result.unsteady for result in results)
+    return 0 if is_steady and all(result.is_good for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from protocol.exit_codes import ExitCode
+from protocol.open_files import raise_file_limit
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
 from tools.flags import OneLineParser, take_late_argument
@@ -149,6 +151,7 @@ def join_bench_step(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    raise_file_limit()
     words = join_bench_step(sys.argv[1:] if arguments is None else arguments)
     if not words:
         build_parser().print_help()
@@ -168,6 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         origin = origin_note(str(failure), settings) if settings is not None else ""
         Terminal(log_style(log_format)).fail(f"{failure}{origin}")
         return failure.exit_code
+    except UnicodeEncodeError as error:  # an argument, a variable or the working directory
+        if error.encoding != "utf-8":  # stdout has another encoding
+            raise
+        text = f"{error.object!a} is not UTF-8; Tidegate needs names that are"
+        Terminal(log_style(log_format)).fail(text)
+        return ExitCode.USAGE
     except BrokenPipeError:  # the reader of stdout has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

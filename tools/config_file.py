@@ -32,6 +32,7 @@ from protocol.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
 from tools.other_servers import OPTIONS, advice
+from tools.paths import user_path
 
 MODEL = "model"
 """Name of the argument MODEL in the file."""
@@ -89,7 +90,7 @@ def apply_config_file(options: argparse.Namespace) -> FileSettings | None:
     if getattr(options, "config_file", None) is None:
         return None
     flags = [flag for config in options.configs for flag in flags_of(config)]
-    path = Path(options.config_file).expanduser()
+    path = user_path(options.config_file)
     try:
         text = path.read_text(encoding="utf-8")
         found = parse(
@@ -203,14 +204,14 @@ def _value(flag: Flag, value: Any, folder: Path) -> Any:
 def _path(text: str, folder: Path) -> str:
     if text in ("", NO_STORE):
         return text
-    return os.path.abspath(folder / Path(text).expanduser())
+    return os.path.abspath(folder / user_path(text))
 
 
 def local_model(model: str, folder: Path) -> str:
     """Return the path of a model in `folder`, or `model` itself if there is no such path. `model`
     may be NAME=MODEL."""
     name, equals, path = model.rpartition("=")
-    local = folder / Path(path).expanduser()
+    local = folder / user_path(path)
     return f"{name}{equals}{local}" if path and local.exists() else model
 
 

@@ -20,8 +20,6 @@ OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096
 """Number of file descriptors that suffices. A gateway needs one per open connection."""
 ENOUGH_DISK = GIB
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-"""Environment variables that change the number of threads in addition to --threads."""
 
 
 class Verdict(Enum):
@@ -90,17 +88,20 @@ def processor(facts: MachineFacts) -> Finding:
     return Finding("cpu", text or "unknown", Verdict.DOUBT, remedy)
 
 
-def threads(facts: MachineFacts, environment: Mapping[str, str]) -> Finding:
+def threads(facts: MachineFacts) -> Finding:
     text = f"{facts.threads} of {facts.cores} cores"
     text += "" if facts.quota is None else f" (this container may use {facts.quota:g})"
-    present = [name for name in THREAD_VARIABLES if name in environment]
-    if present:
-        variables = ", ".join(f"{name}={environment[name]}" for name in present)
-        remedy = f"unset {' '.join(present)}; use --threads to set the number of threads"
-        return Finding("threads", f"{text}; {variables}", Verdict.DOUBT, remedy)
     if facts.quota is not None and facts.quota < 1:
         return Finding("threads", text, Verdict.DOUBT, "give the container at least one core")
     return Finding("threads", text)
+
+
+def environment(ignored: Sequence[str]) -> Finding:
+    """Judge the variables of the environment that the processes of a server do not get."""
+    if not ignored:
+        return Finding("environment", "no variable is ignored")
+    remedy = "use options instead (docs/configuration.md)"
+    return Finding("environment", f"ignored: {', '.join(ignored)}", Verdict.DOUBT, remedy)
 
 
 def compute(facts: MachineFacts) -> Finding:
@@ -246,7 +247,7 @@ def sockets(directory: Path, problem: str | None) -> Finding:
 
 
 def open_files(limit: int) -> Finding:
-    """Judge the hard limit on the number of open files."""
+    """Judge the limit on open files that applies to the server."""
     text = f"at most {limit:,}"
     if limit < ENOUGH_FILES:
         remedy = f"ulimit -n {ENOUGH_FILES}; each connection needs one"

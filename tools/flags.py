@@ -17,7 +17,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar, get_args
@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 from msgspec import NODEFAULT, inspect
 
+from protocol.config.base import PathKind
 from tools.other_servers import advice
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -54,10 +55,14 @@ class Flag:
     is_tuple: bool = False
     #: A second option for the field; "": none.
     alias: str = ""
-    #: Whether the text is the path of a file or a directory.
-    is_path: bool = False
+    #: What is at the path that the text is; "": the text is no path.
+    path: PathKind = ""
     #: Whether the value must not be printed.
     is_secret: bool = False
+
+    @property
+    def is_path(self) -> bool:
+        return self.path != ""
 
     @property
     def is_switch(self) -> bool:
@@ -155,10 +160,15 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
+def allow_late(
+    parser: argparse.ArgumentParser, argument: str, read: Callable[[str], Any] = str
+) -> None:
     """Let the user give the optional last argument also after options. argparse looks for it only
-    where the arguments before it are."""
-    parser.set_defaults(late_argument=argument)
+    where the arguments before it are.
+
+    read   returns the value of the argument's text, or raises ArgumentTypeError
+    """
+    parser.set_defaults(late_argument=argument, read_late_argument=read)
 
 
 def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
@@ -168,7 +178,10 @@ def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> b
     is_it = len(unknown) == 1 and not unknown[0].startswith("-")
     if not (name and is_it and getattr(options, name) is None):
         return False
-    setattr(options, name, unknown[0])
+    try:
+        setattr(options, name, options.read_late_argument(unknown[0]))
+    except argparse.ArgumentTypeError as error:
+        options.parser.error(f"{name}: {error}")
     return True
 
 
@@ -198,7 +211,7 @@ def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
                 is_list=is_list,
                 is_tuple=is_tuple,
                 alias=(shape.extra or {}).get("alias", ""),
-                is_path=(shape.extra or {}).get("path", False),
+                path=(shape.extra or {}).get("path", ""),
                 is_secret=(shape.extra or {}).get("secret", False),
             )
         )

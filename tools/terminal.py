@@ -43,6 +43,11 @@ class Terminal:
         with contextlib.suppress(OSError):
             print(self._kept_line(logging.INFO, message), flush=True)
 
+    def warn(self, message: str) -> None:
+        """Print a log line about something that the user may want to change."""
+        with contextlib.suppress(OSError):
+            print(self._kept_line(logging.WARNING, message), flush=True)
+
     def progress(self, message: str) -> None:
         """Print a line of progress to stderr, as plain text or as a JSON line."""
         line = self._line(logging.INFO, message) if self.style == "json" else message

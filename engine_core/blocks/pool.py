@@ -1,9 +1,16 @@
-"""Block pool: counts the holders of each block, and keeps the free list.
+"""Block pool: counts the holders of each block, and keeps the free blocks.
 
-Every block except the null block is either free or held. Blocks are allocated from the front of the
-free list. A released block without cached content is inserted at the front. A released block that
-the prefix cache can find is appended at the back. So blocks without cached content are used first,
-and after them the cached block that was released longest ago.
+Every block except the null block is either free or held. Free blocks are allocated in this order:
+
+1. blocks without cached content
+2. *passed* blocks: cached blocks whose last holder released them because its window had passed
+   them. Only another prompt that shares no more than this beginning can still use them
+3. other cached blocks
+
+Within 2 and 3, the block that was released longest ago comes first. A passed block that is found
+all the same, or that another prompt has missed, is *proven*: when a window passes it again, it
+counts as one of the other cached blocks. So the beginning of many prompts stays in the cache, and
+the middle of a single one leaves it first.
 """
 
 from __future__ import annotations
@@ -28,9 +35,14 @@ class BlockPool:
         #: Block -> number of requests and leases that hold it.
         self.holders = [0] * num_blocks
         self.cache = cache
+        #: Free blocks that are not passed: first those without cached content, then the others.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
             block for block in range(num_blocks) if block != NULL_BLOCK
         )
+        #: Free blocks that are passed.
+        self._passed: OrderedDict[int, None] = OrderedDict()
+        #: Cached blocks that are useful although a window has passed them.
+        self._proven: set[int] = set()
         #: Number of free blocks whose content is in the prefix cache.
         self.num_cached = 0
 
@@ -41,23 +53,28 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._passed)
 
     def is_free(self, block: int) -> bool:
-        return block in self._free
+        return block in self._free or block in self._passed
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks for new content, or None if too few are free.
 
         Each block has one holder. Its former content is removed from the prefix cache.
         """
-        if count > len(self._free):
+        if count > self.num_free:
             return None
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        num_empty = min(count, self.num_free - self.num_cached)
+        num_passed = min(count - num_empty, len(self._passed))
+        blocks = [self._free.popitem(last=False)[0] for _ in range(num_empty)]
+        blocks += [self._passed.popitem(last=False)[0] for _ in range(num_passed)]
+        blocks += [self._free.popitem(last=False)[0] for _ in range(count - len(blocks))]
         num_findable = len(self.cache)
         for block in blocks:
             self.cache.remove(block)
             self.holders[block] = 1
+        self._proven.difference_update(blocks)
         self.num_cached -= num_findable - len(self.cache)
         return blocks
 
@@ -65,23 +82,38 @@ class BlockPool:
         """Add one holder to each block. A free block must still be in the prefix cache."""
         for block in blocks:
             if not self.holders[block]:
-                del self._free[block]
+                if block in self._passed:
+                    del self._passed[block]
+                    self._proven.add(block)
+                else:
+                    del self._free[block]
                 self.num_cached -= 1
             self.holders[block] += 1
 
-    def release(self, blocks: list[int]) -> None:
+    def prove(self, blocks: Iterable[int]) -> None:
+        """Note that held blocks are useful to other prompts after the window has passed them."""
+        self._proven.update(blocks)
+
+    def release(self, blocks: list[int], *, passed: bool = False) -> None:
         """Remove one holder from each of a sequence's blocks.
 
         The last block is freed first, so the first block stays in the prefix cache longest.
+        `passed` is whether the window of the sequence has passed the blocks.
         """
         for block in reversed(blocks):
             self.holders[block] -= 1
             assert self.holders[block] >= 0, (
                 f"block {block} was released more often than it was held"
             )
-            if not self.holders[block]:
+            if self.holders[block]:
+                continue
+            if block not in self.cache:
+                self._proven.discard(block)
                 self._free[block] = None
-                if block in self.cache:
-                    self.num_cached += 1
-                else:
-                    self._free.move_to_end(block, last=False)
+                self._free.move_to_end(block, last=False)
+                continue
+            self.num_cached += 1
+            if passed and block not in self._proven:
+                self._passed[block] = None
+            else:
+                self._free[block] = None

@@ -90,8 +90,9 @@ class PrefixCache:
 
     def match_groups(
         self, hashes: Sequence[bytes], num_passed: Callable[[int], int], window_blocks: int
-    ) -> list[int]:
-        """Return the first block of each column of the longest cached prefix of `hashes`.
+    ) -> tuple[list[int], int]:
+        """Return the first block of each column of the longest cached prefix of `hashes`, and the
+        number of columns whose first block is cached.
 
         A prefix is cached if the first block of every column is cached and, for each column that
         the window has not passed, its other blocks are cached too. `num_passed` is as in
@@ -103,7 +104,7 @@ class PrefixCache:
             return all(key in self._block_of for key in keys)
 
         found = self.match(hashes)
-        return found[: _window_end(len(found), num_passed, is_cached)]
+        return found[: _window_end(len(found), num_passed, is_cached)], len(found)
 
     def window_columns(self, hashes: Sequence[bytes], window_blocks: int) -> list[list[int]]:
         """Return, for each column, the blocks of the layers with a window. They must be cached."""
@@ -173,7 +174,12 @@ class Prefixes:
         if self._window is None:
             return self._cache.match(hashes)
         if self._window_blocks:
-            return self._cache.match_groups(hashes, self._num_passed, self._window_blocks)
+            found, num_columns = self._cache.match_groups(
+                hashes, self._num_passed, self._window_blocks
+            )
+            if len(found) < num_columns:
+                request.num_shared_columns = num_columns
+            return found
         return self._cache.match_window(hashes, self._num_passed)
 
     def publish(self, request: Request) -> range:

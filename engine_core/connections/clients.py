@@ -63,6 +63,11 @@ class _Client:
     #: When a Ping last reported new bytes read; initially, when the client was added.
     read_at: float
     probed_at: float = float("-inf")
+    #: `Hello.num_welcomes` of the last Hello.
+    num_welcomes: int | None = None
+    #: `num_welcomes` when the last Welcome was sent; None: none was sent, or the client does not
+    #: count.
+    welcomed_at: int | None = None
     #: Total bytes of the messages sent to the client since its first Hello.
     sent_bytes: int = 0
     #: Bytes that the client has read, according to its Pings. Never more than `sent_bytes`.
@@ -92,14 +97,37 @@ class Clients:
     def all(self) -> list[bytes]:
         return list(self._clients)
 
-    def add(self, client: bytes, now: float, name: str = "") -> None:
+    def add(
+        self, client: bytes, now: float, name: str = "", *, num_welcomes: int | None = None
+    ) -> None:
         """Add a client that has sent Hello. A known client keeps its counts of sent and read
         bytes."""
         record = self._clients.get(client)
         if record is None:
-            self._clients[client] = _Client(name, last_message_at=now, read_at=now)
-        else:
-            record.name, record.last_message_at = name, now
+            record = self._clients[client] = _Client(name, last_message_at=now, read_at=now)
+        record.name, record.last_message_at = name, now
+        record.num_welcomes = num_welcomes
+
+    # ---- greetings
+
+    def has_unread_welcome(self, client: bytes) -> bool:
+        """Return whether the client had not read the last Welcome when it sent its last Hello.
+
+        A client that waits sends a Hello each second, and a Welcome contains the tokenizer. If the
+        engine or the client is busy for some seconds, a Welcome for each Hello would exceed
+        MAX_UNREAD_BYTES.
+        """
+        record = self._clients.get(client)
+        return (
+            record is not None
+            and record.num_welcomes is not None
+            and record.num_welcomes == record.welcomed_at
+        )
+
+    def on_welcomed(self, client: bytes) -> None:
+        """Record that a Welcome was sent to the client."""
+        if (record := self._clients.get(client)) is not None:
+            record.welcomed_at = record.num_welcomes
 
     def get_name(self, client: bytes) -> str:
         """Return the name from the client's Hello, or "" if the client is unknown."""

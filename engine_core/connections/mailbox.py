@@ -44,6 +44,9 @@ class Mailbox:
         self.clients = Clients(lease_s)
         #: Number of malformed messages since the start, from all clients.
         self.num_wire_errors = 0
+        #: Whether to log each client that has disconnected. While the model loads, no client is
+        #: logged when it connects either: programs ask again and again whether the engine is ready.
+        self.logs_clients = False
         #: Client -> its connection. Entries of clients that have left are removed when a client is
         #: added.
         self._connections: dict[bytes, sockets.PeerConnection] = {}
@@ -87,7 +90,8 @@ class Mailbox:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if client in self.clients:
-                log.info("client %s is gone: %s", client.hex(), error)
+                if self.logs_clients:
+                    log.info("client %s is gone: %s", client.hex(), error)
                 self.clients.remove(client)
                 self._on_client_lost(client)
         else:

@@ -22,9 +22,13 @@ from protocol.steps import TokenizerRead
 LIMITS = LLParserLimits(
     max_items_in_row=6_000,  # 1,000 optional properties need 4,000; such a mask takes about 30 ms
     step_max_items=200_000,
-    max_lexer_states=100_000,  # 1 to 2 kB each, shared by all answers of a grammar
+    max_lexer_states=30_000,  # 1 to 2 kB each, shared by all answers of a grammar
+    max_grammar_size=100_000,
+    initial_lexer_fuel=300_000,  # bounds what a failing compilation uses meanwhile: 60 MB
     verbose_errors=False,
 )
+"""Published schemas of tools need a tenth of each. With these limits and those of
+`protocol/grammar.py`, a compiled grammar keeps at most about 36 MB (`MAX_TEMPLATE_BYTES`)."""
 
 
 class Compiler:

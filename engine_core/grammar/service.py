@@ -1,10 +1,12 @@
 """Grammar service: threads that compile grammars beside the loop.
 
 The loop never waits for a compilation: `submit` queues a job, and `fd` becomes readable when
-`drain` has a result. A job that takes too long is refused. llguidance cannot be interrupted, so the
-thread still completes such a job, and its result is cached for later requests.
+`drain` has a result. A job that waits or runs too long is refused (compile_queue.py). llguidance
+cannot be interrupted, so a thread completes a job that was refused while it ran, and its result is
+cached for later requests.
 
-The threads have large stacks (large_stack.py).
+The threads have large stacks (large_stack.py). They measure what each grammar keeps (meter.py), and
+return freed memory to the system, because both take milliseconds.
 """
 
 from __future__ import annotations
@@ -12,17 +14,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.compile_queue import CompileQueue
+from engine_core.grammar.heap import CHeap
 from engine_core.grammar.large_stack import large_stacks
 from engine_core.grammar.matcher import MatcherTemplate
+from engine_core.grammar.meter import CompileMeter
 from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
+from protocol.grammar import num_chars
 from protocol.model_card import ModelCard
 from protocol.steps import TokenizerRead
 
@@ -31,29 +38,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_THREADS = 3
+MAX_PER_ACCOUNT = NUM_THREADS - 1
+"""Most threads that compile grammars of one account, so one is left for the others."""
 NICENESS = 10
 """Niceness of the compiler threads (Linux), so that decoding has precedence on busy cores."""
 SLOW_S = 1.0
 """A compilation that takes longer than this is logged."""
+TRIM_BYTES = 8 << 20
+"""Freed memory is returned to the system when this much was freed since the last time. Compilations
+free more than they keep."""
+BYTES_PER_CHAR = 512
+"""Size of a compiled grammar per character, if it cannot be measured. Literals need the most."""
 
 
 class GrammarService:
-    """The compiler threads and their queues.
+    """The compiler threads and their queue.
 
-    A job that takes longer than `timeout_s`, including its time in the queue, is refused.
+    timeout_s  how long a job may wait for a thread, and how long it may then take
+    clock      returns the time in seconds
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         #: An eventfd that is readable when there are results.
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._timeout_s = timeout_s
+        self._clock = clock
         self._compiler: Future[Compiler] = Future()
-        self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
+        self._heap = CHeap()
+        self._meter = CompileMeter(lambda: self._heap.size().used_bytes)
+        #: Protects the attributes below, and prevents writes to `fd` after it is closed. Threads
+        #: without a job wait for it.
+        self._changed = threading.Condition()
+        self._queue = CompileQueue(timeout_s, MAX_PER_ACCOUNT)
         self._results: deque[CompiledGrammar] = deque()
-        self._deadlines: dict[bytes, float] = {}  # of unanswered jobs
-        self._lock = threading.Lock()  # prevents writes to `fd` after it is closed
         self._is_closed = False
+        self._must_trim = False
+        #: Free bytes of the heap after the last trim.
+        self._free_bytes = self._heap.size().free_bytes
+        #: `num_dropped_bytes` at the last call of `trim` that had an effect.
+        self._trimmed_at = 0
 
     def start(self, model: ModelCard | TokenizerRead) -> None:
         """Start the threads. The first builds the model's compiler, which all jobs wait for.
@@ -68,54 +91,91 @@ class GrammarService:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are unanswered jobs.
+        """Whether requests wait for jobs.
 
         If so, the caller must call `drain` regularly, even if `fd` is not readable, so that overdue
         jobs are refused.
         """
-        return bool(self._deadlines)
+        with self._changed:
+            return self._queue.is_awaited or bool(self._results)
 
-    def submit(self, job: CompileJob, now: float) -> None:
-        self._deadlines[job.digest] = now + self._timeout_s
-        self._jobs.put(job)
+    def submit(self, job: CompileJob) -> None:
+        with self._changed:
+            self._queue.add(job, self._clock())
+            self._changed.notify()
 
-    def drain(self, now: float) -> list[CompiledGrammar]:
-        """Return the results since the last call, and refusals for jobs overdue at `now`."""
+    def drain(self) -> list[CompiledGrammar]:
+        """Return the results since the last call, and refusals of overdue jobs."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
-            self._deadlines.pop(results[-1].digest, None)
-        overdue = [digest for digest, deadline in self._deadlines.items() if now > deadline]
-        for digest in overdue:
-            del self._deadlines[digest]
-        return results + [CompiledGrammar(digest, self._refusal()) for digest in overdue]
+        with self._changed:
+            results = [*self._results, *self._queue.drop_overdue(self._clock())]
+            self._results.clear()
+        return results
+
+    def trim(self, num_dropped_bytes: int) -> None:
+        """Have a thread return freed memory to the system, if much was freed since the last time.
+        `num_dropped_bytes` is the total size of the grammars that the engine has dropped."""
+        if num_dropped_bytes - self._trimmed_at >= TRIM_BYTES:
+            self._trimmed_at = num_dropped_bytes
+            with self._changed:
+                self._must_trim = True
+                self._changed.notify()
 
     def close(self) -> None:
         """Close `fd`. Running compilations are abandoned: the threads end with the process."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             os.close(self.fd)
-
-    def _refusal(self) -> ServingError:
-        return InvalidRequest(
-            f"the grammar: it could not be compiled within {self._timeout_s:g} s", param="grammar"
-        )
 
     # ---- in the threads
 
     def _work(self, model: ModelCard | TokenizerRead | None) -> None:
         if model is not None:  # holds the GIL, so a low priority would delay the loop even longer
             self._prepare(model)
+        self._compiler.exception()  # wait for the compiler: a job's time starts when it can run
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (job := self._next_job()) is not None:
+            self._meter.start(job.digest)
+            result = self._compile(job)
+            self._finish(job, result, self._meter.finish(job.digest))
+            del result  # the thread must not keep what the engine drops
+            if self._heap.size().free_bytes - self._free_bytes >= TRIM_BYTES:
+                self._trim()
+
+    def _next_job(self) -> CompileJob | None:
+        """Wait for a job and return it; None if the service is closed. Meanwhile, trim the heap if
+        `trim` requests it."""
         while True:
-            job = self._jobs.get()
-            self._results.append(CompiledGrammar(job.digest, self._compile(job)))
-            with self._lock:
+            with self._changed:
+                while not self._is_closed and not self._must_trim:
+                    if (job := self._queue.start(self._clock())) is not None:
+                        return job
+                    self._changed.wait()
                 if self._is_closed:
-                    return
+                    return None
+                self._must_trim = False
+            self._trim()
+
+    def _finish(
+        self, job: CompileJob, result: MatcherTemplate | ServingError, num_bytes: int
+    ) -> None:
+        """Store a result for `drain`."""
+        if not self._heap.can_measure:
+            num_bytes = BYTES_PER_CHAR * num_chars(job.grammar)
+        with self._changed:
+            self._queue.finish(job.digest)
+            self._results.append(CompiledGrammar(job.digest, result, num_bytes))
+            self._changed.notify()  # this account may have another job
+            if not self._is_closed:
                 os.eventfd_write(self.fd, 1)
+
+    def _trim(self) -> None:
+        """Return freed memory to the system. It stays free on the heap, so it is not counted as
+        freed again."""
+        self._heap.trim()
+        self._free_bytes = self._heap.size().free_bytes
 
     def _prepare(self, model: ModelCard | TokenizerRead) -> None:
         started = perf_counter()
@@ -137,7 +197,7 @@ class GrammarService:
         try:
             return self._compiler.result().compile(job.grammar)
         except RequestError as error:
-            return error
+            return error.with_traceback(None)  # its frames hold what was compiled until then
         except BaseException as error:
             log.error("a grammar could not be compiled: %s: %s", type(error).__name__, error)
             return EngineError("this server could not compile the grammar")

@@ -26,6 +26,7 @@ from engine_core.grammar.lark import (
     up_to,
 )
 from engine_core.grammar.markers import Markers
+from engine_core.grammar.shortest import MAX_DEMANDED_CHARS, demands_too_much
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
     Body,
@@ -41,6 +42,7 @@ from protocol.grammar import (
     Tag,
     Thinking,
 )
+from protocol.schema_literals import check_literals
 
 MAX_BLANKS = 8
 """Maximum number of whitespace characters between two items of JSON, line feeds included.
@@ -102,9 +104,9 @@ def _body(body: Body, spell: Speller) -> tuple[Part, list[Part]]:
         case ChoiceGrammar(choices=choices):
             return _lark(["start: CHOICE", f"CHOICE: {any_of(map(_choice, choices))}"]), []
         case Lark(text=text, schemas=schemas):
-            return _lark([text]), _named(schemas)
+            return _bounded(_lark([text])), _named(schemas)
         case Gbnf(text=text):
-            return _lark([_from_gbnf(text)]), []
+            return _bounded(_lark([_from_gbnf(text)])), []
         case Structural():
             return _structural(body, spell)
         case Rules():
@@ -116,16 +118,26 @@ def _rules(rules: Rules, spell: Speller, prefix: str = "") -> tuple[Part, list[P
     `prefix`, because all grammars of an answer share one namespace."""
     names = {name: f"{prefix}schema-{n}" for n, name in enumerate(rules.schemas)}
     schemas = {names[name]: text for name, text in rules.schemas.items()}
-    return _lark(rule_lines(rules, names, spell)), _named(schemas)
+    return _bounded(_lark(rule_lines(rules, names, spell))), _named(schemas)
 
 
 def _lark(lines: Iterable[str]) -> Part:
     return {"lark_grammar": "\n".join(lines)}
 
 
+def _bounded(part: Part) -> Part:
+    """Return a grammar in Lark. Raise InvalidRequest if it demands too long a text."""
+    if demands_too_much(part["lark_grammar"]):
+        raise invalid(f"demands a text of more than {MAX_DEMANDED_CHARS:,} characters")
+    return part
+
+
 def _schema(text: str) -> Part:
     try:
         keywords: dict[str, Any] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        check_literals(msgspec.json.decode(text), "schema")
+    except InvalidRequest as error:
+        raise invalid(error.message) from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid(f"a schema is not a JSON object: {error}") from None
     if OPTIONS_KEY in keywords:

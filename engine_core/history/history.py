@@ -70,17 +70,21 @@ class EngineHistory:
         names: Iterable[str],
         find_open: Callable[[str], Iterable[Request]],
         client_name: Callable[[bytes], str],
+        *,
+        are_beginnings: bool = False,
     ) -> TimelineWork:
         """Compute the timelines of the requests with these names, open ones first, at most
         MAX_TIMELINES. They describe the requests at the time of the first `next`.
 
         - find_open: returns the open requests with a name
         - client_name: returns the name of a client
+        - are_beginnings: look for ended requests whose names begin so, as `find_open` then does
         """
+        find_ended = self._requests.begun if are_beginnings else self._requests.ended
         now, runs = self._clock.now, self.steps.snapshot()
         found = [
             (history.snapshot(), usage)
-            for history, usage in islice(self._find([*names], find_open), MAX_TIMELINES)
+            for history, usage in islice(self._find([*names], find_open, find_ended), MAX_TIMELINES)
         ]
         timelines: list[EngineTimeline] = []
         for history, usage in found:
@@ -101,12 +105,15 @@ class EngineHistory:
         return timelines
 
     def _find(
-        self, names: list[str], find_open: Callable[[str], Iterable[Request]]
+        self,
+        names: list[str],
+        find_open: Callable[[str], Iterable[Request]],
+        find_ended: Callable[[str], Iterable[RequestHistory]],
     ) -> Iterator[tuple[RequestHistory, Usage]]:
         """Yield the requests with these names and their usage until now, open ones first."""
         self._requests.forget_old(self._clock.now)
         for request in dict.fromkeys(chain.from_iterable(map(find_open, names))):
             yield self._requests.get(request), request_usage(request)
-        for history in dict.fromkeys(chain.from_iterable(map(self._requests.ended, names))):
+        for history in dict.fromkeys(chain.from_iterable(map(find_ended, names))):
             if history.usage is not None:
                 yield history, history.usage

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from engine_core.request import Request
+from protocol.request_ids import begins
 from protocol.timeline import Stage
 from protocol.usage import Usage
 
@@ -149,3 +150,10 @@ class RequestHistories:
     def ended(self, name: str) -> Iterator[RequestHistory]:
         """Yield the remembered ended requests with this name, the last first."""
         return reversed(self._ended_by_name.get(name, []))
+
+    def begun(self, text: str) -> Iterator[RequestHistory]:
+        """Yield the remembered ended requests one of whose names begins with `text`, the last
+        first."""
+        for history in reversed(self._ended):
+            if any(begins(name, text) for name in history.names):
+                yield history

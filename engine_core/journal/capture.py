@@ -15,6 +15,7 @@ from engine_core.journal.snapshot import (
     AdapterSnapshot,
     AdmissionSnapshot,
     BlockSnapshot,
+    CachedGrammarSnapshot,
     DraftingSnapshot,
     EncodeStepSnapshot,
     EncodingSnapshot,
@@ -22,6 +23,7 @@ from engine_core.journal.snapshot import (
     FairShareSnapshot,
     FetchSnapshot,
     KVSnapshot,
+    PendingGrammarSnapshot,
     RequestSnapshot,
     SchedulerSnapshot,
     SpeculationSnapshot,
@@ -137,15 +139,26 @@ def _from_step(step: InflightStep, requests: dict[Request, int]) -> StepSnapshot
 
 
 def _from_admission(admission: Admission, requests: dict[Request, int]) -> AdmissionSnapshot:
-    waiters = admission._grammars._waiters.items()
     return AdmissionSnapshot(
         is_draining=admission.is_draining,
         num_accepted=admission.num_accepted,
         num_refused=admission.num_refused,
         order=admission._order,
         jobs=admission._grammars.jobs,
-        templates=list(admission.templates),
-        waiters={digest: [requests[request] for request in waiting] for digest, waiting in waiters},
+        cached=[
+            CachedGrammarSnapshot(
+                digest=digest, num_bytes=cached.num_bytes, has_failed=cached.has_failed
+            )
+            for digest, cached in admission.cached_grammars.items()
+        ],
+        pending={
+            digest: PendingGrammarSnapshot(
+                num_chars=pending.num_chars,
+                accounts=sorted(pending.accounts),
+                requests=[requests[request] for request in pending.requests],
+            )
+            for digest, pending in admission._grammars._pending.items()
+        },
     )
 
 
@@ -202,6 +215,8 @@ def _from_pool(pool: BlockPool) -> BlockSnapshot:
     return BlockSnapshot(
         holders=pool.holders,
         free=list(pool._free),
+        passed=list(pool._passed),
+        proven=pool._proven,
         cached=pool.cache._hash_of,
         draft_computed=pool.cache._draft_computed,
     )

@@ -53,7 +53,7 @@ from engine_core.journal.records import (
 )
 from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.errors import ErrorInfo, ServingError
+from protocol.errors import ServingError
 from protocol.grammar import Grammar
 from protocol.kv import KVReport
 from protocol.messages import (
@@ -174,7 +174,7 @@ class RecordedEngine(Engine):
 
     def _prune_grammars(self) -> None:
         """Remove the stored grammars that the engine no longer refers to."""
-        needed = self._compiling | self.admission.templates.keys()
+        needed = self._compiling | self.admission.cached_grammars.keys()
         needed |= {request.grammar for request in self.open_requests if request.grammar is not None}
         self._grammars = {d: grammar for d, grammar in self._grammars.items() if d in needed}
         self._max_grammars = 2 * len(self._grammars) + MIN_GRAMMARS
@@ -222,8 +222,15 @@ class RecordedEngine(Engine):
     ) -> list[tuple[bytes, Accepted | Refused]]:
         self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
-        make_record = partial(_grammar_record, compiled.digest, error)
-        return self._call_and_record(partial(super().on_grammar_compiled, compiled), make_record)
+        return self._call_and_record(
+            partial(super().on_grammar_compiled, compiled),
+            lambda reply_digest: GrammarRecord(
+                digest=compiled.digest,
+                error=error,
+                num_bytes=compiled.num_bytes,
+                reply_digest=reply_digest,
+            ),
+        )
 
     def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
         items = list(numbers)
@@ -321,10 +328,6 @@ class RecordedEngine(Engine):
             partial(super().on_adapter_report, report),
             lambda reply_digest: AdapterReportRecord(report=report, reply_digest=reply_digest),
         )
-
-
-def _grammar_record(digest: bytes, error: ErrorInfo | None, reply_digest: bytes) -> GrammarRecord:
-    return GrammarRecord(digest=digest, error=error, reply_digest=reply_digest)
 
 
 def plan_record(plan: StepPlan | EncodePlan) -> PlanRecord:

@@ -23,7 +23,7 @@ from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapt
 from protocol.model_card import ModelCard
 from protocol.steps import AdapterReport, EncodeResult, StepResult
 
-FORMAT = 8
+FORMAT = 9
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 
@@ -98,6 +98,8 @@ class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
     digest: bytes
     #: The error if the compilation failed.
     error: ErrorInfo | None
+    #: The memory that the compiled grammar keeps.
+    num_bytes: int
     reply_digest: bytes = msgspec.field(name="said")
 
 

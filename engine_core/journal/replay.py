@@ -276,7 +276,7 @@ class _ReplayedEngine:
             result = error_from(record.error)
         else:
             result = self._template(record.digest)
-        return CompiledGrammar(record.digest, result)
+        return CompiledGrammar(record.digest, result, record.num_bytes)
 
 
 def _describe(record: PlanRecord) -> str:

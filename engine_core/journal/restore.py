@@ -17,6 +17,7 @@ from engine_core.adapters.registry import EngineAdapter
 from engine_core.blocks.pool import BlockPool
 from engine_core.encode.scheduler import EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
+from engine_core.grammar.cache import CachedGrammar, PendingGrammar
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.journal.snapshot import (
     ADAPTER_FIELDS,
@@ -88,7 +89,8 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     engine.endings.in_flight = [requests[i] for i in snapshot.ended_in_flight]
     engine.parts.inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
     _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
-    _restore_admission(engine.admission, snapshot.admission, requests, find)
+    num_open = snapshot.num_open
+    _restore_admission(engine.admission, snapshot.admission, requests, num_open, find)
     _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
     _restore_encoding(engine.encoding, snapshot.encoding, requests)
     _restore_pool(engine.scheduler.pool, snapshot.blocks)
@@ -156,16 +158,27 @@ def _restore_fair_share(
 
 
 def _restore_admission(
-    admission: Admission, part: AdmissionSnapshot, requests: list[Request], find: FindTemplate
+    admission: Admission,
+    part: AdmissionSnapshot,
+    requests: list[Request],
+    num_open: int,
+    find: FindTemplate,
 ) -> None:
     admission.is_draining = part.is_draining
     admission.num_accepted, admission.num_refused = part.num_accepted, part.num_refused
     admission._order = part.order
     grammars = admission._grammars
     grammars.jobs = part.jobs
-    grammars._templates.update((digest, find(digest)) for digest in part.templates)
-    grammars._waiters = {
-        digest: [requests[i] for i in waiting] for digest, waiting in part.waiters.items()
+    users = Counter(request.grammar for request in requests[:num_open] if request.matcher)
+    for each in part.cached:
+        grammars._cached[each.digest] = CachedGrammar(
+            find(each.digest), each.num_bytes, users[each.digest], each.has_failed
+        )
+    grammars._pending = {
+        digest: PendingGrammar(
+            pending.num_chars, set(pending.accounts), [requests[i] for i in pending.requests]
+        )
+        for digest, pending in part.pending.items()
     }
 
 
@@ -206,10 +219,12 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
     pool.holders = part.holders
     pool._free.clear()
     pool._free.update(dict.fromkeys(part.free))
+    pool._passed.update(dict.fromkeys(part.passed))
+    pool._proven = part.proven
     for block, content in part.cached.items():
         is_draft_computed = block in part.draft_computed
         pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
-    pool.num_cached = sum(block in pool.cache for block in part.free)
+    pool.num_cached = sum(block in pool.cache for block in (*part.free, *part.passed))
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

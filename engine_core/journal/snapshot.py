@@ -92,6 +92,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     window_tables: list[list[int]] = []
     num_passed: int
     num_passed_sent: int
+    num_shared_columns: int
     hashes: list[bytes]
     num_computed: int
     num_charged: int
@@ -157,6 +158,23 @@ class EncodingSnapshot(SnapshotPart, frozen=True, kw_only=True):
     continues: bool
 
 
+class CachedGrammarSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of a `CachedGrammar`. Its users are the open requests that have a matcher."""
+
+    digest: bytes
+    num_bytes: int
+    has_failed: bool
+
+
+class PendingGrammarSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of a `PendingGrammar`."""
+
+    num_chars: int
+    accounts: list[str]
+    #: Indexes in `EngineSnapshot.requests`.
+    requests: list[int]
+
+
 class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of the `Admission` and its grammars."""
 
@@ -166,10 +184,10 @@ class AdmissionSnapshot(SnapshotPart, frozen=True, kw_only=True):
     order: int
     #: Compile jobs that the loop has not fetched yet.
     jobs: list[CompileJob]
-    #: Digests of the compiled grammars, least recently used first.
-    templates: list[bytes]
-    #: Digest of a grammar being compiled -> indexes of the requests that wait for it.
-    waiters: dict[bytes, list[int]]
+    #: The compiled grammars, least recently used first.
+    cached: list[CachedGrammarSnapshot]
+    #: The grammars being compiled, by digest.
+    pending: dict[bytes, PendingGrammarSnapshot]
 
 
 class FairShareSnapshot(SnapshotPart, frozen=True, kw_only=True):
@@ -207,8 +225,11 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of the `BlockPool` and its `PrefixCache`."""
 
     holders: list[int]
-    #: Free blocks in the order in which they will be allocated.
+    #: Free blocks that no window has passed, in the order in which they will be allocated.
     free: list[int]
+    #: Free blocks that a window has passed, likewise.
+    passed: list[int]
+    proven: set[int]
     #: Block -> hash of its content.
     cached: dict[int, bytes]
     draft_computed: set[int]

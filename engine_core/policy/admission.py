@@ -13,7 +13,13 @@ from math import inf
 
 from engine_core.adapters.registry import AdapterRegistry
 from engine_core.encode.scheduler import EncodeScheduler
-from engine_core.grammar.cache import CompiledGrammar, CompileJob, GrammarCache
+from engine_core.grammar.cache import (
+    CachedGrammar,
+    CompiledGrammar,
+    CompileJob,
+    GrammarCache,
+    account_name,
+)
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
 from engine_core.open_requests import OpenRequests
@@ -101,9 +107,14 @@ class Admission:
         return num_waiting
 
     @property
-    def templates(self) -> Mapping[bytes, MatcherTemplate]:
+    def cached_grammars(self) -> Mapping[bytes, CachedGrammar]:
         """The cached compiled grammars, by digest."""
-        return self._grammars.templates
+        return self._grammars.cached
+
+    @property
+    def num_dropped_grammar_bytes(self) -> int:
+        """Total size of the compiled grammars that were dropped."""
+        return self._grammars.num_dropped_bytes
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
         """Accept or refuse a request. Return None if its grammar must be compiled first."""
@@ -143,7 +154,7 @@ class Admission:
             try:
                 if isinstance(compiled.result, ServingError):
                     raise compiled.result
-                request.matcher = start_matcher(compiled.result, request)
+                self._start_matcher(request, compiled.digest, compiled.result)
             except ServingError as error:
                 self._open.remove(request)
                 self._deadlines.remove(request)
@@ -152,30 +163,39 @@ class Admission:
                 replies.append((request.client, self._refuse(request.number, error)))
             else:
                 replies.append((request.client, self._accept(request)))
+        self._grammars.shrink()
         return replies
 
     def on_request_ending(self, request: Request) -> None:
         """Update the grammar cache for a request that is about to end. The request stops waiting
-        for its grammar. If its grammar failed, the grammar is removed from the cache."""
+        for its grammar, or using it. A grammar that failed is compiled again."""
         if request.grammar is None:
             return
         if request.phase is RequestPhase.ARRIVED:
             self._grammars.remove_waiter(request)
             self.num_accepted += 1  # the caller counts its end as that of an accepted request
-        elif request.matcher is not None and request.matcher.error is not None:
-            self._grammars.remove(request.grammar)
+        elif request.matcher is not None:
+            has_failed = request.matcher.error is not None
+            self._grammars.remove_user(request.grammar, has_failed=has_failed)
 
     def _constrain(self, request: Request, grammar: Grammar) -> Accepted | None:
         check_grammar(grammar)
-        request.grammar, template = self._grammars.find(grammar)
+        digest, template = self._grammars.find(grammar, account_name(request))
+        request.grammar = digest
         if template is None:
-            self._grammars.add_waiter(request, request.grammar, grammar)
+            self._grammars.add_waiter(request, digest, grammar)
             self._open.add(request)
             self._deadlines.add(request)
             self._adapters.add_user(request)
             return None
-        request.matcher = start_matcher(template, request)
+        self._start_matcher(request, digest, template)
         return self._accept(request)
+
+    def _start_matcher(self, request: Request, digest: bytes, template: MatcherTemplate) -> None:
+        """Give the request a matcher of a cached grammar. Raises InvalidRequest or Overloaded."""
+        matcher = start_matcher(template, request)
+        self._grammars.add_user(digest)
+        request.matcher = matcher
 
     def _accept(self, request: Request) -> Accepted:
         request.move(RequestEvent.ACCEPT)

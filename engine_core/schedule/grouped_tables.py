@@ -76,8 +76,11 @@ class GroupedBlockTables(BlockTables):
         first = request.num_passed
         if num_passed <= first:
             return
+        shared = request.num_shared_columns
+        in_window = num_passed_blocks(shared * self._size, self._size, self._window)
         for table in request.window_tables:
-            self._pool.release(table[first:num_passed])
+            self._pool.prove(table[max(first, in_window) : min(num_passed, shared)])
+            self._pool.release(table[first:num_passed], passed=True)
             table[first:num_passed] = [NULL_BLOCK] * (num_passed - first)
         request.num_passed = num_passed
 

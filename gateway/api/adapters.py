@@ -8,6 +8,7 @@ from flask import Response, request
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.http.route import Routes, json_response
+from gateway.http.text_fields import Name
 from gateway.model_host import ModelHost
 from gateway.service import Service
 from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
@@ -23,9 +24,9 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     load_inplace  vLLM's option to replace an adapter of this name; only false is supported
     """
 
-    lora_name: str
-    lora_path: str
-    model: str | None = None
+    lora_name: Name
+    lora_path: Name
+    model: Name | None = None
     load_inplace: bool = False
 
 
@@ -37,8 +38,8 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     lora_int_id  vLLM's number of the adapter; ignored
     """
 
-    lora_name: str
-    model: str | None = None
+    lora_name: Name
+    model: Name | None = None
     lora_int_id: int | None = None
 
 
@@ -96,7 +97,7 @@ def unload_lora_adapter(service: Service, context: RequestContext) -> Response:
     return json_response(AdapterAnswer.from_info(info))
 
 
-def _host(service: Service, model: str | None) -> ModelHost:
+def _host(service: Service, model: Name | None) -> ModelHost:
     """Return the host of a model whose engines run. Raises the error of a request for it."""
     host = service.host(model)
     if model is not None and host.names and model not in host.names:

@@ -55,7 +55,10 @@ class Formats(msgspec.Struct, frozen=True):
 
 
 class SamplingInEffect(msgspec.Struct, frozen=True):
-    """The sampling parameters that apply to a request that sets none."""
+    """The sampling parameters that apply to a request that sets none.
+
+    bad_words_ids  sequences of tokens that no answer contains, whatever the request's `bad_words`
+    """
 
     temperature: float
     top_p: float
@@ -64,6 +67,9 @@ class SamplingInEffect(msgspec.Struct, frozen=True):
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float
+    min_tokens: int
+    logit_bias: dict[int, float]
+    bad_words_ids: list[list[int]]
 
 
 class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from gateway.observe.timings import measure
 from gateway.service import Service
 from protocol.config.gateway import GatewayConfig
 from protocol.errors import RequestError, ServingError, StaleAdapter
+from protocol.grammar import check_grammar
 from protocol.messages import MAX_TIMEOUT_S
 
 S = TypeVar("S", bound=Sink)
@@ -101,9 +102,10 @@ class GenerationRunner:
     ) -> None:
         """Send the choices and wait until the engine has accepted them.
 
-        Raises the engine's refusal. No header of the response has been sent by then, so the
-        response can have the status of the refusal. With `needs_client` and a queue timeout, this
-        waits for the first token, because the engine may refuse the request until then.
+        Raises InvalidRequest if a grammar is too large, and the engine's refusal. No header of the
+        response has been sent by then, so the response can have the status of the refusal. With
+        `needs_client` and a queue timeout, this waits for the first token, because the engine may
+        refuse the request until then.
 
         needs_client  abort the request if its client disconnects
         is_whole      the client waits for the whole answer, so the timeout in its headers applies
@@ -111,6 +113,9 @@ class GenerationRunner:
         self.service = service
         caller = context.caller
         caller.check_limits(max(len(p.choices) for p in prompt_requests), options.priority)
+        for prompt_request in prompt_requests:
+            if prompt_request.grammar is not None:  # the engine checks it, too, but after a copy
+                check_grammar(prompt_request.grammar)
         headers = context.headers if is_whole else None
         timeouts = RequestTimeouts.from_request(
             options.timeout_s, options.queue_timeout_s, service.config, headers

@@ -43,6 +43,11 @@ PREFLIGHT_HEADER = "Access-Control-Request-Method"
 _REQUESTED_HEADERS = "Access-Control-Request-Headers"
 _EXPOSED = "Retry-After, X-Request-Id, Request-Id, X-Ignored-Fields, X-Resume"
 _NO_HOST_NEEDED: Final = "HTTP/1.0"
+_SITE_HEADER = "Sec-Fetch-Site"
+"""Header in which browsers send whether a page of another origin has caused a request."""
+_OTHER_SITES = {"cross-site", "same-site"}
+_SAFE = {"GET", "HEAD", "OPTIONS"}
+"""Methods that change nothing. Links of other sites may lead to the server's own page."""
 _UNDECLARED = {"HEAD", "OPTIONS"}
 """Flask adds these methods to a route itself. OPTIONS only lists the other methods."""
 _IMPLIED = {"HEAD": "get"}
@@ -91,6 +96,12 @@ class RequestHead:
     def origin(self) -> str:
         """Origin of the web page that sent the request; "" if it did not come from one."""
         return self.headers.get("Origin", "")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a browser marks this as a request that a page of another origin has caused, and
+        the request may change something."""
+        return self.method not in _SAFE and self.headers.get(_SITE_HEADER, "") in _OTHER_SITES
 
     @property
     def is_preflight(self) -> bool:
@@ -193,7 +204,7 @@ class Gate:
         if (reason := path_error(path_of(head.target))) is not None:
             raise MalformedTarget(reason)
         self._check_host(head)
-        if head.origin:
+        if head.origin or head.is_foreign:
             self._check_origin(head)
 
     def cors_headers(self, head: RequestHead) -> dict[str, str]:
@@ -234,7 +245,8 @@ class Gate:
         """Refuse requests from pages of other sites if the server has no keys.
 
         The browser hides the responses from such a page but sends its requests. On a server with
-        keys, the page would need a key.
+        keys, the page would need a key. Browsers send the Origin with each request that may change
+        something; if a proxy or an extension removes it, `is_foreign` still shows it.
         """
         is_own = self._origins.is_own(head.origin, head.headers.get("Host", ""))
         if self._keyring() is None and not is_own and not self._origins.admits(head.origin):

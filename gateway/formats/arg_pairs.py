@@ -59,10 +59,13 @@ from gateway.formats.parser import Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from gateway.text.markers import match_end
 from protocol.grammar import Form
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]{1,256}")
+NAME_TEXT = re.compile(r"[^\s<>{}\[\]()\"'`,;]{0,256}+[ \t\r\n]{0,256}+")
+"""A name, possibly incomplete, and the blanks after it."""
 TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object",
          "list": "array", "none": "null"}  # fmt: skip
 
@@ -136,14 +139,14 @@ class ArgPairsParser(TypedCallParser):
             text = rest
         if not text:
             return ""
-        so_far = "".join(s.text) + text
-        word = so_far.rstrip(BLANKS)
-        s.text = [so_far]
-        if len(so_far) - len(word) > MAX_NAME_CHARS or not NAME.fullmatch(word):
+        so_far = "".join(s.text)
+        end = match_end(NAME_TEXT, (so_far + text)[: 2 * MAX_NAME_CHARS + 1]) - len(so_far)
+        s.text = [so_far + text[:end]]
+        if end < len(text):
+            s.raw += s.text
             s.text = []
-            s.raw.append(so_far)
             self._no_call()
-        return ""
+        return text[end:]
 
     def _no_call(self) -> None:
         s = self.s
@@ -156,17 +159,18 @@ class ArgPairsParser(TypedCallParser):
     def _in_json(self, text: str) -> str:
         s = self.s
         position, status = s.json.scan(text, CallKeys(), self.builder)
-        if s.json.name is None:
+        if s.json.started:
+            s.raw.clear()
+        else:
             s.raw.append(text[:position])
         if status == "broken":
-            self._enter("broken" if s.json.name is None else "call")
+            self._enter("call" if s.json.started else "broken")
             if s.raw:
                 self.reject("a tool call that is not JSON")
         elif status == "end":
             self._enter("between")
-            if s.json.name is None:
+            if s.raw:
                 self.reject("a tool call without a name")
-            s.raw = []
         return text[position:]
 
     TEXT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,6 +21,9 @@ class CallParserState(FormatParserState):
 
     raw: list[str] = []
 
+
+MARKUP = re.compile(r"<\S|\[[A-Z]")
+"""The start of a marker that is no ordinary text."""
 
 NO_CALL = "the marker of tool calls without a call after it"
 UNFINISHED_CALL = "a tool call that is not finished"
@@ -135,6 +139,16 @@ class CallSyntax(Syntax, frozen=True, kw_only=True):
         """Return the openers that open a group only at the start of the answer, after blanks. They
         are always searched for as text, never as tokens. If no call follows, they are content."""
         return ()
+
+    def mistaken_openers(self) -> tuple[str, ...]:
+        """Return the openers that models write by mistake instead of others. A grammar leaves out
+        those with a special token, because the text around calls has no special tokens."""
+        return ()
+
+    def signs(self) -> tuple[str, ...]:
+        """Return the markers without a meaning outside of calls. If an answer without calls has one
+        of them in its content, the model has tried to write a call."""
+        return tuple(filter(MARKUP.match, self.markers()))
 
     def bound_marker(self, opener: str) -> str:
         """Return the marker that must follow the opener, or "" if none must."""

@@ -13,6 +13,9 @@ are the JSON text. Text that can only be meant as JSON is repaired (`json_scanne
 checked once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object
 are emitted with a warning. Only `end_call` completes a call. A call that was cut off has no end
 event.
+
+Markup: a parser reports markup of calls that it finds in content. If the answer has neither a call
+nor another warning about one, it ends with a warning.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class EventBuilderState(msgspec.Struct):
     said        whether content or a call has been emitted
     num_calls   number of calls that have started
     open        whether the last of these calls has not ended
+    markup      the first markup of calls that was found in content
+    failed      whether there has been a warning about text that looked like a call
     arguments   scan of the open call's arguments so far
     """
 
@@ -66,6 +71,8 @@ class EventBuilderState(msgspec.Struct):
     said: bool = False
     num_calls: int = 0
     open: bool = False
+    markup: str = ""
+    failed: bool = False
     arguments: LiteralScan = msgspec.field(default_factory=object_scan)
 
 
@@ -186,15 +193,24 @@ class EventBuilder:
         self.s.blanks, self.s.dropping = [], NEWLINES
 
     def finish(self) -> None:
-        """End the answer: emit the held-back blanks at the very end of its content."""
-        if self.s.blanks:
-            self.out.append(Content("".join(self.s.blanks)))
-            self.s.blanks = []
+        """End the answer: emit the held-back blanks at the very end of its content, and the warning
+        about markup of calls if there was no call."""
+        s = self.s
+        if s.blanks:
+            self.out.append(Content("".join(s.blanks)))
+            s.blanks = []
+        if s.markup and not (s.num_calls or s.failed):
+            self.parse_failed(markup_without_call(s.markup))
 
     def warn(self, code: str, message: str) -> None:
         self.out.append(OutputWarning(code, message))
 
+    def found_markup(self, marker: str) -> None:
+        """Record that content has `marker`, which has a meaning in calls only."""
+        self.s.markup = self.s.markup or marker
+
     def parse_failed(self, why: str) -> None:
+        self.s.failed = True
         self.warn(PARSE_FAILED, why)
 
     def reject_call(self, text: str, why: str) -> None:
@@ -271,6 +287,12 @@ class EventBuilder:
         `ToolCallEnd` and then calls this. A call that is closed without `end_call` counts as cut
         off."""
         self.s.open, self.s.arguments = False, object_scan()
+
+
+def markup_without_call(marker: str) -> str:
+    """Return the warning about an answer whose content has a marker of calls, but that has no
+    call."""
+    return f"the answer has {marker}, which is markup of calls, but no call"
 
 
 def new_call_id() -> str:

@@ -8,15 +8,20 @@ The states are:
     value    in the object, outside its strings
     string   in a string between two markers
     quoted   in a JSON string between two quotes
+    single   in a string between two single quotes
+    closing  after a single quote that may end such a string
     after    after the object, before the closing marker
     broken   in text that is not such an object, which is emitted unchanged up to the closing marker
 
 A string has no escapes and lasts up to the next string marker. A string between ordinary quotes has
-JSON's escapes. A bare word is a number, true, false or null, or else a string. If the schema of an
-argument does not allow a string, a string is read as a type that the schema allows, because some
-checkpoints write all values as strings.
+JSON's escapes. Between single quotes, only quotes, backslashes and the usual blanks have escapes. A
+single quote ends the string only if the key or value can end there; otherwise it is an apostrophe.
+A bare word is a number, true, false or null, or else a string. If the schema of an argument does
+not allow a string, a string is read as a type that the schema allows, because some checkpoints
+write all values as strings.
 
-Some checkpoints leave out `call`, or write a parenthesis instead of the bracket.
+Some checkpoints leave out `call`, write a parenthesis instead of the bracket, or an equals sign
+instead of a colon.
 
 Sources: the chat templates of Gemma 4 and FunctionGemma.
 """
@@ -43,14 +48,25 @@ from protocol.grammar import Form, LiteralForm, Pattern
 
 NO_CALL = "the marker of a tool call without a call after it"
 MAX_NAME_CHARS = 256
+MAX_BLANKS = 256
+"""Most blanks between a single quote that ends a string and the text that shows this."""
+IN_SINGLE = re.compile(r"[^'\\]*+")
+SINGLE_ESCAPES = {"'": "'", '"': '"', "\\": "\\", "n": "\n", "t": "\t", "r": "\r"}
 NAME = re.compile(r"(?:call)?\s*:?\s*([^\W\d][\w.\-]*)\s*")
 HEAD_CHARS = re.compile(r"[\w.\-:\s]*+")
 
-GEMMA = Dialect(outside_strings=True, word=re.compile(r"[^,:{}\[\]]*+"))
-ROUND = Dialect(
-    closes={"}": "{(", "]": "[", ")": "("},
+GEMMA = Dialect(
+    quotes="\"'",
     outside_strings=True,
+    word=re.compile(r"[^,:{}\[\]]*+"),
+    key=re.compile(r"[^,:={}\[\]]*+"),
+    colons=":=",
+)
+ROUND = msgspec.structs.replace(
+    GEMMA,
+    closes={"}": "{(", "]": "[", ")": "("},
     word=re.compile(r"[^,:{}\[\]()]*+"),
+    key=re.compile(r"[^,:={}\[\]()]*+"),
 )
 """GEMMA for calls whose arguments are in parentheses instead of braces."""
 
@@ -73,6 +89,9 @@ class GemmaState(CallParserState):
     parts: list[str] = []
     #: Position in a string between ordinary quotes.
     quoted: JsonExtent = msgspec.field(default_factory=JsonExtent)
+    #: In a string between single quotes: a backslash that may start an escape, or a quote that may
+    #: end the string, and the blanks after it.
+    pending: str = ""
 
 
 class GemmaParser(CallParser):
@@ -88,6 +107,8 @@ class GemmaParser(CallParser):
             "value": (((x.quote,), self._open_string), ends),
             "string": (((x.quote,), self._close_string),),
             "quoted": ((tokens, self._end_or_open),),
+            "single": ((tokens, self._end_or_open),),
+            "closing": (ends,),
             "after": (ends,),
             "broken": (ends,),
         }
@@ -120,7 +141,7 @@ class GemmaParser(CallParser):
             case "end":
                 s.at = "after"
             case "quote":
-                self._start_string("quoted")
+                self._start_string("single" if text[position - 1] == "'" else "quoted")
             case "broken":
                 s.at = "broken"
                 return str(s.value.drain_word()) + text[position:]
@@ -142,7 +163,7 @@ class GemmaParser(CallParser):
 
     def _start_string(self, at: str) -> None:
         s = self.s
-        s.parts, s.kinds, s.at = [], [], at
+        s.parts, s.kinds, s.at, s.pending = [], [], at, ""
         s.quoted = JsonExtent(kind="string", quoted=True)
         if not s.value.is_key:
             s.kinds = self._kinds() if len(s.value.stack) == 1 else []
@@ -166,6 +187,38 @@ class GemmaParser(CallParser):
         else:
             s.value.text(text)
             self._emit()
+
+    def _in_single_quotes(self, text: str) -> str:
+        s = self.s
+        if s.pending:
+            meant = SINGLE_ESCAPES.get(text[0])
+            s.pending = ""
+            self._in_string("\\" + text[0] if meant is None else meant)
+            return text[1:]
+        end = match_end(IN_SINGLE, text)
+        if end:
+            self._in_string(text[:end])
+        if end < len(text):
+            s.pending = text[end]
+            s.at = "closing" if text[end] == "'" else s.at
+        return text[end + 1 :]
+
+    def _after_single_quote(self, text: str) -> str:
+        s = self.s
+        room = MAX_BLANKS + 1 - len(s.pending)
+        end = min(len(text) - len(text.lstrip(BLANKS)), room)
+        s.pending += text[:end]
+        rest = text[end:]
+        if not rest:
+            return ""
+        ends = ":=" if s.value.is_key else ",}])"
+        pending, s.pending = s.pending, ""
+        if rest[0] in ends:
+            self._end_string()
+        else:
+            s.at = "single"
+            self._in_string(pending)
+        return rest
 
     def _in_quotes(self, text: str) -> str:
         s = self.s
@@ -200,6 +253,8 @@ class GemmaParser(CallParser):
         "value": _in_value,
         "string": _in_string,
         "quoted": _in_quotes,
+        "single": _in_single_quotes,
+        "closing": _after_single_quote,
         "after": _after,
         "broken": CallParser.broken_text,
     }
@@ -218,8 +273,10 @@ class GemmaParser(CallParser):
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
+        if s.at == "closing":
+            self._end_string()
         if self.builder.is_open:
-            if s.at in ("value", "quoted"):
+            if s.at in ("value", "quoted", "single"):
                 self.broken_text(s.value.drain_word() + "".join(s.parts))
             self.builder.end_call()
         elif s.raw:
@@ -231,8 +288,9 @@ class GemmaParser(CallParser):
             self.open(marker)
 
     def on_stray(self, marker: str) -> None:
-        if self.s.at in ("string", "quoted"):
-            self.on_text(marker)
+        text = marker
+        while text and self.s.at in ("string", "quoted", "single", "closing"):
+            text = self.on_text(text)
 
     # ---- the end
 

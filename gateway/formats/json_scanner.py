@@ -66,6 +66,7 @@ STRING = "string"  # in a string
 ESCAPE = "escape"  # after a backslash in a string
 QUOTES = "quotes"  # after one or two quotes, which may become three
 CLOSING = "closing"  # after one or two quotes in a string that ends with three
+AFTER_STRING = "after string"  # after a string that another one may continue
 QUOTED = "quoted"  # in a string that the caller reads
 WORD = "word"  # in a bare word; the parts of JSON's numbers are in NUMBER_PARTS
 
@@ -92,6 +93,8 @@ class LiteralScan(msgspec.Struct):
     key: str = ""
     #: The quotes that end the current string.
     quote: str = ""
+    #: Whether backslashes in the current string are text.
+    raw: bool = False
     #: Text that has been read but not written: a comma (in JSON with the blanks after it), the
     #: start of an escape or of a JSON constant, or quotes.
     held: str = ""
@@ -146,8 +149,8 @@ class LiteralScan(msgspec.Struct):
         is_open = self.at == QUOTES and len(self.held) == 1
         if self.at == WORD:
             self._end_word()
-        elif self.at == QUOTES:
-            self._close_string()
+        elif self.at in (QUOTES, AFTER_STRING):
+            self._end_string()
         else:
             return STOPS.get(self.at, "more")
         return "end" if self.at == END and not is_open else "broken"
@@ -191,7 +194,7 @@ class LiteralScan(msgspec.Struct):
         char, at = text[end], self.at
         if char == "," and at == COMMA:
             self.at, self.held = AFTER_COMMA[self.stack[-1]], "," if is_json else ", "
-        elif char == ":" and at == COLON:
+        elif char in dialect.colons and at == COLON:
             self.at = VALUE
             self.out.append(":" if is_json else ": ")
         elif char in dialect.closes:
@@ -222,7 +225,7 @@ class LiteralScan(msgspec.Struct):
         elif char in dialect.quotes:
             self._start_string(char, dialect)
         elif dialect.word is not None:
-            self.at = WORD if match_end(dialect.word, char) else BROKEN
+            self.at = WORD if match_end(self._word_chars(dialect), char) else BROKEN
         elif self.is_key:
             self.at = BROKEN
         elif char in BEGINS_CONSTANT:
@@ -274,7 +277,7 @@ class LiteralScan(msgspec.Struct):
         if text[end] == "\\":
             self.at, self.held = ESCAPE, "\\"
         elif len(self.quote) == 1:
-            self._close_string()
+            self._close_string(dialect)
         else:
             self.at, self.held = CLOSING, text[end]
         return end + 1
@@ -287,7 +290,7 @@ class LiteralScan(msgspec.Struct):
                 self.at, self.quote, self.held = STRING, self.held, ""
             return position + 1
         if len(self.held) == 2:
-            self._close_string()
+            self._close_string(dialect)
         else:
             self.at, self.quote, self.held = STRING, self.held, ""
         return position
@@ -297,20 +300,43 @@ class LiteralScan(msgspec.Struct):
         if text[position] == self.quote[0]:
             self.held += text[position]
             if self.held == self.quote:
-                self._close_string()
+                self._close_string(dialect)
             return position + 1
         held, self.held, self.at = self.held, "", STRING
         self._write(held)
         return position
 
-    def _close_string(self) -> None:
+    def _close_string(self, dialect: Dialect) -> None:
+        self._write("")
+        self.quote, self.held, self.raw = "", "", False
+        if dialect.adjacent:
+            self.at = AFTER_STRING
+        else:
+            self._end_string()
+
+    def _end_string(self) -> None:
         self._write("")
         self.out.append('"')
-        self.quote = self.held = ""
+        self.quote, self.held, self.raw = "", "", False
         self._ended()
+
+    def _after_string(self, text: str, position: int, dialect: Dialect) -> int:
+        """Read the character that decides whether another string continues this one."""
+        position = match_end(SPACE, text, position)
+        if position == len(text):
+            return position
+        if text[position] in dialect.quotes:
+            self.at, self.held = QUOTES, text[position]
+            return position + 1
+        self._end_string()
+        return position
 
     def _escape(self, text: str, position: int, dialect: Dialect) -> int:
         """Read the character after a backslash, or a digit of a character's code."""
+        if self.raw:
+            self.at, self.held = STRING, ""
+            self._write("\\" + text[position])
+            return position + 1
         char, kind = text[position], self.held[1:2]
         is_octal = kind != "" and kind in OCTAL_DIGITS
         if not kind and char in dialect.escapes:
@@ -360,16 +386,25 @@ class LiteralScan(msgspec.Struct):
     def _in_word(self, text: str, position: int, dialect: Dialect) -> int:
         if dialect.word is None:
             return self._in_constant(text, position)
-        end = match_end(dialect.word, text, position)
+        end = match_end(self._word_chars(dialect), text, position)
         self.word.append(text[position:end])
         most = dialect.max_word_chars
         if end == len(text):
             self.at = WORD if most is None or sum(map(len, self.word)) <= most else BROKEN
-        elif text[end] in dialect.quotes and "".join(self.word) in dialect.prefixes:
-            self.at, self.word = (KEY if self.is_key else VALUE), []
+        elif text[end] in dialect.quotes and (w := self._short_word()) in dialect.prefixes:
+            self.at, self.word, self.raw = (KEY if self.is_key else VALUE), [], "r" in w
         else:
             self._end_word()
         return end
+
+    def _short_word(self) -> str:
+        """Return the bare word so far in lower case, or "" if it is long."""
+        return "".join(self.word).lower() if sum(map(len, self.word)) < 3 else ""
+
+    def _word_chars(self, dialect: Dialect) -> re.Pattern[str]:
+        """Return the characters of the current bare word, which may be a key."""
+        assert dialect.word is not None
+        return dialect.key if self.is_key and dialect.key is not None else dialect.word
 
     def _end_word(self) -> None:
         word = self.drain_word().strip(" \t\r\n")
@@ -448,6 +483,7 @@ READERS: Mapping[str, Callable[[LiteralScan, str, int, Dialect], int]] = {
     STRING: LiteralScan._in_string,
     ESCAPE: LiteralScan._escape,
     QUOTES: LiteralScan._quotes,
+    AFTER_STRING: LiteralScan._after_string,
     CLOSING: LiteralScan._closing,
     WORD: LiteralScan._in_word,
     **dict.fromkeys(NUMBER_PARTS, LiteralScan._in_number),

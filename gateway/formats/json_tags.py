@@ -11,13 +11,13 @@ The states are:
     opened   before an object or an array; if other text follows, this is not a call
     call     in a call's object
     array    in an array, between calls
-    after    after a call or an array: the closing marker follows, or another opening one
+    after    after a call or an array: the closing marker follows, another call, or another opener
     broken   in text that is not JSON, which is emitted unchanged up to the next marker
 
 A call ends with its closing brace, not with the marker after it. If a call's JSON is broken or
 incomplete but its name is known, the call is emitted with the text as it is. Otherwise everything
-after the last complete call is content, with a warning unless the opening marker also occurs in
-ordinary text (`ambiguous`).
+after the last complete call is content, with a warning. There is no warning if the opening marker
+also occurs in ordinary text (`ambiguous`) and nothing after it looks like a call.
 
 The grammar admits white space between the items of an array. All other text must be spelt as the
 chat template spells it.
@@ -101,8 +101,9 @@ class JsonTagsParser(CallParser):
         """Read the first non-blank character between values. Return the text that was not read."""
         s, char = self.s, text[0]
         expected = {"opened": "{[", "array": "{,]", "bound": ""}
-        separator = self.syntax.separator
-        if char not in expected.get(s.at, separator + "{" if separator else ""):
+        separator, is_closed = self.syntax.separator, self.syntax.is_closed(s.opener)
+        after = separator.strip() + "{" if separator or is_closed else ""
+        if char not in expected.get(s.at, after):
             return self._unexpected(text)
         if char == "{":
             s.at, s.call = "call", CallScan()
@@ -175,10 +176,18 @@ class JsonTagsParser(CallParser):
 
     def reject(self, why: str) -> None:
         text, self.s.raw = "".join(self.s.raw), []
-        if self.s.opener in self.syntax.ambiguous:
+        if self._is_ordinary(text):
             self.builder.content(text)
         else:
             self.builder.reject_call(text, why)
+
+    def _is_ordinary(self, text: str) -> bool:
+        """Return whether `text`, which starts with the opener, may be no attempt to write a
+        call."""
+        opener, x = self.s.opener, self.syntax
+        rest, bound = text.removeprefix(opener), x.bound_marker(opener)
+        begun = "{" in rest or (bound and bound in rest)
+        return opener in x.ambiguous and (opener in x.start or not begun)
 
     # ---- markers
 
@@ -232,8 +241,8 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
     bound: tuple[tuple[str, str], ...] = ()
     #: Openers that also occur in ordinary text.
     ambiguous: tuple[str, ...] = ()
-    #: Text between calls that are not in an array. If it is set, several calls may follow one
-    #: marker.
+    #: Text between calls that are not in an array. If it is set, or if a marker closes the group,
+    #: several calls may follow one marker.
     separator: str = ""
     #: The keys of a call's object.
     keys: CallKeys = CallKeys()
@@ -291,7 +300,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
         if opener.endswith("{"):
             first = grammar.each_tool(lambda tool: self._write_call(tool, grammar, begun="{"))
         if self.separator:
-            first = sequence(first, grammar.repeated(sequence(f"{self.separator} ", call)))
+            first = sequence(first, grammar.repeated(sequence(self.separator, call)))
         return sequence(before, first, after)
 
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder, begun: str = "") -> Form:
@@ -326,7 +335,7 @@ class JsonTags(CallSyntax, frozen=True, kw_only=True):
             items = {"items": {"anyOf": calls}, "minItems": 1, **most}
             return grammar.json({"type": "array", **items})
         call = grammar.call_rule(lambda tool: grammar.json(self._call_schema(tool)))
-        return grammar.several(call, f"{self.separator} ") if self.separator else call
+        return grammar.several(call, self.separator) if self.separator else call
 
     def _call_schema(self, tool: DeclaredTool, place: str = "#") -> Mapping[str, Any]:
         """Return the JSON schema of a call. `place` is its position in the whole schema."""
@@ -371,7 +380,7 @@ LLAMA = JsonTags(
     open=("<|python_tag|>",),
     start=("{",),
     ambiguous=("{",),
-    separator=";",
+    separator="; ",
     keys=CallKeys(arguments=PARAMETERS, strict=True),
 )
 
@@ -400,6 +409,10 @@ FORMATS = {
     ),
     "hunyuan_a13b": TOOL_CALLS,
     "jamba": TOOL_CALLS,
+    "minimax_m1": JsonTags(
+        open=("<tool_calls>",), close=("</tool_calls>",), before="\n", after="\n", separator="\n"
+    ),
+    "nemotron_json": JsonTags(open=("<TOOLCALL>",), close=("</TOOLCALL>",), array=True),
     "phi4_mini_json": JsonTags(open=("functools[",), ambiguous=("functools[",), array=True),
     "xlam": JsonTags(
         open=("<tool_call>", "[TOOL_CALLS]"),
@@ -410,6 +423,16 @@ FORMATS = {
         keys=CallKeys(strict=True),
         paired=(("```json", "```"),),
         lines=("```json",),
+        array=True,
+    ),
+    "hammer": JsonTags(
+        open=(),
+        start=("[", "```json", "```"),
+        close=("```",),
+        unclosed=("[",),
+        ambiguous=("[", "```json", "```"),
+        keys=CallKeys(strict=True),
+        lines=("```json", "```"),
         array=True,
     ),
     "llama3_json": LLAMA,

@@ -67,6 +67,10 @@ class Lexicon:
     def is_token(self, marker: str) -> bool:
         return marker in self._by_id
 
+    def has_special(self, marker: str) -> bool:
+        """Return whether `marker` is one token, or contains a special token."""
+        return any(part in marker for part in (*self._by_id, *self.parts.values()))
+
     def automaton(self, markers: tuple[str, ...]) -> MarkerSet | None:
         """Return a matcher that searches text for those of `markers` that are not single tokens.
         Return None if all of them are single tokens."""

@@ -32,10 +32,17 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     codes: Mapping[str, int] = {}
     #: Characters of a bare word. None: the only words are JSON's constants and numbers.
     word: re.Pattern[str] | None = None
+    #: Characters of a bare word that is a key. None: those of any bare word.
+    key: re.Pattern[str] | None = None
+    #: Characters that may stand between a key and its value.
+    colons: str = ":"
     #: Most characters of a word that are held back until the word ends. None: no limit.
     max_word_chars: int | None = None
-    #: Words that may stand before a quote and have no meaning.
+    #: Words in lower case that may stand before a quote. In a string after a word with an `r`, a
+    #: backslash is text.
     prefixes: frozenset[str] = frozenset()
+    #: Whether strings that follow each other, possibly after blanks, are one string.
+    adjacent: bool = False
 
 
 JSON = Dialect(
@@ -54,6 +61,7 @@ PYTHON = Dialect(
     codes={"x": 2, "u": 4, "U": 8} | dict.fromkeys("01234567", 2),
     word=re.compile(r"[^ \t\r\n,:=()\[\]{}'\"]*+"),
     max_word_chars=4096,
-    prefixes=frozenset("rbfuRBFU"),
+    prefixes=frozenset({"r", "b", "f", "u", "rb", "br", "fr", "rf"}),
+    adjacent=True,
 )
 """Literals of Python."""

@@ -29,7 +29,10 @@ tokens, and some of the tokens are special (`:plamo|>`). Without the line breaks
     <|plamo:end_tool_request:plamo|>
     <|plamo:end_tool_requests:plamo|>
 
-Source for PLaMo 3: vLLM's published parser.
+Functionary 3.1 writes `<function=f>{"a": 1}</function>`. In Solar Open's calls, the id stands in
+the place of the kind: `<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>f<|tool_call:args|>{"a": 1}`.
+
+Sources for PLaMo 3 and Solar Open: vLLM's published parsers and their tests.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.formats.call_parser import CallParser, CallParserState, CallSyntax
+from gateway.formats.call_parser import NO_CALL, CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import GrammarBuilder, optional, sequence
@@ -47,9 +50,9 @@ from gateway.formats.json_call import JsonExtent
 from gateway.formats.json_spelling import PLAIN, SPACE
 from gateway.formats.parser import Moves
 from gateway.text.markers import match_end
-from protocol.grammar import Form, Pattern
+from protocol.grammar import Form, LiteralForm, Pattern
 
-OPEN_ENDS = ("\n", "{")
+OPEN_ENDS = ("\n", "{", ">")
 """Ordinary text that may end a name. The brace is also the start of the arguments."""
 
 ID_CHARS = 9
@@ -144,7 +147,7 @@ class NamedJsonParser(CallParser):
         if s.at == "opened":
             s.at, s.value = ("arguments", JsonExtent()) if text[0] == "{" else ("broken", s.value)
         elif s.at == "between" and s.raw:
-            self.reject("the marker of tool calls without a call after it")
+            self.reject(NO_CALL)
             s.done = True
         else:
             self.builder.parse_failed("text between tool calls")
@@ -182,8 +185,10 @@ class NamedJsonParser(CallParser):
             self._call_ended(marker)
 
     def _kind_ended(self, marker: str) -> None:
-        self.s.raw.append(marker)
-        self.s.at, self.s.name = "name", ""
+        s = self.s
+        s.raw.append(marker)
+        s.id = s.name if self.syntax.kind_is_id else ""
+        s.at, s.name = "name", ""
 
     def _id_begins(self, marker: str) -> None:
         self.s.raw.append(marker)
@@ -222,8 +227,11 @@ class NamedJsonParser(CallParser):
         if self.builder.is_open:
             self.builder.end_call()
         elif s.at in ("kind", "name", "id"):
-            s.raw.append(marker)
+            s.raw += [marker] * (marker not in self.syntax.call_open)
             self.reject("a tool call without a name")
+        elif s.raw and marker not in self.syntax.call_open:
+            s.raw.append(marker)
+            self.reject(NO_CALL)
         if marker in self.syntax.call_open:
             self._start_head(marker)
         elif marker in self.syntax.section_close:
@@ -234,11 +242,6 @@ class NamedJsonParser(CallParser):
     def on_stray(self, marker: str) -> None:
         if self.s.at == "arguments" and self.s.value.quoted:
             self._in_arguments(marker)
-
-    def on_end(self, complete: bool) -> None:
-        if self.s.at not in ("kind", "name", "id"):
-            self.s.raw = []
-        super().on_end(complete)
 
 
 class NamedJson(CallSyntax, frozen=True, kw_only=True):
@@ -263,6 +266,8 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
     call_close: tuple[str, ...] = ()
     #: Text that may stand before and after the arguments, and has no meaning.
     fence: tuple[str, ...] = ()
+    #: Whether the call's id stands in the place of its kind.
+    kind_is_id: bool = False
     #: Whether the name is written as `functions.NAME:INDEX`, which is also the call's id.
     name_is_id: bool = False
     #: The kind that models write. Only the grammar uses it.
@@ -299,10 +304,12 @@ class NamedJson(CallSyntax, frozen=True, kw_only=True):
     def _write_call(self, tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
         """Return the grammar of a call after the marker that starts it."""
         call_id: Form | str = ""
+        kind = KIND_ID_FORM if self.kind_is_id else LiteralForm(self.kind)
         if self.id_begin and grammar.lexicon.is_token(self.id_begin[0]):
             call_id = optional(sequence(self.id_begin[0], CALL_ID_FORM))
         return sequence(
-            self.kind + _first(self.kind_end),
+            kind,
+            _first(self.kind_end),
             *([f"functions.{tool.name}:", CALL_INDEX] if self.name_is_id else [tool.name]),
             call_id,
             _first(self.name_end),
@@ -321,6 +328,7 @@ def _first(markers: Sequence[str]) -> str:
 
 
 CALL_ID_FORM = Pattern(f"[a-zA-Z0-9]{{{ID_CHARS}}}")
+KIND_ID_FORM = Pattern("[a-z0-9]{10}")
 CALL_INDEX = Pattern("0|[1-9][0-9]{0,3}")
 """Index of a call in its conversation. The model continues the count of earlier answers."""
 
@@ -357,6 +365,18 @@ FORMATS = {
         call_open=(_bars("tool▁call▁begin"),),
         name_end=(_bars("tool▁sep"),),
         call_close=(_bars("tool▁call▁end"),),
+    ),
+    "functionary_v31": NamedJson(
+        call_open=("<function=",), name_end=(">",), call_close=("</function>",)
+    ),
+    "solar_open": NamedJson(
+        section_open=("<|tool_calls|>",),
+        section_close=("<|calls|>",),
+        call_open=("<|tool_call:begin|>",),
+        kind_end=("<|tool_call:name|>",),
+        name_end=("<|tool_call:args|>",),
+        call_close=("<|tool_call:end|>",),
+        kind_is_id=True,
     ),
     "kimi_k2": NamedJson(
         section_open=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),

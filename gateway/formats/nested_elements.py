@@ -62,9 +62,11 @@ from gateway.formats.plain_values import CONTAINERS, PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.string_limits import char_ranges
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from gateway.text.markers import match_end
 from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 MAX_TAG_CHARS = 512
+IN_TAG = re.compile(r"[^>\n]*+")
 MAX_DEPTH = 64
 INVOKE = re.compile(r"invoke\s+name=[\"']?([^\"'<>]+?)[\"']?\s*")
 
@@ -118,13 +120,17 @@ class NestedElementsParser(TypedCallParser):
 
     def _in_tag(self, text: str) -> str:
         s = self.s
-        end = text.find(">")
-        s.tag += text if end < 0 else text[: end + 1]
-        if s.tag[:1] != "<" or len(s.tag) > MAX_TAG_CHARS or (end < 0 and "\n" in s.tag):
+        if not s.tag and text[0] != "<":
             self._no_tag()
-            return "" if end < 0 else text[end + 1 :]
-        if end < 0:
+            return text
+        end = min(match_end(IN_TAG, text), MAX_TAG_CHARS - len(s.tag))
+        s.tag += text[:end]
+        if end == len(text):
             return ""
+        if text[end] != ">":
+            self._no_tag()
+            return text[end:]
+        s.tag += ">"
         s.at = s.before
         if not self._tag(s.tag[1:-1].strip()):
             s.at = "tag"
@@ -297,6 +303,9 @@ class NestedElements(CallSyntax, frozen=True, kw_only=True):
 
     def markers(self) -> tuple[str, ...]:
         return ()  # its tags are spelt out after the mark
+
+    def signs(self) -> tuple[str, ...]:
+        return (self.mark,)
 
     def openers(self) -> tuple[str, ...]:
         return (f"{self.mark}<{self.group}>",)

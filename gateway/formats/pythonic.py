@@ -6,6 +6,7 @@ The states are:
     name     in a function's name, up to its parenthesis
     key      in a call: an argument's name follows, up to `=`, or the closing parenthesis
     value    in a literal, which is rewritten as JSON while it is read (`json_scanner`)
+    quote    after a quote that may end a string whose inner quotes are not escaped
     after    after a value: a comma follows, or the closing parenthesis
     between  after a call: a comma, a line break or another name follows, or the list ends
     end      after the list: the closing marker follows
@@ -16,7 +17,11 @@ follow: the name of a tool of the request, a parenthesis, and an argument's name
 closing parenthesis. Otherwise it is content, such as `[f(x) for x in y]`. In other places,
 arguments without a name are emitted as the model wrote them, and are not valid JSON.
 
-Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3.
+LFM2's templates do not escape the quotes in a string (`cmd='sed -n '1,5p' f'`). There, a quote ends
+an argument only if `, name=` follows, or a parenthesis and then `]` or another call. Otherwise it
+is part of the string. Inside lists and dictionaries, the first quote ends a string.
+
+Sources: the model cards of Llama 3.2 and 4, LFM2 and OLMo 3; the chat template of MiniCPM3.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import msgspec
 from gateway.formats.call_parser import NO_CALL, CallParser, CallParserState, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.grammar_builder import GrammarBuilder, NotWritable, sequence
-from gateway.formats.json_scanner import LiteralScan
+from gateway.formats.json_scanner import ESCAPE, IN_QUOTES, QUOTES, STRING, LiteralScan
 from gateway.formats.literal_dialect import PYTHON
 from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
@@ -42,6 +47,7 @@ from gateway.formats.value_syntax import (
     QuotedStrings,
     Values,
     arguments_form,
+    json_notation,
 )
 from gateway.text.markers import match_end
 from protocol.grammar import Form, Pattern
@@ -49,6 +55,18 @@ from protocol.grammar import Form, Pattern
 MAX_NAME_CHARS = 256
 NAME_CHARS = re.compile(r"[\w.\-]*+")
 NAME = re.compile(r"[^\W\d][\w.\-]*+")
+UP_TO_QUOTE = re.compile(r"[^'\"]*+['\"]?")
+SPACES, WORD = r"[ \t\r\n]{0,64}+", r"[\w.\-]"
+ENDS_STRING = re.compile(
+    rf"{SPACES}(?:,{SPACES}\w{{1,256}}+ {{0,64}}+="
+    rf"|\){SPACES}(?:\]|[,;]{SPACES}{WORD}{{1,256}}+ {{0,64}}+\())"
+)
+MAY_END_STRING = re.compile(
+    rf"{SPACES}(?:,{SPACES}\w{{0,256}}+ {{0,64}}+"
+    rf"|\){SPACES}(?:[,;]{SPACES}{WORD}{{0,256}}+ {{0,64}}+)?)?"
+)
+"""Text after a quote that ends an argument, and text that may become such a text. Both are bounded,
+because the text is held back."""
 
 
 class PythonicState(CallParserState):
@@ -59,6 +77,7 @@ class PythonicState(CallParserState):
     literal  position in the current value
     bare     whether the list has started with its bracket, so that no marker will end it
     call     name of the first call in a bare list, until an argument shows that it is a call
+    after    text after the quote in the state "quote", with the quote
     """
 
     at: str = "opened"
@@ -67,6 +86,7 @@ class PythonicState(CallParserState):
     literal: LiteralScan = msgspec.field(default_factory=LiteralScan)
     bare: bool = False
     call: str = ""
+    after: str = ""
 
 
 class PythonicParser(CallParser):
@@ -75,8 +95,10 @@ class PythonicParser(CallParser):
 
     def moves(self) -> Moves:
         x = self.syntax
-        states = ("opened", "name", "key", "value", "after", "between", "end", "broken")
-        return dict.fromkeys(states, ((x.close + x.open, self._end_or_open),))
+        states = ("opened", "name", "key", "value", "quote", "after", "between", "end", "broken")
+        ends, fence = (x.close + x.open, self._end_or_open), (x.fence, self.keep)
+        fenced = ("opened", "between", "end")
+        return dict.fromkeys(states, (ends,)) | dict.fromkeys(fenced, (ends, fence))
 
     def on_open(self, marker: str) -> None:
         s = self.s
@@ -89,7 +111,9 @@ class PythonicParser(CallParser):
     def on_text(self, text: str) -> str:
         s = self.s
         if s.at == "value":
-            return self._in_value(text)
+            return self._in_argument(text) if self.syntax.inner_quotes else self._in_value(text)
+        if s.at == "quote":
+            return self._after_quote(text)
         if s.at == "broken":
             self.broken_text(text)
             return ""
@@ -166,6 +190,44 @@ class PythonicParser(CallParser):
         s.count += 1
         s.at, s.literal = "value", LiteralScan()
 
+    def _in_argument(self, text: str) -> str:
+        """Read a value up to a quote that may end it, if it is a string with one quote on each
+        side. Return the unread text."""
+        s, literal = self.s, self.s.literal
+        if literal.stack or len(literal.quote) == 3:
+            return self._in_value(text)
+        if literal.at == STRING:
+            end = match_end(IN_QUOTES[literal.quote], text)
+            if text[end : end + 1] == literal.quote:
+                s.at, s.after = "quote", literal.quote
+            end += text[end : end + 1] == "\\"
+        elif literal.at in (QUOTES, ESCAPE):
+            end = 1
+        else:
+            end = match_end(UP_TO_QUOTE, text)
+        skipped = s.at == "quote"
+        unread = self._in_value(text[:end]) if end else ""
+        return unread + text[end + skipped :]
+
+    def _after_quote(self, text: str) -> str:
+        """Read text after a quote, until it is known whether the quote ends the argument."""
+        s = self.s
+        s.after += text
+        if ENDS_STRING.match(s.after, 1):
+            return self._quote_ends()
+        if MAY_END_STRING.fullmatch(s.after, 1):
+            return ""
+        after: str = s.after
+        s.after, s.at = "", "value"
+        s.literal.text(after[0])
+        return after[1:]
+
+    def _quote_ends(self) -> str:
+        """End the string before the text that has been read after its quote. Return that text."""
+        s = self.s
+        after, s.after, s.at = s.after, "", "value"
+        return self._in_value(after)
+
     def _in_value(self, text: str, *, final: bool = False) -> str:
         s = self.s
         position, status = s.literal.scan(text, PYTHON)
@@ -208,6 +270,8 @@ class PythonicParser(CallParser):
 
     def _end_or_open(self, marker: str) -> None:
         s, x = self.s, self.syntax
+        if s.at == "quote":
+            self._read_all(self._quote_ends())
         if s.at == "value":
             if s.literal.in_string:
                 self._in_value(marker)
@@ -230,14 +294,23 @@ class PythonicParser(CallParser):
         else:
             self.builder.end_call()
 
+    def _read_all(self, text: str) -> None:
+        """Read text that no marker is searched in."""
+        while text and not self.s.done:
+            text = self.on_text(text)
+
     def on_stray(self, marker: str) -> None:
-        if self.s.at == "value" and self.s.literal.in_string:
+        if self.s.at == "quote":
+            self._read_all(marker)
+        elif self.s.at == "value" and self.s.literal.in_string:
             self._in_value(marker)
 
     # ---- the end
 
     def on_end(self, complete: bool) -> None:
         s = self.s
+        if complete and s.at == "quote":
+            self._read_all(self._quote_ends())
         if complete and s.raw and not self.builder.is_open:
             s.raw.append(s.word)
             self.reject("a list of tool calls that is not finished")
@@ -271,6 +344,9 @@ class Pythonic(CallSyntax, frozen=True, kw_only=True):
     close     markers that end it
     bare      whether a `[` at the start of an answer starts a list, too
     brackets  whether the list is in brackets; otherwise there is one call per line
+    fence     text before and after the calls, if there is one call per line
+    inner_quotes  whether quotes in a string may lack a backslash
+    json      whether the model writes values as JSON. Only the grammar uses it
     """
 
     PARSER = PythonicParser
@@ -279,6 +355,9 @@ class Pythonic(CallSyntax, frozen=True, kw_only=True):
     close: tuple[str, ...] = ()
     bare: bool = False
     brackets: bool = True
+    fence: tuple[str, ...] = ()
+    inner_quotes: bool = False
+    json: bool = False
 
     def markers(self) -> tuple[str, ...]:
         return self.open + self.close
@@ -290,19 +369,21 @@ class Pythonic(CallSyntax, frozen=True, kw_only=True):
         return ("[",) if self.bare else ()
 
     def write_calls(self, opener: str, grammar: GrammarBuilder) -> Form:
-        call = grammar.call_rule(lambda tool: _write_call(tool, grammar))
+        notation = json_notation(()) if self.json else PYTHON_NOTATION
+        call = grammar.call_rule(lambda tool: _write_call(tool, grammar, notation))
         if not self.brackets:
-            return sequence("\n", grammar.several(call, "\n"), "\n" + self.close[0])
+            before, after = (f"\n{mark}\n" for mark in self.fence) if self.fence else ("\n", "\n")
+            return sequence(before, grammar.several(call, "\n"), after + self.close[0])
         calls = grammar.several(call, COMMA)
         if opener in self.open:
             return sequence("[", calls, "]" + self.close[0])
         return sequence(calls, "]")
 
 
-def _write_call(tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
+def _write_call(tool: DeclaredTool, grammar: GrammarBuilder, notation: Notation) -> Form:
     if not NAME.fullmatch(tool.name) or len(tool.name) >= MAX_NAME_CHARS:
         raise NotWritable(tool.name, "name", "this format cannot write it")
-    values = Values(PYTHON_NOTATION, Schemas(tool), grammar)
+    values = Values(notation, Schemas(tool), grammar)
 
     def write(key: str | None, schema: Any, path: str) -> Form | None:
         if key is not None and not (KEYWORD.fullmatch(key) and len(key) < MAX_NAME_CHARS):
@@ -315,6 +396,15 @@ def _write_call(tool: DeclaredTool, grammar: GrammarBuilder) -> Form:
 FORMATS = {
     "pythonic": Pythonic(bare=True),
     "llama4_pythonic": Pythonic(open=("<|python_start|>",), close=("<|python_end|>",), bare=True),
-    "lfm2": Pythonic(open=("<|tool_call_start|>",), close=("<|tool_call_end|>",)),
+    "lfm2": Pythonic(
+        open=("<|tool_call_start|>",), close=("<|tool_call_end|>",), inner_quotes=True
+    ),
+    "minicpm3": Pythonic(
+        open=("<|tool_call_start|>",),
+        close=("<|tool_call_end|>",),
+        brackets=False,
+        fence=("```python", "```"),
+        json=True,
+    ),
     "olmo3": Pythonic(open=("<function_calls>",), close=("</function_calls>",), brackets=False),
 }

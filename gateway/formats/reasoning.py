@@ -190,6 +190,12 @@ _HY_OPEN, _HY_CLOSE = ("<think>", "<think:opensource>"), ("</think>", "</think:o
 
 REASONING: Mapping[str, ReasoningFormat] = {
     "apertus": ReasoningFormat(open=("<|inner_prefix|>",), close=("<|inner_suffix|>",)),
+    "apriel": ReasoningFormat(
+        open=("Here are my reasoning steps:",),
+        close=("[BEGIN FINAL RESPONSE]",),
+        ignored=("[END FINAL RESPONSE]",),
+        only_at_start=True,
+    ),
     "cohere_command3": _COMMAND,
     "cohere_command4": _COMMAND,
     "deepseek_r1": _INSIDE,
@@ -250,6 +256,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "kimi_k2": _like_think(switch=_EITHER, calls_end_it=True),
     "ling3": _GLM,
     "mimo": _QWEN,
+    "minicpm3": ReasoningFormat(open=("<|thought_start|>",), close=("<|thought_end|>",)),
     "minicpmv": _QWEN,
     "minimax_m2": _INSIDE,
     "minimax_m2_append_think": ReasoningFormat(prefix="<think>"),
@@ -265,15 +272,26 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "poolside_v1": _QWEN,
     "qwen3": _QWEN,
     "seed_oss": ReasoningFormat(open=("<seed:think>",), close=("</seed:think>",)),
+    "solar_open": ReasoningFormat(
+        open=("<|think|>",),
+        close=("<|end|>",),
+        wrap_open=("<|content|>",),
+        wrap_close=("<|end|>", "<|flush|>"),
+        header=("<|begin|>",),
+        ignored=("<|calls|>",),
+    ),
     "step3": _INSIDE,
     "step3p5": _QWEN,
 }
+
+_MUSE = ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",))
 
 WHOLE: Mapping[str, ReasoningFormat] = {
     "openai": ReasoningFormat(open=("<|channel|>analysis<|message|>",), close=("<|end|>",)),
     "kimi_k3": ReasoningFormat(
         open=("<|open|>think<|sep|>",), close=("<|close|>think<|sep|>",), switch=_EITHER
     ),
-    "muse_glimmer": ReasoningFormat(open=(" to=self<|message|>",), close=("<|eom|>",)),
+    "muse_glimmer": _MUSE,
+    "muse": _MUSE,
 }
 """The reasoning markers in prompts, for each tool format that covers the whole answer."""

@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.formats import (
     arg_pairs,
+    functionary,
     gemma,
     harmony,
     json_tags,
@@ -56,12 +57,14 @@ TOOLS: Mapping[str, ToolSyntax] = {
     **pythonic.FORMATS,
     **gemma.FORMATS,
     **harmony.FORMATS,
+    **functionary.FORMATS,
     **xtml.FORMATS,
 }
 
 REASONING_OF_ANSWER_SYNTAX: Mapping[str, str] = {
     "openai_gptoss": "openai",
     "kimi_k3": "kimi_k3",
+    "muse": "muse_glimmer",
     "muse_glimmer": "muse_glimmer",
 }
 """Reasoning format -> the tool format that parses this reasoning, as a part of the answer."""
@@ -169,7 +172,7 @@ def format_of(tools: str | None, reasoning: str | None) -> Format:
     """
     if reasoning is not None and reasoning in REASONING_OF_ANSWER_SYNTAX:
         whole = REASONING_OF_ANSWER_SYNTAX[reasoning]
-        if tools not in (None, whole):
+        if tools is not None and TOOLS.get(tools) != TOOLS[whole]:
             raise ValueError(
                 f"reasoning format {reasoning!r} is part of tool format {whole!r} and cannot be "
                 f"read together with {tools!r}"
@@ -278,7 +281,11 @@ class BoundFormat(msgspec.Struct, frozen=True):
         def group(opener: str) -> Form:
             return grammar.rule("stretch", syntax.write_calls(opener, grammar))
 
-        openers = [opener + syntax.bound_marker(opener) for opener in syntax.openers()]
+        openers = [
+            opener + syntax.bound_marker(opener)
+            for opener in syntax.openers()
+            if not (opener in syntax.mistaken_openers() and self.lexicon.has_special(opener))
+        ]
         calls = {opener: group(opener) for opener in openers}
         text = FreeText(calls, (self.format.reasoning or NO_REASONING).silent_markers(), grammar)
         at_start = [sequence(opener, group(opener)) for opener in syntax.start_openers()]

@@ -45,7 +45,7 @@ from functools import cached_property
 import msgspec
 
 from gateway.formats.answer_parser import AnswerParser, AnswerSyntax
-from gateway.formats.call_parser import CallSyntax
+from gateway.formats.call_parser import MARKUP, CallSyntax
 from gateway.formats.event_builder import BLANKS, DeclaredTool
 from gateway.formats.gemma import Gemma
 from gateway.formats.grammar_builder import (
@@ -125,11 +125,16 @@ class ResponseTemplateParser(AnswerParser):
     def moves(self) -> Moves:
         opens = sorted((literal for literal in self._openings if literal), key=len, reverse=True)
         outside = (self._outside.close if self._outside else (), self._close_region)
+        signs = (self.syntax.signs(), self._sign_in_text)
         inside = {
-            f"region{n}": ((region.close, self._close_region),)
+            f"region{n}": (
+                (region.close, self._close_region),
+                *([signs] * (region.kind == "content")),
+            )
             for n, region in enumerate(self.syntax.regions)
         }
-        return {"outside": ((opens, self._open_region), outside), "text": (outside,), **inside}
+        outside_text = ((opens, self._open_region), outside, signs)
+        return {"outside": outside_text, "text": (outside,), **inside}
 
     # ---- text
 
@@ -175,6 +180,8 @@ class ResponseTemplateParser(AnswerParser):
         """Handle text that started like an opening but is not one: it is text outside of
         regions."""
         s = self.s
+        if self.syntax.regions[self._openings[s.literal][0]].calls:
+            self.builder.found_markup(s.literal)
         text, s.head, s.literal, s.at = s.literal + s.head, "", "", "outside"
         if self._outside is not None:
             self._emit(self._outside.kind, text)
@@ -189,6 +196,13 @@ class ResponseTemplateParser(AnswerParser):
             s.at, s.head = "head", ""
         else:
             self._enter_region(index)
+
+    def _sign_in_text(self, marker: str) -> None:
+        """Handle a marker of calls outside of calls: a token is dropped, other text is kept."""
+        if not self.context.calls_or_text:
+            self.builder.found_markup(marker)
+        if not self.context.lexicon.is_token(marker):
+            self.on_text(marker)
 
     def _close_region(self, marker: str) -> None:
         self._leave_region()
@@ -259,6 +273,7 @@ class ResponseTemplateParser(AnswerParser):
         elif self.s.region >= 0 and self.syntax.regions[self.s.region].kind == "thinking":
             self.builder.end_reasoning()
         self.builder.s.blanks = []  # templates strip the blanks around text
+        self.builder.finish()
 
 
 class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
@@ -280,6 +295,15 @@ class ResponseTemplate(AnswerSyntax, frozen=True, kw_only=True):
             found += region.close
             found += region.calls.markers() if region.calls else ()
         return tuple(dict.fromkeys(marker for marker in found if marker != NAMED))
+
+    def signs(self) -> tuple[str, ...]:
+        """Return the markers that have a meaning in calls only."""
+        found: list[str] = []
+        others = {mark for r in self.regions if not r.calls for mark in r.literals()}
+        for region in self.regions:
+            if region.calls:
+                found += [*region.literals(), *region.calls.markers()]
+        return tuple(mark for mark in found if MARKUP.match(mark) and mark not in {*others, NAMED})
 
     @property
     def frames_content(self) -> bool:

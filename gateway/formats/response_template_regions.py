@@ -96,6 +96,10 @@ class TemplateRegion(msgspec.Struct, frozen=True):
     calls: CallSyntax | None = None
     name: str = ""
 
+    def literals(self) -> tuple[str, ...]:
+        """Return the texts that open and close the field."""
+        return (*(opening.literal for opening in self.open if opening.literal), *self.close)
+
 
 def pattern_atoms(pattern: str, whole: str) -> list[re.Match[str]]:
     """Return the parts of a regular expression: each is one match of ATOM. Raise ValueError if a

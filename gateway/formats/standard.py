@@ -13,6 +13,7 @@ The states are:
 Reasoning may start again after content, if the format allows it. Inside a group of calls only the
 call parser reads, so markers of reasoning have no meaning there. A marker token without a meaning
 is dropped from content. In reasoning it is kept as text, because a model may discuss markup there.
+Markers of calls that do not open a group leave a warning if the answer has no call.
 
 A model may forget to close its reasoning before it calls a tool. So an opener of calls in reasoning
 starts a trial: the call parser reads the text after it. If it finds the name of a tool of the
@@ -108,7 +109,10 @@ class StandardParser(AnswerParser):
         reasoning, tools = self.reasoning, self.tools
         openers = tools.openers() if tools else ()
         calls = (openers, self.open_calls)
-        later = () if self.context.calls_or_text else (calls,)
+        own = {*openers, *reasoning.markers()}
+        signs = tuple(sign for sign in tools.signs() if sign not in own) if tools else ()
+        stray = (() if self.context.calls_or_text else signs, self._sign_in_content)
+        later = () if self.context.calls_or_text else (calls, stray)
         opens = (reasoning.open, self._open_reasoning)
         again = () if reasoning.only_at_start else (opens,)
         wraps = (reasoning.wrap_open, self._wrap)
@@ -126,10 +130,11 @@ class StandardParser(AnswerParser):
                 *between,
                 calls,
                 (tools.start_openers() if tools else (), self.open_calls),
+                stray,
             ),
             CONTENT: (*again, *wraps_later, *between, *later),
             WRAPPED: (*again, (reasoning.wrap_close, self._unwrap), *between, *later),
-            HEADER: (opens, *wraps_later, *between, calls),
+            HEADER: (opens, *wraps_later, *between, calls, stray),
             OPENING: ((reasoning.label, self._skip_label), (reasoning.open, self.skip), *ends),
             REASONING: ends,
         }
@@ -196,6 +201,18 @@ class StandardParser(AnswerParser):
         if len(s.heading) > MAX_HEADER_CHARS:
             s.at = CONTENT
             self.builder.content(s.heading)
+
+    def _sign_in_content(self, marker: str) -> None:
+        """Handle a marker of calls outside of calls: a token is dropped, other text is content."""
+        s = self.s
+        self.builder.found_markup(marker)
+        if self.context.lexicon.is_token(marker):
+            return
+        if s.at == HEADER:
+            self._in_header(marker)
+            return
+        s.at = CONTENT if s.at == START else s.at
+        self.builder.content(marker)
 
     def _mark(self, then: str) -> None:
         self.builder.markup()

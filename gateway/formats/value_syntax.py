@@ -65,7 +65,7 @@ def json_notation(avoid: tuple[str, ...]) -> Notation:
     return Notation(name="json", strings=(quotes,))
 
 
-BARE_KEY = r"""[^\s\x00-\x1f,:{}\[\]()"'<>]{1,64}"""
+BARE_KEY = r"""[^\s\x00-\x1f,:={}\[\]()"'<>]{1,64}"""
 
 
 class Values:

@@ -54,6 +54,8 @@ from protocol.grammar import Form, LiteralForm, Pattern, Until
 MAX_TAG_CHARS = 512
 ATTRIBUTE = re.compile(r'\s+(\w+)="([^"]*)"')
 NAME = re.compile(r"\w+")
+OF_CALLS = re.compile(r">\s*(?:tools|call|argument)\b")
+"""A tag that has a meaning in calls only."""
 
 CHANNELS = ("think", "response", "tools")
 INSIDE = {"": CHANNELS, "think": CHANNELS, "response": CHANNELS, "tools": ("call",),
@@ -133,6 +135,8 @@ class XtmlParser(AnswerParser):
     def _was_text(self) -> None:
         """Handle an unknown tag as text of the element that contains it."""
         tag, self.s.tag, self.s.at = self.s.tag, "", "text"
+        if self._in in ("", "response") and OF_CALLS.search(tag):
+            self.builder.found_markup(tag)
         self.on_text(tag)
 
     # ---- tags
@@ -180,6 +184,8 @@ class XtmlParser(AnswerParser):
         match name:
             case "think":
                 self.builder.start_reasoning()
+            case "tools":
+                self.builder.found_markup(name)
             case "call":
                 s.arguments = ArgumentsWriter()
                 self.builder.start_call(given["tool"])

@@ -32,7 +32,7 @@ from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
-from protocol.errors import EngineError, ServingError, error_from
+from protocol.errors import EngineError, ErrorInfo, ServingError, error_from
 from protocol.messages import Accepted, Output, Refused
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class ChoiceGroup:
         self._engine = engine
         self._options = options
         self._on_free = on_free
-        self._error: ServingError | None = None
+        #: Not an exception, because a raised one would hold the frames that hold this group.
+        self._error: ErrorInfo | None = None
         self._num_unaccepted = len(self.choices)
         self._num_open = len(self.choices)
         self._buffer = BufferSink()
@@ -168,10 +169,18 @@ class ChoiceGroup:
         if self.is_gone:
             raise ClientGone
         if self._error is not None:
-            raise self._error
+            raise error_from(self._error)
 
     def close(self) -> None:
-        """Abort the choices that are still open. The owner must call this in all cases."""
+        """Abort the choices that are still open, and emit nothing more. The owner must call this in
+        all cases. The sink is dropped, because it may refer to this group."""
+        self._end()
+        self._sink, self._attached = NullSink(), None
+        self._buffer, self._pending = BufferSink(), PendingOutput()
+
+    def _end(self) -> None:
+        """Abort the choices that are still open, and end all waits. A sink that is attached later
+        still gets the buffered events."""
         self.timeline.note(TimelineMoment.ANSWERED)
         freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
         for choice in self.choices:
@@ -192,15 +201,14 @@ class ChoiceGroup:
         if not self._ended.is_set():
             self.is_gone = True
             self.finish = "disconnected"
-            self._sink, self._buffer, self._pending = NullSink(), BufferSink(), PendingOutput()
             self.close()
 
     def fail(self, error: ServingError) -> None:
         """Abort the open choices and end the answer with `error`."""
         if not self._ended.is_set():
-            self._error = error
+            self._error = error.info()
             self.finish = "error"
-            self.close()
+            self._end()
             self._sink.fail(error)
 
     @property
@@ -316,4 +324,4 @@ class ChoiceGroup:
         self._num_open -= 1
         if not self._num_open:
             self._sink.end()
-            self.close()
+            self._end()

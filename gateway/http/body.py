@@ -11,16 +11,14 @@ import contextlib
 import re
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeVar
 
 import gevent
 import msgspec
 from flask import Request
-from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 from gunicorn.http.errors import NoMoreData, ParseException
 from werkzeug.exceptions import (
@@ -30,8 +28,10 @@ from werkzeug.exceptions import (
     UnsupportedMediaType,
 )
 
+from gateway.http.body_memory import BodyMemory
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.errors import InvalidRequest
+from protocol.field_errors import in_words
 
 MAX_LISTED_FIELDS = 16
 """Maximum number of unknown fields that a response lists."""
@@ -45,16 +45,27 @@ BODY_S = 60
 """Longest time for a body to arrive."""
 SMALL_BYTES = 1 << 18
 """Bodies up to this size do not count in `BodyMemory`."""
-NUM_LARGE = 4
-"""Number of bodies of the largest allowed size that may be in memory at the same time."""
+GROWTH_BYTES = 1 << 18
+"""Step in which the memory of a large body grows while it arrives."""
 WAIT_S = 20
-"""Longest time for which a large body waits until others have been decoded."""
+"""Longest time for which a large body waits for memory."""
+MIN_BYTES_PER_S = 1 << 16
+"""Lowest rate at which a body must arrive on average, from the moment that it holds memory."""
+SLOW_S = 5
+"""Time by which a body may lag behind that rate."""
 PAUSE_S = 0.001
 """Pause before decoding a large body, in which other greenlets run."""
 MAX_SEARCHED_BYTES = 1 << 20
 """In a longer body, the path of an invalid number is not searched, because each level of the search
 reads the body again."""
 _PIECE_BYTES = 1 << 14
+OWNER = "tidegate.body.owner"
+"""Key in the WSGI environment of whose share of the memory a body uses."""
+RESERVATION = "tidegate.body.reservation"
+"""Key in the WSGI environment of the memory that a large body uses (`BodyReservation`). The
+application closes it when the request has ended."""
+WHOLE = "tidegate.body.whole"
+"""Key in the WSGI environment of a body that is in memory already. Its sender limits the memory."""
 
 T = TypeVar("T")
 K = TypeVar("K", int, str)
@@ -71,64 +82,16 @@ _MISSING = re.compile(r"missing required field `([^`]+)`")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class BodyMemory:
-    """Limits the memory for large request bodies that are read and decoded at the same time.
-
-    Further bodies wait in the order of their arrival. While a body waits, the rest of it is not
-    read from its client's socket.
-
-    num_bytes  largest total size of the bodies in memory
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_free = num_bytes
-        self._waiting: deque[tuple[int, Event]] = deque()
-
-    def acquire(self, num_bytes: int, timeout_s: float) -> None:
-        """Wait until `num_bytes` are free, and reserve them. The caller must `release` them. Raises
-        Overloaded after `timeout_s` seconds."""
-        turn = Event()
-        entry = (num_bytes, turn)
-        self._waiting.append(entry)
-        self._admit()
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._cancel, entry)
-            if not turn.wait(timeout_s):
-                raise Overloaded(
-                    "too many requests with large bodies at the same time", retry_after_s=1
-                )
-            on_failure.pop_all()
-
-    def _cancel(self, entry: tuple[int, Event]) -> None:
-        """Remove an entry from the queue, or release its memory if that is already reserved."""
-        num_bytes, turn = entry
-        if turn.is_set():
-            self.release(num_bytes)
-        else:
-            self._waiting.remove(entry)
-            self._admit()
-
-    def release(self, num_bytes: int) -> None:
-        self._num_free += num_bytes
-        self._admit()
-
-    def _admit(self) -> None:
-        """Reserve free memory for the bodies that have waited longest."""
-        while self._waiting and self._waiting[0][0] <= self._num_free:
-            num_bytes, turn = self._waiting.popleft()
-            self._num_free -= num_bytes
-            turn.set()
-
-
 class BodyReader:
     """Reads and decodes the JSON bodies of the requests to this process.
 
     max_bytes  size limit of one body
+    memory     the memory for large bodies
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, memory: BodyMemory) -> None:
         self._max_bytes = max_bytes
-        self._memory = BodyMemory(NUM_LARGE * max_bytes)
+        self._memory = memory
         self._decoding = BoundedSemaphore()  # large bodies are decoded one at a time
 
     def parse(self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS) -> T:
@@ -181,40 +144,86 @@ class BodyReader:
     def _receive(
         self, request: Request, bounds: JsonBounds, held: contextlib.ExitStack
     ) -> bytes | memoryview:
-        """Return the bytes of the body. Add the release of their memory to `held`."""
+        """Return the bytes of the body. Add the release of its buffer to `held`. The body counts in
+        `BodyMemory` until its request has ended, because the request may keep any part of it."""
         length = request.content_length
-        too_large = RequestEntityTooLarge(f"the body is larger than {self._max_bytes:,} bytes")
+        too_large = partial(
+            RequestEntityTooLarge, f"the body is larger than {self._max_bytes:,} bytes"
+        )
         if length is not None and length > self._max_bytes:
-            raise too_large
+            raise too_large()
+        if (whole := request.environ.get(WHOLE)) is not None:
+            return _counted(whole, JsonCounter(bounds))
         counter = JsonCounter(bounds)
+        arrival = _Arrival(request)
         pieces: list[bytes] = []
         large: mmap | None = None
         num_bytes = 0
-        while piece := request.stream.read(_PIECE_BYTES):
+        while piece := arrival.read():
             num_bytes += len(piece)
             if num_bytes > self._max_bytes:
-                raise too_large
+                raise too_large()
             pieces.append(piece)
             excess = counter.push(piece)
-            if large is None and num_bytes > SMALL_BYTES and not excess:
-                num_held = self._max_bytes if length is None else length
-                self._memory.acquire(num_held, WAIT_S)
-                held.callback(self._memory.release, num_held)
-                private = MAP_PRIVATE | MAP_ANONYMOUS
-                large = held.enter_context(mmap(-1, num_held, private))
-            if large is not None:
+            if num_bytes > SMALL_BYTES and not excess:
+                if large is None:
+                    size = self._max_bytes if length is None else length
+                    owner = request.environ.get(OWNER, "")
+                    reservation = self._memory.reservation(owner, size)
+                    request.environ[RESERVATION] = reservation
+                    large = held.enter_context(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS))
+                while reservation.num_held < num_bytes:
+                    with arrival.paused():
+                        reservation.grow(GROWTH_BYTES, WAIT_S)
                 large.write(b"".join(pieces))
                 pieces.clear()
             if excess:
-                so_far = large[:num_bytes] if large is not None else b"".join(pieces)
-                raise too_much(so_far, excess)
+                so_far = large[: large.tell()] if large is not None else b""
+                raise too_much(so_far + b"".join(pieces), excess)
             if large is not None:
                 gevent.sleep(0)  # reading from a socket that has data does not switch greenlets
         if length is not None and num_bytes < length:  # gunicorn does not report this
             raise ClientDisconnected
         if large is None:
             return b"".join(pieces)
+        reservation.keep()
         return held.enter_context(memoryview(large)[:num_bytes])
+
+
+class _Arrival:
+    """Reads a body in pieces. Once `paused` was called, a minimum rate is required."""
+
+    def __init__(self, request: Request) -> None:
+        self._stream = request.stream
+        #: When the next piece must have arrived, on time.monotonic's clock; None: at any time.
+        self._until: float | None = None
+
+    def read(self) -> bytes:
+        """Return the next piece; b"" at the end. Raises RequestTimeout if it is too late."""
+        if self._until is None:
+            return self._stream.read(_PIECE_BYTES)
+        self._until += _PIECE_BYTES / MIN_BYTES_PER_S
+        too_slow = f"the body arrives at less than {MIN_BYTES_PER_S >> 10} KiB per second"
+        left_s = max(self._until - time.monotonic(), 0.001)
+        with gevent.Timeout(left_s, RequestTimeout(too_slow)):
+            return self._stream.read(_PIECE_BYTES)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time in the `with` block, in which the body waits for memory."""
+        started_at = time.monotonic()
+        yield
+        if self._until is None:
+            self._until = started_at + SLOW_S
+        self._until += time.monotonic() - started_at
+
+
+def _counted(data: bytes, counter: JsonCounter) -> bytes:
+    """Return a whole body. Raises InvalidRequest if it has more values than it may have."""
+    for end in range(_PIECE_BYTES, len(data) + _PIECE_BYTES, _PIECE_BYTES):
+        if excess := counter.push(data[end - _PIECE_BYTES : end]):
+            raise too_much(data[:end], excess)
+    return data
 
 
 def _check_type(request: Request, *, any_type: bool) -> None:
@@ -247,7 +256,7 @@ def decode_json(data: bytes | memoryview) -> Any:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        message = _WHERE.sub("", str(error))
+        message = in_words(str(error))
         path = _invalid_number(bytes(data)) if len(data) <= MAX_SEARCHED_BYTES else None
         raise InvalidRequest(f"{path}: {message}" if path else message, param=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -314,6 +323,7 @@ def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
     if missing := _MISSING.search(message):
         path = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{path}: this field is required", param=path)
+    message = in_words(message)
     mapping, is_inside, rest = path.partition(_ANY_KEY)
     if is_inside or (where and where[1]):
         key = _key_at_fault(text, fields, kind, mapping)

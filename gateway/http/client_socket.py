@@ -20,7 +20,6 @@ import _socket
 import contextlib
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,8 +36,6 @@ example an echoed prompt."""
 DRAINED_POLL_S = 0.01
 LINGER_S = 3.0
 """Longest time for which the rest of a body is read and discarded before a connection is closed."""
-FIRST_REQUEST_S = 1.0
-"""Time that a new connection has for its first request during a drain."""
 
 _PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 _READ = 1
@@ -133,53 +130,18 @@ class HangUp:
             return
         except OSError:
             is_gone = True
+        then = self.then
         self.close()
         if is_gone:
-            self.then()
+            then()
 
     def close(self) -> None:
+        """Stop watching, and drop `then`, which may refer to this object."""
+        self.then = _nothing
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher.close()
             self._watcher = None
-
-
-class IdleConnections:
-    """Connections without a request in progress. A drain closes them, except very new ones."""
-
-    def __init__(self) -> None:
-        # Connection -> the earliest time at which it may be closed (time.monotonic).
-        self._sockets: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
-
-    def add_new(self, sock: Any) -> None:
-        """Add a connection that has just been opened. A drain leaves it open for FIRST_REQUEST_S.
-
-        If an old connection is closed before a response, clients send the request again. If a new
-        one is closed, they do not. So the first request of a new connection is read and gets an
-        error response.
-        """
-        self._sockets[sock] = time.monotonic() + FIRST_REQUEST_S
-
-    def add(self, sock: Any) -> None:
-        """Add a connection whose request has ended."""
-        if sock is not None:
-            self._sockets[sock] = 0.0
-
-    def discard(self, sock: Any) -> None:
-        """Remove a connection on which a request has started."""
-        self._sockets.pop(sock, None)
-
-    def close(self) -> None:
-        """Shut down the idle connections, so that the server's pending reads get EOF. Those that
-        were opened less than FIRST_REQUEST_S ago stay open (see `add_new`).
-
-        gevent's own `shutdown` would raise an error in those reads, which the server would log.
-        """
-        now = time.monotonic()
-        for sock in [each for each, closable_at in self._sockets.items() if closable_at <= now]:
-            self.discard(sock)
-            with contextlib.suppress(OSError):
-                sock._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Outlet:
@@ -245,6 +207,12 @@ class Outlet:
         self.is_cut = True
         self._buffer.clear()
         self.finish()
+
+    def close(self) -> None:
+        """Write nothing more, and drop the callbacks, which may refer to this outlet. The owner
+        calls this when `run` has returned."""
+        self.cut()
+        self._on_full = self._on_room = self._on_overflow = _nothing
 
     def wait_drained(self) -> None:
         """Wait until the buffer is empty. A greenlet that writes more bytes than the buffer may

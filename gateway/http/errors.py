@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sqlite3
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ from protocol.errors import (
 
 log = logging.getLogger(__name__)
 
+
+class StoreUnusable(ServingError, sqlite3.OperationalError):
+    """Raised if the file of a store cannot be opened, read or written. The operation can be tried
+    again. The message does not name the file, because clients get it."""
+
+    code = "store_unusable"
+
+
 _STATUS: dict[type[ServingError], int] = {
     MalformedTarget: 400,
     NoSuchRoute: 404,
@@ -61,6 +70,7 @@ _STATUS: dict[type[ServingError], int] = {
     EngineLost: 503,
     StaleAdapter: 503,
     Draining: 503,
+    StoreUnusable: 503,
 }
 """Status of each error class. All other errors are internal and get 500."""
 _PLAIN_CODES = {
@@ -137,6 +147,15 @@ def internal_fault(error: BaseException) -> HTTPFault:
 def plain_fault(status: int, message: str) -> HTTPFault:
     """Return the response to an error of the HTTP layer, such as a body that is too large."""
     return HTTPFault(status, message, code=_PLAIN_CODES.get(status))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of `error` and of the errors before it. Their frames hold all variables
+    of the functions that the errors passed through."""
+    before: BaseException | None = error
+    while before is not None:
+        before.__traceback__ = None
+        before = before.__context__
 
 
 class RouteSuggestions:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.auth.caller import Caller
+from gateway.http.body import WHOLE
 
 ORIGIN = "tidegate.origin"
 """Key of the `InternalOrigin` in the WSGI environment. Clients cannot set it, because the
@@ -84,6 +85,7 @@ def internal_environ(path: str, body: bytes, origin: InternalOrigin) -> dict[str
         "wsgi.version": (1, 0),
         "wsgi.url_scheme": "http",
         "wsgi.input": io.BytesIO(body),
+        WHOLE: body,
         "wsgi.errors": io.StringIO(),
         "wsgi.multithread": False,
         "wsgi.multiprocess": True,

@@ -118,6 +118,7 @@ class EventStream(flask.Response):
             if outlet.is_cut:  # a write may have failed because the client disconnected
                 self._abandon()
             self._close()
+            outlet.close()
             if not is_whole or self._closing():
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # gunicorn then reads EOF and closes
@@ -135,5 +136,8 @@ class EventStream(flask.Response):
     def _generate(self) -> Iterator[bytes]:
         """Yield the body of the response, for any WSGI server."""
         outlet = self._outlet = IteratorOutlet(**self._options)
-        self._attach(outlet)
-        yield from outlet.run()
+        try:
+            self._attach(outlet)
+            yield from outlet.run()
+        finally:
+            outlet.close()

@@ -1,13 +1,15 @@
 """The log format of a gateway process, which omits the messages of exceptions.
 
 An exception's message may quote part of a prompt; its traceback does not. So the log contains the
-frames and types of exceptions. It contains their messages only with --log-content. gunicorn's own
-lines have the same format.
+frames and types of exceptions. It contains their messages only with --log-content, except those of
+the operating system, which quote only names of the server's own files. gunicorn's own lines have
+the same format.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from types import TracebackType
 from typing import TypeAlias
@@ -34,7 +36,17 @@ def redacted_lines(error: BaseException) -> list[str]:
         lines = [*redacted_lines(cause), "then:\n"]
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return [*lines, *frames, f"{kind} (message omitted; --log-content shows it)\n"]
+    message = _system_message(error) or " (message omitted; --log-content shows it)"
+    return [*lines, *frames, f"{kind}{message}\n"]
+
+
+def _system_message(error: BaseException) -> str:
+    """Return the message of a failed system call, after a colon; "" for all other errors, also for
+    those of libraries that are derived from OSError."""
+    if not isinstance(error, OSError) or type(error).__module__ != "builtins" or not error.errno:
+        return ""
+    file = f": {error.filename!r}" if error.filename is not None else ""
+    return f": {os.strerror(error.errno)}{file}"
 
 
 def formatter(style: LogStyle, *, shows_content: bool) -> LineFormatter:

@@ -16,7 +16,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 from gateway.prompt.content import ChatTurn, TurnCall, checked_turns, to_json
 from gateway.prompt.tool_prompt import describe_tools, in_words
@@ -29,9 +29,6 @@ _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 _DIGITS = string.digits + string.ascii_letters
 
 Turns = Sequence[ChatTurn]
-Description = Literal["with_syntax", "without_syntax"]
-"""Whether a description of tools explains the syntax of `tool_prompt`, if the template writes no
-calls."""
 
 
 def template_messages(
@@ -39,18 +36,19 @@ def template_messages(
     traits: TemplateTraits,
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
-    describes: Description | None = None,
+    tool_format: str | None = None,
     param: str = "messages",
 ) -> list[dict[str, Any]]:
     """Return a request's messages for a template with these traits, after checking them.
 
-    tools      the request's tools
-    describes  how to describe the tools in the system message; None: they are not described
-    param      path of the messages in the request
+    tools        the request's tools
+    tool_format  the name of the model's tool format; None: its answers are not parsed for calls,
+                 so tools that the template does not render are not described either
+    param        path of the messages in the request
 
     Raises InvalidRequest, naming the field, if a message is invalid.
     """
-    return fitted_messages(checked_turns(messages, param), traits, tools, describes=describes)
+    return fitted_messages(checked_turns(messages, param), traits, tools, tool_format=tool_format)
 
 
 def fitted_messages(
@@ -58,26 +56,30 @@ def fitted_messages(
     traits: TemplateTraits,
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
-    describes: Description | None = None,
+    tool_format: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return the turns as messages for a template with these traits.
 
-    tools      the request's tools
-    describes  how to describe the tools in the system message; None: they are not described
+    tools        the request's tools
+    tool_format  as in `template_messages`
     """
     turns = [_with_known_role(turn, traits) for turn in turns]
     writes_words = traits.calls == "words" or not (tools or traits.calls_without_tools)
     if writes_words and any(turn.calls or turn.role == "tool" for turn in turns):
-        turns = in_words(turns, keeps_results=traits.results_of_words)
-    if tools and describes is not None:
-        turns = describe_tools(
-            turns, tools, traits.call_example, in_words=describes == "with_syntax"
-        )
+        turns = in_words(turns, tool_format, keeps_results=traits.results_of_words)
+    if tools and describes_tools(traits, tool_format):
+        turns = describe_tools(turns, tools, tool_format or "", traits.call_example)
     elif tools and traits.tools_need_system and turns[0].role not in SYSTEM_ROLES:
         turns = [ChatTurn("system"), *turns]
     for step in _STEPS:
         turns = step(turns, traits)
     return [_message(turn, traits) for turn in turns]
+
+
+def describes_tools(traits: TemplateTraits, tool_format: str | None) -> bool:
+    """Return whether tools are described in the system message instead of being passed to the
+    template."""
+    return not traits.tools and tool_format is not None
 
 
 def fitted_tools(

@@ -128,6 +128,11 @@ class _Prober:
         if profile.mode is not None:
             self._thinking["thinking_mode"] = profile.mode[0]
 
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools of scenes: none if the template does not render tools."""
+        return _TOOLS if self.traits.tools else ()
+
     def choose(self, scenes: Iterable[_Scene], *candidates: Mapping[str, Any]) -> bool:
         """Set the traits to the first of the candidates with which all scenes are rendered. If
         there is none, take the first one with which most of them are.
@@ -197,8 +202,7 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     prober.choose([_scene(_ASK)], {"empty_lists": False}, {"empty_lists": True})
     _find_tools(prober)
     asked = _turn("user", _USER, _USER_2)
-    tools = _TOOLS if prober.traits.tools else ()
-    _find_content_forms(prober, "user", _scene(asked), _scene(asked, tools=tools))
+    _find_content_forms(prober, "user", _scene(asked), _scene(asked, tools=prober.tools))
     output = prober.try_output([_ASK])
     if "content" in source and output is not None and _USER not in output:
         return msgspec.structs.replace(prober.traits, users=False)
@@ -259,8 +263,8 @@ def _find_call_example(prober: _Prober) -> None:
 
 def _find_calls(prober: _Prober) -> None:
     """Find the form of tool calls and their results."""
-    one = _scene(_ASK, _called(0), _result(0), tools=_TOOLS)
-    without_ids = _scene(_ASK, _called(0, ids=False), _result(0, ids=False), tools=_TOOLS)
+    one = _scene(_ASK, _called(0), _result(0), tools=prober.tools)
+    without_ids = _scene(_ASK, _called(0, ids=False), _result(0, ids=False), tools=prober.tools)
     strings = prober.traits.strings
     forms = product(
         ("any", "required", "named", "nine"),
@@ -275,16 +279,16 @@ def _find_calls(prober: _Prober) -> None:
     before = prober.traits
     if not prober.choose([one, without_ids], *candidates):
         prober.traits = msgspec.structs.replace(before, calls="words")
-        if not _writes_any_role(prober):
+        if prober.traits.tools or not _writes_any_role(prober):
             prober.choose([one], {"results_of_words": True}, {"results_of_words": False})
         return
     _find_call_example(prober)
     result = _result(0, _RESULTS[0], _RESULTS[1])
     if not prober.traits.result_objects:
-        _find_content_forms(prober, "tool", _scene(_ASK, _called(0), result, tools=_TOOLS))
+        _find_content_forms(prober, "tool", _scene(_ASK, _called(0), result, tools=prober.tools))
     two = [
-        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=_TOOLS),
-        _scene(_ASK, _called(0, 1), _result(0), _result(1), _ANSWERED, _ASK_2, tools=_TOOLS),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=prober.tools),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), _ANSWERED, _ASK_2, tools=prober.tools),
     ]
     prober.choose(two, {"calls": "many"}, {"calls": "one"})
     no_tools = _scene(_ASK, _called(0), _result(0))
@@ -297,9 +301,9 @@ def _writes_any_role(prober: _Prober) -> bool:
     known, unknown = (ChatTurn(role, [_RESULTS[0]]) for role in ("tool", _NAMES[0]))
     strings = (*prober.traits.strings, unknown.role)
     keeps = msgspec.structs.replace(prober.traits, results_of_words=True, strings=strings)
-    output = prober.output([_ASK, _ANSWERED, unknown], _TOOLS, keeps)
+    output = prober.output([_ASK, _ANSWERED, unknown], prober.tools, keeps)
     return output.replace(unknown.role, known.role) == prober.output(
-        [_ASK, _ANSWERED, known], _TOOLS, keeps
+        [_ASK, _ANSWERED, known], prober.tools, keeps
     )
 
 
@@ -318,16 +322,16 @@ def _find_neighbours(prober: _Prober) -> None:
     if prober.traits.calls == "words":
         return
     prober.choose(
-        [_scene(_ASK, _called(0), _result(0), _ASK_2, tools=_TOOLS)],
+        [_scene(_ASK, _called(0), _result(0), _ASK_2, tools=prober.tools)],
         {"user_after_result": "kept"},
         {"user_after_result": "result"},
     )
     said = _called(0, text=_TEXT)
     prober.choose(
         [
-            _scene(_ASK, said, _result(0), tools=_TOOLS),
-            _scene(_ASK, said, _result(0), _ANSWERED, _ASK_2, tools=_TOOLS),
-            _scene(_ASK, _called(1), _result(1), said, _result(0), tools=_TOOLS),
+            _scene(_ASK, said, _result(0), tools=prober.tools),
+            _scene(_ASK, said, _result(0), _ANSWERED, _ASK_2, tools=prober.tools),
+            _scene(_ASK, _called(1), _result(1), said, _result(0), tools=prober.tools),
         ],
         {"text_with_calls": "beside"},
         {"text_with_calls": "before"},
@@ -336,7 +340,7 @@ def _find_neighbours(prober: _Prober) -> None:
     if "assistant" in prober.traits.parts and prober.traits.text_with_calls == "beside":
         both = _called(0, text=_TEXT)
         both.texts, both.has_parts = [_TEXT, _ANSWER], True
-        scene = _scene(_ASK, both, _result(0), tools=_TOOLS)
+        scene = _scene(_ASK, both, _result(0), tools=prober.tools)
         if not prober.renders(scene):
             parts = tuple(role for role in prober.traits.parts if role != "assistant")
             prober.traits = msgspec.structs.replace(prober.traits, parts=parts)
@@ -398,8 +402,8 @@ def _find_reasoning(prober: _Prober) -> None:
     earlier = _turn("assistant", _ANSWER)
     earlier.reasoning = _REASON
     scenes = [
-        _scene(_ASK, thought, _result(0), tools=_TOOLS),
-        _scene(_ASK, said, _result(0), tools=_TOOLS),
+        _scene(_ASK, thought, _result(0), tools=prober.tools),
+        _scene(_ASK, said, _result(0), tools=prober.tools),
         _Scene((_ASK, earlier, _ASK_2), (_ANSWER, _USER_2)),
     ]
     places = [{"text_with_calls": prober.traits.text_with_calls}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.fit import Description, fitted_list, fitted_tools, template_messages
+from gateway.prompt.fit import describes_tools, fitted_list, fitted_tools, template_messages
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
 from gateway.prompt.written import WrittenTurns
@@ -36,9 +36,8 @@ class PromptConversation:
     param: str = "messages"
     #: The request's own template; None: the model's template is used.
     template: ParsedTemplate | None = None
-    #: How to describe tools in the system message if the template does not render them; None: they
-    #: are not described.
-    describes: Description | None = None
+    #: The name of the tool format by which answers are parsed for calls; None: they are not parsed.
+    tool_format: str | None = None
     tools: Sequence[Any] | None = None
     documents: Sequence[Any] | None = None
     #: The template's other variables: the result of `kwargs.effective_kwargs`.
@@ -164,20 +163,21 @@ class ChatRenderer:
         """Return the prompt as text. Raises InvalidRequest if it cannot be rendered."""
         template = conversation.template or self.template_for(conversation.tools)
         traits, tools = template.traits, conversation.tools
-        describes = conversation.describes if tools and not traits.tools else None
+        tool_format = conversation.tool_format
         param = conversation.param
         if not traits.users:
             raise InvalidRequest(NOT_FOR_CHATS, param=param)
         messages = template_messages(
-            conversation.messages, traits, tools, describes=describes, param=param
+            conversation.messages, traits, tools, tool_format=tool_format, param=param
         )
+        passed = None if describes_tools(traits, tool_format) else tools
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation)
             messages[-1] = _with_end_mark(messages[-1])
         text = template.render(
             messages,
-            tools=fitted_tools(None if describes else tools, traits),
+            tools=fitted_tools(passed, traits),
             documents=fitted_list(conversation.documents, traits),
             add_generation_prompt=conversation.add_generation_prompt,
             kwargs=conversation.kwargs,

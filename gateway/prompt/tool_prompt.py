@@ -1,9 +1,8 @@
-"""Describes tools in the system message, for models whose chat template does not render tools.
+"""Writes tools, calls and results as text, for chat templates that do not render them.
 
-The system message lists the tools and explains how to call one: as the template writes earlier
-calls, or if it writes none, in the syntax of the tool format `hermes`. In the latter case, earlier
-calls and their results become text in this syntax. So the calls in the model's output can be
-parsed.
+If a template does not render tools, the system message lists them and explains how to call one. If
+it does not render calls, they become text in the model's tool format, or in the syntax of `hermes`.
+So the calls in the model's output can be parsed.
 """
 
 from __future__ import annotations
@@ -12,13 +11,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from gateway.prompt.content import ChatTurn, TurnCall, to_json
 
-FORMATS = ("hermes", "qwen3_json")
-"""Tool formats that parse calls in this syntax."""
 
-EXAMPLE_NAME, EXAMPLE_ARGUMENTS = "function-name", {"name": "value"}
-"""The call that the description shows as an example."""
+class CallText(msgspec.Struct, frozen=True):
+    """How the calls of one answer are written as text."""
+
+    before: str
+    between: str
+    after: str
+    #: Calls are written as in Python; otherwise as objects with `name` and `arguments`.
+    is_python: bool = False
+
+    def write(self, calls: Sequence[TurnCall]) -> str:
+        """Return the text of the calls."""
+        written = map(_python_call if self.is_python else _json_call, calls)
+        return f"{self.before}{self.between.join(written)}{self.after}"
+
+
+HERMES = CallText("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+CALL_TEXTS: Mapping[str | None, CallText] = {
+    "hermes": HERMES,
+    "qwen3_json": HERMES,
+    "granite": CallText("<|tool_call|>[", ", ", "]"),
+    "lfm2": CallText("<|tool_call_start|>[", ", ", "]<|tool_call_end|>", is_python=True),
+    "mistral": CallText("[TOOL_CALLS][", ", ", "]"),
+}
+"""Tool format -> how calls are written as text, for formats of templates that render no calls."""
 _BEFORE = """# Tools
 
 You may call one or more functions to help with the user's request. These are their signatures:
@@ -26,27 +47,27 @@ You may call one or more functions to help with the user's request. These are th
 """
 _AFTER = "\n</tools>"
 _HOW = "\n\nTo call one, answer with its name and arguments in this form:\n"
-_HOW_IN_WORDS = """
-
-To call one, answer with its name and arguments as JSON between tags:
-<tool_call>
-{"name": "function-name", "arguments": {"name": "value"}}
-</tool_call>"""
+_HOW_IN_HERMES = "\n\nTo call one, answer with its name and arguments as JSON between tags:\n"
+_EXAMPLE = TurnCall("function-name", {"name": "value"})
 
 
 def describe_tools(
     turns: Sequence[ChatTurn],
     tools: Sequence[Mapping[str, Any]],
+    tool_format: str,
     example: str,
-    *,
-    in_words: bool,
 ) -> list[ChatTurn]:
     """Return the turns with the tools in the first system message.
 
-    example   a call as the model's template writes it; "" if it writes none
-    in_words  whether to explain the syntax of this module if there is no example
+    tool_format  the name of the model's tool format
+    example      a call as the model's template writes it; "" if it writes none
     """
-    how = _HOW + example if example else _HOW_IN_WORDS if in_words else ""
+    how = ""
+    if example:
+        how = _HOW + example
+    elif (call_text := CALL_TEXTS.get(tool_format)) is not None:
+        how = _HOW_IN_HERMES if call_text is HERMES else _HOW
+        how += call_text.write([_EXAMPLE])
     prompt = _BEFORE + "\n".join(to_json(tool) for tool in tools) + _AFTER + how
     first = turns[0]
     if first.role in ("system", "developer"):
@@ -55,21 +76,33 @@ def describe_tools(
     return [ChatTurn("system", [prompt]), *turns]
 
 
-def in_words(turns: Sequence[ChatTurn], *, keeps_results: bool = False) -> list[ChatTurn]:
+def in_words(
+    turns: Sequence[ChatTurn], tool_format: str | None, *, keeps_results: bool
+) -> list[ChatTurn]:
     """Return the turns with all tool calls as text, and with all results as text of the user unless
     `keeps_results` is true."""
-    return [turn if keeps_results and turn.role == "tool" else _in_words(turn) for turn in turns]
+    call_text = CALL_TEXTS.get(tool_format, HERMES)
+    return [
+        turn if keeps_results and turn.role == "tool" else _in_words(turn, call_text)
+        for turn in turns
+    ]
 
 
-def _in_words(turn: ChatTurn) -> ChatTurn:
+def _in_words(turn: ChatTurn, call_text: CallText) -> ChatTurn:
     if turn.role == "tool":
         return ChatTurn("user", [f"<tool_response>\n{turn.text}\n</tool_response>"])
     if not turn.calls:
         return turn
-    texts = [text for text in (turn.text, *map(_call, turn.calls)) if text]
+    texts = [text for text in (turn.text, call_text.write(turn.calls)) if text]
     return replace(turn, texts=["\n".join(texts)], has_parts=False, calls=[])
 
 
-def _call(call: TurnCall) -> str:
+def _json_call(call: TurnCall) -> str:
     arguments = call.text if call.is_invalid else to_json(call.arguments)
-    return f'<tool_call>\n{{"name": {to_json(call.name)}, "arguments": {arguments}}}\n</tool_call>'
+    return f'{{"name": {to_json(call.name)}, "arguments": {arguments}}}'
+
+
+def _python_call(call: TurnCall) -> str:
+    if call.is_invalid:
+        return f"{call.name}({call.text})"
+    return f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})"

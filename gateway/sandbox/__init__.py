@@ -2,7 +2,7 @@
 with a model or a request and so are not trusted.
 
 clients.py   runs chat templates and tokenizers in such processes
-process.py   starts, calls, kills and replaces one process
+process.py   starts, calls, kills and replaces processes
 messages.py  the calls to a process, and its replies
 __main__.py  the program of the process
 """

@@ -1,7 +1,8 @@
 """Runs chat templates and tokenizers in sandbox processes.
 
 Templates that requests contain have a process of their own, with a short queue, so they cannot
-delay the model's own template. A model's tokenizer is tried before it is used, so that a damaged,
+delay the model's own template. That template has a pool of two, so that large conversations do not
+delay small ones. A model's tokenizer is tried before it is used, so that a damaged,
 slow or huge tokenizer makes the start fail instead of later requests.
 """
 
@@ -25,7 +26,7 @@ from gateway.sandbox.messages import (
     TemplateRendered,
     TryTokenizer,
 )
-from gateway.sandbox.process import LimitExceeded, SandboxProcess
+from gateway.sandbox.process import LimitExceeded, SandboxPool, SandboxProcess
 from protocol.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
@@ -42,14 +43,14 @@ REMEDY = "fetch the model's files again, or use another model"
 
 
 class TemplateProcesses:
-    """The `TemplateLoader` of a gateway process, with two sandbox processes."""
+    """The `TemplateLoader` of a gateway process, with up to three sandbox processes."""
 
     def __init__(self) -> None:
-        self._own = SandboxProcess()
+        self._own = SandboxPool()
         self._foreign = SandboxProcess(cpu_s=FOREIGN_CPU_S, max_waiting=MAX_WAITING, nice=NICE)
 
     def start(self) -> None:
-        """Start the process for the model's template. The other one starts on its first call."""
+        """Start a process for the model's template. The others start when they are needed."""
         self._own.start()
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class SandboxedTemplate(ParsedTemplate):
 
     def __init__(
         self,
-        process: SandboxProcess,
+        process: SandboxProcess | SandboxPool,
         source: str,
         special_tokens: Mapping[str, str],
         *,

@@ -1,6 +1,6 @@
-"""Starts a sandbox process, sends calls to it, and replaces it when it ends.
+"""Starts sandbox processes, sends calls to them, and replaces them when they end.
 
-One call is open at a time; others wait. If a call exceeds its limits, the kernel or this module
+One call is open per process; others wait. If a call exceeds its limits, the kernel or this module
 kills the process, and the call fails. Waiting calls are sent to the next process. A process may
 also end for a reason that the call did not cause. In that case the call is sent to a second process
 before it fails.
@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import gevent
 from gevent.lock import Semaphore
@@ -40,6 +41,8 @@ MEMORY_BYTES = 512 << 20
 WALL_S = 30.0
 TRIES = 2
 """Number of processes to which a call is sent before it fails."""
+SMALL_BYTES = 256 << 10
+"""Most bytes of the frame of a small call. Such a call takes a few tens of milliseconds."""
 _PIECE_BYTES = 1 << 20
 _ADDED = {"TOKENIZERS_PARALLELISM": "false"}
 """Environment variables added for the process. This one prevents a thread for each core, because
@@ -55,6 +58,14 @@ may have requests to finish. It ends when its gateway ends."""
 class LimitExceeded(Exception):
     """Raised if a call is too large, used too much time or memory, or crashed its process. The
     message says which."""
+
+
+def frame_of(call: Call) -> bytes:
+    """Return the frame of a call. Raises LimitExceeded if it cannot be sent."""
+    try:
+        return to_frame(call)
+    except ValueError as error:
+        raise LimitExceeded(str(error)) from None
 
 
 class _Ended(Exception):
@@ -121,10 +132,10 @@ class SandboxProcess:
     def call(self, call: Call) -> Reply:
         """Send a call and return its reply. Raises LimitExceeded, or Overloaded if too many calls
         are waiting."""
-        try:
-            frame = to_frame(call)
-        except ValueError as error:
-            raise LimitExceeded(str(error)) from None
+        return self.call_frame(frame_of(call))
+
+    def call_frame(self, frame: bytes) -> Reply:
+        """Send the frame of a call, as `call` does."""
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
             raise Overloaded(
                 "too many request templates are waiting to be rendered", retry_after_s=2
@@ -173,6 +184,57 @@ class SandboxProcess:
         if not self._is_closed:
             self._child = None
             self.start()
+
+
+class CallRunner(Protocol):
+    """What the pool needs of a process. SandboxProcess implements it."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def call_frame(self, frame: bytes) -> Reply: ...
+
+
+class SandboxPool:
+    """A process for calls of any size, and a second one for small calls.
+
+    So small calls never wait for large ones: a conversation of 15 MB takes a second to render, and
+    only one call is open per process. Calls run in the first process in the order in which they
+    arrive. While it has large calls, small ones go to the second process. It starts with the first
+    large call, so a server without such calls has one process.
+
+    first   runs calls of any size
+    second  runs small calls while `first` has large ones
+    """
+
+    def __init__(self, first: CallRunner | None = None, second: CallRunner | None = None) -> None:
+        self.first = SandboxProcess() if first is None else first
+        self.second = SandboxProcess() if second is None else second
+        #: Number of large calls that wait or run in the first process.
+        self._num_large = 0
+
+    def start(self) -> None:
+        """Start the first process before the first call, without waiting until it is ready."""
+        self.first.start()
+
+    def close(self) -> None:
+        """End the processes. Open calls fail. May be called twice."""
+        self.first.close()
+        self.second.close()
+
+    def call(self, call: Call) -> Reply:
+        """Send a call and return its reply. Raises LimitExceeded."""
+        frame = frame_of(call)
+        if len(frame) <= SMALL_BYTES:
+            process = self.second if self._num_large else self.first
+            return process.call_frame(frame)
+        self._num_large += 1
+        try:
+            self.second.start()
+            return self.first.call_frame(frame)
+        finally:
+            self._num_large -= 1
 
 
 class _Child:

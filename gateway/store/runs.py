@@ -120,6 +120,7 @@ class DetachedRun:
         the run's last event to the client."""
         if batch.is_last:
             self.is_over = True
+            self.abort = lambda: None  # it may refer to this run
             self._write_last()
 
     def _write_last(self) -> None:
@@ -252,7 +253,9 @@ class Persistence:
                 interrupt,
                 max_bytes=config.response_store_mib << 20,
                 max_age_s=config.response_store_days * DAY_S,
-            )
+            ),
+            config.response_store,
+            option="--response-store",
         )
         return cls(store, Runs(store, config.resume_s), config.resume_s)
 

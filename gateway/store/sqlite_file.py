@@ -17,22 +17,47 @@ from typing import Any, Generic, TypeVar
 
 from gevent.threadpool import ThreadPool
 
+from gateway.http.errors import StoreUnusable
 from gateway.threads import result_of
 
 BUSY_MS = 10_000
 """Longest time that SQLite waits for a lock of another process."""
 JOURNAL_BYTES = 16 << 20
 """Size to which SQLite truncates its write-ahead log."""
+RETRY_S = 10
+"""Seconds after which a client may try again if the file cannot be used."""
 
 T = TypeVar("T")
 D = TypeVar("D", bound="SqliteFile")
 
 
-def is_disk_full(error: sqlite3.Error) -> bool:
-    """Return whether an operation failed because the disk has no room. The operation can be
-    tried again."""
-    code = getattr(error, "sqlite_errorcode", 0)  # absent if SQLite did not raise the error
-    return bool(code & 0xFF == sqlite3.SQLITE_FULL)
+_CAUSES = {
+    sqlite3.SQLITE_FULL: "its disk is full",
+    sqlite3.SQLITE_READONLY: "its file cannot be written",
+    sqlite3.SQLITE_PERM: "its file cannot be written",
+    sqlite3.SQLITE_CANTOPEN: "its file cannot be opened",
+    sqlite3.SQLITE_IOERR: "its disk reports an error",
+    sqlite3.SQLITE_BUSY: "another process has locked its file for too long",
+    sqlite3.SQLITE_CORRUPT: "its file is damaged",
+    sqlite3.SQLITE_NOTADB: "its file is not a database",
+}
+"""SQLite's error code -> why the file cannot be used. Other codes are mistakes of this program."""
+
+
+def write_obstacle(path: str) -> str:
+    """Return why the file at `path` cannot be created or written, such as "read-only file system";
+    "" if it probably can. Nothing is created."""
+    place, mode = Path(path), os.R_OK | os.W_OK
+    if not os.path.lexists(place) or os.access(place, mode):
+        place, mode = place.parent, os.W_OK | os.X_OK  # SQLite needs further files beside it
+        while not os.path.lexists(place):
+            place = place.parent
+        if not place.is_dir():
+            return f"{place} is not a directory"
+    if os.access(place, mode):
+        return ""
+    is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+    return "read-only file system" if is_read_only else "permission denied"
 
 
 class SqliteFile:
@@ -77,19 +102,35 @@ class SqliteFile:
 
 class Store(Generic[D]):
     """Runs the operations of a database in one thread, in order. Other greenlets are not blocked.
-    The file is opened on first use, after the fork."""
+    The file is opened on first use, after the fork.
 
-    def __init__(self, open_database: Callable[[], D]) -> None:
+    path    of the file that `open_database` opens
+    option  that sets the path, such as "--file-store"
+    """
+
+    def __init__(self, open_database: Callable[[], D], path: str, *, option: str) -> None:
+        self.path, self.option = path, option
         self._open_database = open_database
         self._pool: ThreadPool | None = None
         self._database: D | None = None
 
     def call(self, work: Callable[[D], T]) -> T:
         """Run `work` in the store's thread and return its result. Raises the exceptions of `work`,
-        and sqlite3.Error if the file cannot be used."""
+        and StoreUnusable if the file cannot be used."""
         if self._pool is None:
             self._pool = ThreadPool(1)
-        return result_of(self._pool, lambda: work(self._opened()))
+        try:
+            return result_of(self._pool, lambda: work(self._opened()))
+        except sqlite3.Error as error:
+            # The code is absent if SQLite did not raise the error.
+            cause = _CAUSES.get(getattr(error, "sqlite_errorcode", -1) & 0xFF)
+            if isinstance(error, _NotOpened):
+                cause = str(error)
+            if cause is None:
+                raise
+            name = self.option.strip("-").replace("-", " ")
+            message = f"the {name} cannot be used: {cause} (see {self.option})"
+            raise StoreUnusable(message, retry_after_s=RETRY_S) from error
 
     def close(self) -> None:
         if self._database is not None:
@@ -104,6 +145,10 @@ class Store(Generic[D]):
         return self._database
 
 
+class _NotOpened(sqlite3.OperationalError):
+    """Raised if a file cannot be opened. The message says why, without the path."""
+
+
 def _open(path: str, schema: str, version: int) -> sqlite3.Connection:
     """Return a connection to the file, which is created if it does not exist. Raises
     sqlite3.Error."""
@@ -111,16 +156,16 @@ def _open(path: str, schema: str, version: int) -> sqlite3.Connection:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise sqlite3.OperationalError(f"{path}: {error.strerror}") from None
+        raise _NotOpened((error.strerror or "").lower()) from None
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     with ExitStack() as on_failure:
         on_failure.callback(connection.close)
-        _prepare(connection, path, schema, version)
+        _prepare(connection, schema, version)
         on_failure.pop_all()
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: str, schema: str, version: int) -> None:
+def _prepare(connection: sqlite3.Connection, schema: str, version: int) -> None:
     """Set SQLite's options and create the tables. Raises sqlite3.Error."""
     for pragma in (
         f"busy_timeout = {BUSY_MS}",
@@ -131,8 +176,6 @@ def _prepare(connection: sqlite3.Connection, path: str, schema: str, version: in
         connection.execute(f"PRAGMA {pragma}")
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found not in (0, version):
-        raise sqlite3.DatabaseError(
-            f"{path} has schema version {found}; this server needs {version}"
-        )
+        raise _NotOpened(f"its file has schema version {found}; this server needs {version}")
     connection.executescript("BEGIN IMMEDIATE;" + schema + "COMMIT;")
     connection.execute(f"PRAGMA user_version = {version}")

@@ -11,13 +11,16 @@ from msgspec import Meta
 
 from protocol.log_lines import LogStyle
 
+PathKind = Literal["", "file", "directory", "new file", "new directory"]
+"""What is at a path: a file or a directory to read, or one to write, which may not exist yet."""
+
 
 def about(
     description: str,
     *,
     wiring: bool = False,
     alias: str = "",
-    path: bool = False,
+    path: PathKind = "",
     secret: bool = False,
     **bounds: Any,
 ) -> Meta:
@@ -25,7 +28,7 @@ def about(
 
     wiring   the field connects processes: code sets it, and there is no command-line option for it
     alias    a second, shorter option for the field; "": none
-    path     the text is the path of a file or a directory
+    path     what is at the path that the text is; "": the text is no path
     secret   the value is not printed
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
@@ -63,7 +66,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 msgspec.structs.force_setattr(self, field, os.path.abspath(path))
 
 
-KeyFile = Annotated[str, about("file with the cluster key, made by `tidegate key FILE`", path=True)]
+KeyFile = Annotated[
+    str, about("file with the cluster key, made by `tidegate key FILE`", path="file")
+]
 SharedKey = Annotated[
     str, about("file that holds the cluster key shared by all engines of one cluster", wiring=True)
 ]

@@ -157,7 +157,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     grammar_timeout_s: Annotated[
         float,
         about(
-            "refuse a grammar that takes longer than this many seconds to compile", ge=0.1, le=600
+            "refuse a grammar that takes longer than this many seconds to compile, or that waits "
+            "longer than this for its turn",
+            ge=0.1,
+            le=600,
         ),
     ] = 10.0
     lease_s: Annotated[
@@ -181,7 +184,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         about(
             "directory for a record of the engine's input, for `tidegate replay`; it contains the "
             "token ids of users' prompts. Default: no journal",
-            path=True,
+            path="new directory",
         ),
     ] = ""
     journal_mib: Annotated[

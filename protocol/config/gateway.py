@@ -46,7 +46,7 @@ ServedNames = Annotated[
     list[str], about("model name in the API; repeat for aliases. Default: the model's own")
 ]
 ChatTemplate = Annotated[
-    str, about("file with a chat template to use in place of the model's own", path=True)
+    str, about("file with a chat template to use in place of the model's own", path="file")
 ]
 DefaultTemplateKwargs = Annotated[
     str, about("JSON object of chat template variables for requests that do not set them")
@@ -159,7 +159,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "file with the clients' API keys, made by `tidegate keys`; reloaded when it changes",
-            path=True,
+            path="file",
         ),
     ] = ""
     api_key: Annotated[
@@ -212,6 +212,15 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = True
     served_name: ServedNames = []
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
+    body_memory_mib: Annotated[
+        int,
+        about(
+            "memory of a gateway process for request bodies above 256 KiB, while they arrive and"
+            " while their requests run; 0: eight times max_body_mib",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 0
     max_n: Annotated[int, about("most choices (n) in one request", ge=1, le=1024)] = 128
     max_prompts: Annotated[
         int, about("most prompts in one completions request", ge=1, le=65536)
@@ -219,6 +228,15 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     keep_alive_s: Annotated[
         float, about("send a keep-alive on streams silent for this many seconds", ge=0.1, le=3600)
     ] = 15.0
+    idle_timeout_s: Annotated[
+        int,
+        about(
+            "close a connection without a request after this many seconds; must be longer than "
+            "proxies and clients keep an unused connection",
+            ge=1,
+            le=3600,
+        ),
+    ] = 75
     send_timeout_s: Annotated[
         float,
         about(
@@ -281,7 +299,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         about(
             "SQLite file that stores responses, shared by all gateways; none: do not store "
             "them. Default: responses/PORT.db in $TIDEGATE_HOME",
-            path=True,
+            path="new file",
         ),
     ] = ""
     response_store_mib: Annotated[
@@ -299,7 +317,8 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores uploaded files and batches, shared by all gateways; none: no "
-            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME"
+            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME",
+            path="new file",
         ),
     ] = ""
     file_store_mib: Annotated[
@@ -360,6 +379,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         return bool(self.api_keys or self.api_key or self.api_key_digests)
 
     @property
+    def body_memory_bytes(self) -> int:
+        """The memory for large request bodies."""
+        return (self.body_memory_mib or 8 * self.max_body_mib) << 20
+
+    @property
     def hosted(self) -> list[ModelConfig]:
         """The models to serve: `models`, or the one model that this config describes itself."""
         names = set(ModelConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
@@ -368,6 +392,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._make_absolute("chat_template", "api_keys", "engines_file")
         _check_names(self.hosted)
+        if self.body_memory_mib and self.body_memory_mib < 2 * self.max_body_mib:
+            raise ValueError(
+                f"body_memory_mib ({self.body_memory_mib}) is less than twice max_body_mib"
+                f" ({self.max_body_mib}), although one client may use only half of it"
+            )
         for field in ("response_store", "file_store"):
             if getattr(self, field) != NO_STORE:
                 self._make_absolute(field)

@@ -97,7 +97,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         about(
             "file with addresses of running engines, one per line; read again when it changes, so "
             "engines can be added and removed",
-            path=True,
+            path="file",
         ),
     ] = ""
     models: Annotated[
@@ -105,7 +105,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         about(
             "file with several models in place of MODEL: TOML tables [[model]] with path, name, "
             "alias, and options of this command (docs/several-models.md)",
-            path=True,
+            path="file",
         ),
     ] = ""
     load: Annotated[

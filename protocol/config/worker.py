@@ -216,7 +216,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "directory of the LoRA adapters that may be loaded while the server runs; default: "
             "none may be",
-            path=True,
+            path="directory",
         ),
     ] = ""
     max_loras: Annotated[
@@ -252,7 +252,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "directory that keeps computed blocks across restarts, for its owner only; servers may "
             "share it. Default: none",
-            path=True,
+            path="new directory",
         ),
     ] = ""
     kv_disk_gib: Annotated[

@@ -16,7 +16,8 @@ import psutil
 import requests
 
 from tests.support.model import smollm2_gguf
-from tests.support.processes import Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program
 
 TEXT = "The ship left the harbour at dawn. " * 100
 

@@ -134,6 +134,32 @@ def test_the_reference_attention_gives_the_same_logits(tmp_path: Path, model_typ
     assert_same(stepper.run([(25,), (1,), (14,)])[0], expected(theirs, tokens), 1e-3)
 
 
+PUBLISHED_EXAONE4: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "32B": (
+        {"sliding_window": 24, "sliding_window_pattern": 4},
+        {"sliding_window_pattern": "LLLG"},
+    ),
+    "1.2B": (
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+        {"sliding_window_pattern": None},
+    ),
+}
+"""Model -> (config, other values of keys in its published config.json)."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED_EXAONE4)
+def test_the_published_configs_of_exaone_4_are_read(tmp_path: Path, name: str) -> None:
+    changes, published = PUBLISHED_EXAONE4[name]
+    theirs, tokens = random_model("exaone4", **changes), some_tokens(61)
+    file = write_directory(tmp_path, theirs) / "config.json"
+    written = json.loads(file.read_text())
+    assert "layer_types" in written
+    file.write_text(json.dumps(written | published))
+    logits = expected(theirs, tokens)
+    ours = EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0]
+    assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
+
+
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:
     """The files of the first GPT-2 have such tensors."""
     theirs, tokens = random_model("gpt2"), some_tokens(20)

@@ -183,11 +183,14 @@ def test_a_classifier_equals_the_class_of_transformers(tmp_path: Path) -> None:
     path = write_reranker(tmp_path / "mine", model)
     found = scores(assembled(path))
     assert float((found - torch.stack(logits).sigmoid()).abs().max()) < TOLERANCE
+    identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     config = json.loads((path / "config.json").read_text())
-    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
-    (path / "config.json").write_text(json.dumps(config))
-    plain = scores(assembled(path))
-    assert float((plain - torch.stack(logits)).abs().max()) < TOLERANCE
+    older, newer = config | {"sentence_transformers": identity}, identity
+    for name, content in (("config.json", older), ("config_sentence_transformers.json", newer)):
+        (path / "config.json").write_text(json.dumps(config))
+        (path / name).write_text(json.dumps(content))
+        plain = scores(assembled(path))
+        assert float((plain - torch.stack(logits)).abs().max()) < TOLERANCE, name
 
 
 def test_the_head_of_all_tokens_is_not_in_memory(tmp_path: Path) -> None:
@@ -281,7 +284,7 @@ def test_the_default_prompt_of_a_directory_is_the_instruction(
     path = form(tmp_path, random_reranker())
     settings = {"prompts": {"law": "Find the law"}, "default_prompt_name": "law"}
     (path / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 900}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 900}))
     encoding = header_of(path).encoding
     assert encoding is not None
     assert encoding.pair_prompt is not None

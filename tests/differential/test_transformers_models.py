@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from protocol.config.worker import WorkerConfig
 from protocol.sampling import SamplingParams
@@ -31,7 +32,7 @@ from worker.attention.select import select_attention
 from worker.kv.cache import KVCache
 from worker.loading.errors import UnusableModel
 from worker.loading.header import TransformersHeader, read_header
-from worker.models.architectures import CHECKED
+from worker.models.architectures import BORROWED, CHECKED, REFUSED
 from worker.models.hf import TransformersModel
 from worker.models.load import load_model
 from worker.startup.memory_plan import PlannedTransformersModel, weights_bytes
@@ -95,11 +96,18 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {"attention_multiplier": 0.2, "layer_rope_theta": [1e4, 0, 500.0, 0]},
     "granite_swa": {"attention_multiplier": 0.2, "layer_rope_theta": [1e4, 0, 500.0, 0]},
     "helium": {"head_dim": 16},
+    "internlm3": {"mlp_bias": True},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
     "stablelm": {"qk_layernorm": True},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
 }
 """Model type -> values that it needs, or that switch on more of its features."""
+
+
+COMPUTED = {kind: name for name, kind in CHECKED.items()} | {
+    kind: name for kind, (name, _) in BORROWED.items() if name not in REFUSED
+}
+"""Model type -> the class of transformers that computes its models."""
 
 
 def random_model(model_type: str, **changes: Any) -> Any:
@@ -109,7 +117,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
     optional = {key: value for key, value in OPTIONAL.items() if key in known}
     settings = SIZES | optional | OWN.get(model_type, {}) | changes
     config = config_class(**settings)
-    architecture = next(name for name, kind in CHECKED.items() if kind == model_type)
+    architecture = COMPUTED[model_type]
     torch.manual_seed(5)
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
@@ -125,7 +133,7 @@ def tolerance(logits: torch.Tensor) -> float:
     return 1e-4 * max(1.0, float(logits.abs().max()) / 10)
 
 
-@pytest.mark.parametrize("model_type", CHECKED.values())
+@pytest.mark.parametrize("model_type", COMPUTED)
 def test_logits_are_those_of_transformers_alone(tmp_path: Path, model_type: str) -> None:
     """A request is computed whole, in chunks, token by token, and in a batch with two others."""
     theirs, tokens = random_model(model_type), some_tokens(NUM_TOKENS)
@@ -138,6 +146,23 @@ def test_logits_are_those_of_transformers_alone(tmp_path: Path, model_type: str)
     batched = [(20, 8, 0), (1, 1, 30), (28, 0, 1), (1, 0, 1), (0, 0, 1)]
     for ours, logits in zip(EagerStepper(loaded, requests).run(batched), alone[1:], strict=True):
         assert_same(ours, logits, tolerance(logits))
+
+
+@pytest.mark.parametrize("model_type", sorted(COMPUTED.keys() & BORROWED.keys()))
+def test_a_type_that_another_class_computes_is_read_as_published(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Files have the names of tensors of their publisher, and so does `architectures`."""
+    theirs, tokens = random_model(model_type), some_tokens(NUM_TOKENS)
+    file = write_directory(tmp_path, theirs) / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": [BORROWED[model_type][1]]}
+    file.write_text(json.dumps(config))
+    first = {"exaone": "transformer.wte.weight", "sarvam_moe": "model.word_embeddings.weight"}
+    with safe_open(tmp_path / "model.safetensors", "pt") as files:
+        assert first.get(model_type, "model.embed_tokens.weight") in files.keys()  # noqa: SIM118
+    logits = expected(theirs, tokens)
+    ours = EagerStepper(load(tmp_path), [tokens]).run([(20,), (41,)])[0]
+    assert_same(ours, logits, tolerance(logits))
 
 
 NATIVE = {"gpt_bigcode": {"hidden_size": 192}}
@@ -185,10 +210,11 @@ def test_keys_and_values_in_eight_bits_change_the_logits_a_little(tmp_path: Path
     assert 0 < (ours - exact).norm() <= 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("model_type", ["olmo", "phimoe"])
+@pytest.mark.parametrize("model_type", ["olmo", "phimoe", "internlm3"])
 def test_rotary_scalings_are_computed(tmp_path: Path, model_type: str) -> None:
     ropes: dict[str, dict[str, Any]] = {
         "olmo": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0},
+        "internlm3": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 6.0},
         "phimoe": {
             "rope_type": "longrope",
             "rope_theta": 1e4,

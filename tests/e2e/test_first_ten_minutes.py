@@ -18,7 +18,9 @@ from signal import SIGTERM
 import pytest
 
 from tests.support.docs_blocks import FIRST_TEN_MINUTES, blocks_of
-from tests.support.processes import ROOT, descendants_of, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, descendants_of, is_alive
+from tests.support.prompts import FRUITS
 from tests.support.shells import install
 from tests.support.waiting import eventually
 from tools.models.fetch import home
@@ -117,7 +119,7 @@ class PastingShell:
 
     def run(self, command: str) -> tuple[int, list[str]]:
         """Run a command, and return its exit code and the lines that it printed."""
-        text = command.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+        text = re.sub(r"(127\.0\.0\.1:|--port )8000\b", rf"\g<1>{self.port}", command)
         text = re.sub(r"\btidegate serve\b", f"tidegate serve --port {self.port}", text)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -188,3 +190,13 @@ def test_the_page_shows_each_step_of_a_newcomer() -> None:
         *("tidegate logs", "tidegate run", "tidegate chat", "tidegate stop"),
     ):
         assert any(step in f"{text}\n" for text in texts), step
+
+
+def test_the_page_shows_one_answer_to_a_question_at_temperature_0() -> None:
+    asked = [
+        "\n".join(each.shown)
+        for each in shown_commands()
+        if FRUITS in each.text and re.search(r"""temperature"?:? 0\b""", each.text)
+    ]
+    assert len(asked) > 1
+    assert len(set(asked)) == 1, "nothing is drawn then"

@@ -13,7 +13,8 @@ import pytest
 
 from protocol.exit_codes import ExitCode
 from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo, gguf_start
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 from tests.support.server import START_TIMEOUT_S
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tests.support.processes import Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program
 from tests.support.ray_nodes import ClusterServer, RayNodes, ray_nodes
 from tests.support.tiny_checkpoint import FITTING, write_babbling_llama
 from tests.torture.ray_cluster import ray_cluster_rows

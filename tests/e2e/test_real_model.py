@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from protocol.client import Client
 from tests.support.engine_view import EngineView
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.reference import GOLDEN
 from tests.support.server import SERVED_NAME, Server

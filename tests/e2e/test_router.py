@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.cluster_key import write_cluster_key
 from tests.support.examples import examples
 from tests.support.fronts import VllmRouter, router_program
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
 

@@ -15,7 +15,7 @@ import pytest
 
 from protocol.exit_codes import KILLED, ExitCode
 from protocol.sockets import run_directory
-from tests.support.processes import descendants_of, is_alive
+from tests.support.processes import ROOT, descendants_of, is_alive
 from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -59,6 +59,7 @@ def test_at_most_ten_lines_precede_the_banner(server: Server) -> None:
     welcome = next(n for n, line in enumerate(server.out) if "Tidegate serves" in line)
     lines = [*filter(None, server.out[:welcome]), *server.err[: asked + 1]]
     assert len(lines) <= 10, server.output
+    assert "at most ten lines before the banner" in (ROOT / "docs" / "operations.md").read_text()
     pattern = re.compile(r"\d\d:\d\d:\d\d (tidegate|gateway|engine|worker)\[\d+\] INFO .+")
     assert all(map(pattern.fullmatch, lines)), server.output
 

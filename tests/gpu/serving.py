@@ -17,7 +17,8 @@ from protocol.config.worker import WorkerConfig
 from tests.gpu.checkpoints import weight_bytes, write_checkpoint
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, NotPossible, checked, figure
-from tests.support.processes import ROOT, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT
 from tests.support.waiting import eventually
 from tools.commands.bench_step import measure
 from tools.processes.children import module_command

@@ -14,7 +14,7 @@ import pytest
 
 from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_reply
 from tools.__main__ import main
 

@@ -13,7 +13,7 @@ import zmq
 
 from protocol import sockets
 from protocol.cluster_key import ClusterKey
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 
 KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
 SOON_MS, NEVER_MS = 5_000, 300

@@ -106,7 +106,7 @@ class Listener:
 def slow_schema(attempt: int) -> dict[str, object]:
     """Return a schema that takes seconds to compile. Each attempt needs a new one, because results
     are cached."""
-    properties = {f"name_{attempt}_{n}": {"type": "string"} for n in range(11_000)}
+    properties = {f"name_{attempt}_{n}": {"type": "string"} for n in range(14_500)}
     return {"type": "object", "properties": properties}
 
 

@@ -24,7 +24,8 @@ from tests.support.dockerfile import (
     health_check,
     instructions,
 )
-from tests.support.processes import Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 PIP = "/opt/tidegate/bin/pip"

@@ -27,7 +27,8 @@ from protocol.control import (
     control_address,
     encode,
 )
-from tests.support.processes import Program, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import Program, is_alive
 from tests.support.waiting import HANG_S, eventually
 from tools.failure import Failure
 from tools.processes.control_client import ControlClient

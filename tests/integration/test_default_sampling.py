@@ -13,7 +13,10 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, text_reply
 
 HI = [{"role": "user", "content": "Hi"}]
-SERVERS = '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5}'
+SERVERS = (
+    '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5, "min_tokens": 2, '
+    '"logit_bias": {"5": -1}, "bad_words_ids": [[90, 91]]}'
+)
 """The server's defaults. Those of the model are temperature 0.7 and top_k 40."""
 CHATS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI}),
@@ -51,7 +54,8 @@ def test_every_api_has_the_same_defaults_and_the_request_wins(
 ) -> None:
     params = sampled(engine, gateway, path, body)
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.9, 40)
-    assert params.presence_penalty == 0.5
+    assert (params.presence_penalty, params.min_tokens) == (0.5, 2)
+    assert (params.logit_bias, params.bad_words) == ({5: -1.0}, [[90, 91]])
     own = sampled(engine, gateway, path, body | {"temperature": 1, "top_p": 1})
     assert (own.temperature, own.top_p, own.top_k) == (1, 1, 40)
 
@@ -82,4 +86,7 @@ def test_the_models_list_shows_what_is_in_effect(gateway: GatewayProcess) -> Non
         "frequency_penalty": 0.0,
         "presence_penalty": 0.5,
         "repetition_penalty": 1.0,
+        "min_tokens": 2,
+        "logit_bias": {"5": -1.0},
+        "bad_words_ids": [[90, 91]],
     }

@@ -65,6 +65,21 @@ def test_a_tokenizer_that_a_gateway_cannot_use_is_bad(
     assert found["tokenizer"]["remedy"] == "fetch the model's files again, or use another model"
 
 
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [("smolm2-135m", "did you mean smollm2-135m"), ("./none.gguf", "no such file or directory")],
+)
+def test_a_model_that_does_not_exist_is_bad_with_the_advice_of_serve(
+    capsys: pytest.CaptureFixture[str], model: str, remedy: str
+) -> None:
+    code, found = examined(capsys, model)
+    assert code == 1
+    assert found["model"]["said"] == f"no model {model!r}"
+    assert found["model"]["remedy"].startswith(remedy)
+    assert main(["serve", model]) == 5
+    assert f"no model {model!r}: {remedy}" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_is_bad_with_the_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

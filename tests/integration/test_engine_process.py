@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from engine_core.connections.clients import MAX_UNREAD_BYTES
 from protocol.arrays import Int32
 from protocol.client import Client
 from protocol.errors import (
@@ -43,6 +45,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.sampling import SamplingParams
+from protocol.session import Session
 from protocol.sockets import ADAPTERS_SUFFIX
 from protocol.steps import StepResult, WorkerFailed
 from tests.support.engine_view import is_free
@@ -285,6 +288,41 @@ def test_a_missing_model_is_reported_in_one_line_with_its_exit_code(tmp_path: Pa
     with start(tmp_path / "no-such-model", tmp_path) as program:
         assert program.end(timeout_s=60) == ExitCode.BAD_MODEL
         assert "no-such-model" in program.err[-1]
+
+
+def test_a_slow_client_that_repeats_its_hello_gets_one_welcome(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Eight Welcomes with this tokenizer would exceed the limit of unread bytes."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    tokenizer = path / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes() + b" " * (MAX_UNREAD_BYTES // 6))
+    with ExitStack() as stack:
+        process = EngineProcess(
+            stack.enter_context(start(path, tmp_path)), f"ipc://{tmp_path}/run/engine.sock"
+        )
+        connect(process).close()  # it is ready
+        client = stack.enter_context(RawClient(process.address))
+        session = Session("slow")
+        session.on_connected()
+        for second in range(8):
+            (hello,), _ = session.tick(float(second))
+            client.send(hello)
+        received = [client.receive()]
+        session.receive(received[0], 8.0)
+        assert session.is_ready
+        client.send(session.generate([3], SamplingParams(max_tokens=2, ignore_eos=True)))
+        while not isinstance(received[-1], Accepted):
+            received.append(client.receive())
+        assert [type(each) for each in received] == [Welcome, Accepted]
+        assert not any("dropping client" in line for line in process.program.err)
+
+
+def test_a_client_that_lost_its_session_gets_another_welcome(raw: RawClient) -> None:
+    for number in range(3):
+        raw.send(Hello(protocol=PROTOCOL_VERSION, num_welcomes=number))
+        assert isinstance(raw.receive(), Welcome)
 
 
 def test_any_client_can_abort_a_request_by_its_label(

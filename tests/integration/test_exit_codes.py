@@ -14,8 +14,11 @@ import pytest
 
 from protocol.exit_codes import ExitCode
 from tests.support.commands import run_command
-from tests.support.processes import ROOT, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tools.commands.serve import CONFIGS
+from tools.flags import flags_of
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +54,11 @@ def serve_here(capfd: pytest.CaptureFixture[str], model: str, *options: str) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--api-keys", "/no/keys"], "/no/keys: No such file"),
-        (["--chat-template", "/no/template"], "--chat-template /no/template: .*No such file"),
         (["--tool-format", "nosuch"], "no tool format 'nosuch'"),
         (["--reasoning-format", "nosuch"], "no reasoning format 'nosuch'"),
         (["--default-chat-template-kwargs", "{bad"], "--default-chat-template-kwargs: .*malformed"),
         (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs: "),
         (["--default-sampling", "{bad"], "default.sampling"),
-        (["--kv-disk", "/dev/null/kv"], "--kv-disk /dev/null/kv: cannot create"),
-        (["--cluster-key", "/no/key"], "cluster key /no/key: No such file"),
         (["--render-only", "--split"], "cannot be combined"),
         (["--max-slots", "no"], "--max-slots must be"),
     ],
@@ -70,6 +69,68 @@ def test_a_wrong_option_is_reported_in_one_line_with_code_2(
     code, result = serve_here(capfd, str(model), *options)
     assert re.search(words, result), result
     assert code == ExitCode.USAGE
+
+
+PATH_OPTIONS = {
+    flag.name: flag for _, config in CONFIGS for flag in flags_of(config) if flag.is_path
+}
+UNUSABLE = {
+    "file": [("{there}/none", "No such file or directory"), ("{there}", "Is a directory")],
+    "directory": [
+        ("{there}/none", "No such file or directory"),
+        ("{there}/file", "Not a directory"),
+    ],
+    "new file": [
+        ("{there}/file/new", "File exists"),
+        ("{there}", "Is a directory"),
+        ("/proc/none/new", "No such file or directory"),
+    ],
+    "new directory": [
+        ("{there}/file", "File exists"),
+        ("{there}/file/new", "Not a directory"),
+        ("/proc/none", "No such file or directory"),
+    ],
+}
+"""What an option takes -> paths that it cannot use, and the cause that the system reports."""
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "cause"),
+    [(name, *row) for name, flag in PATH_OPTIONS.items() for row in UNUSABLE[flag.path]],
+)
+def test_a_path_that_cannot_be_used_is_reported_with_its_option_and_the_cause(
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: Path,
+    option: str,
+    path: str,
+    cause: str,
+) -> None:
+    (tmp_path / "file").touch()
+    wrong = path.format(there=tmp_path)
+    code, result = serve_here(capfd, str(model), option, wrong)
+    assert re.search(rf"^tidegate: {option} {wrong}: cannot [a-z ]+: {cause}(;|$)", result), result
+    assert code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("base", "cause"),
+    [("/proc/none", "No such file or directory"), ("/dev/null/none", "Not a directory")],
+)
+def test_a_run_directory_that_cannot_be_made_is_not_taken_for_a_running_server(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    base: str,
+    cause: str,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+    code, result = serve_here(capfd, str(model))
+    assert result.startswith(
+        f"tidegate: XDG_RUNTIME_DIR={base}: cannot use the run directory {base}/tidegate-"
+    )
+    assert result.endswith(cause)
+    assert code == ExitCode.FAILED
 
 
 def test_a_host_that_is_not_of_this_machine_is_code_6(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, Entry
 from tools.models.fetch import cached_file, fetch, is_cached

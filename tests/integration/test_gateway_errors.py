@@ -44,6 +44,10 @@ def text(**fields: Any) -> dict[str, Any]:
     return {"prompt": "x", **fields}
 
 
+LONG = "a" * (600 << 10)
+"""Longer than the texts of a grammar may be."""
+
+
 def deep(levels: int) -> Any:
     value: Any = []
     for _ in range(levels):
@@ -69,6 +73,18 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
     (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
     (CHAT, {"messages": [{"role": "user", "content": deep(100)}]}, "messages"),
     (CHAT, chat(model=5), "model"),
+    (COMPLETIONS, text(structured_outputs={"regex": LONG}), "structured_outputs"),
+    (CHAT, chat(guided_choice=[LONG, "b"]), "guided_choice"),
+    (
+        CHAT,
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"const": LONG}},
+            }
+        ),
+        "response_format",
+    ),
     (CHAT, chat(n=0), "n"),
     (CHAT, chat(n=9), "n"),
     (CHAT, chat(n=10**30), "n"),

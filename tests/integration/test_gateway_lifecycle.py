@@ -31,7 +31,7 @@ from tests.support.http import (
     send_post,
 )
 from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, scripted_card, text_reply
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "a secret question"}]
@@ -226,7 +226,11 @@ def test_health_checks_and_scrapes_are_counted_and_not_logged(address: str) -> N
 def test_a_drain_finishes_streams_and_accepts_nothing_new(
     address: str,
 ) -> None:
-    with ScriptedEngine(address) as engine, GatewayProcess(engine=address, drain_s=20) as gateway:
+    never = 10 * HANG_S
+    with (
+        ScriptedEngine(address) as engine,
+        GatewayProcess(engine=address, drain_s=never) as gateway,
+    ):
         gateway.await_ready()
         engine.script = lambda generate: text_reply("z" * 50)
         engine.step_s = 0.03
@@ -244,7 +248,7 @@ def test_a_drain_finishes_streams_and_accepts_nothing_new(
                 choice = fold_stream(events_of(read_body(file, headers)))[0]
                 assert (choice["text"], choice["finish"]) == ("z" * 50, ("stop", None))
                 assert client.recv(1) == b""
-        assert gateway.wait(timeout_s=6) == 0
+        assert gateway.wait() == 0
         assert "Traceback" not in gateway.log
         assert engine.goodbyes == 1
         with pytest.raises(OSError, match="refused"):
@@ -264,7 +268,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(address: str)
         reader.start()
         engine.await_generates(1)
         gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.wait(timeout_s=6) == 0
+        assert gateway.wait() == 0
         reader.join()
         last: Any = events_of(bodies[0])[-1]
         assert last["error"]["code"] == "draining"

@@ -252,9 +252,9 @@ def test_answers_of_one_request_interleave_and_are_never_mixed_up(
 ) -> None:
     texts = {7: "alpha alpha alpha", 8: "beta beta beta", 9: "gamma"}
     engine.script = lambda generate: text_reply(texts[generate.params.seed or 0])
-    engine.step_s = 0.01
-    events = stream(gateway, CHAT, {"messages": HI, "n": 3, "seed": 7})
-    engine.step_s = 0.0005
+    engine.is_paused = True  # until all three have arrived
+    body = {"messages": HI, "n": 3, "seed": 7}
+    events = stream(gateway, CHAT, body, on_head=engine.resume)
     choices = fold_stream(events)
     assert [choices[index]["text"] for index in range(3)] == list(texts.values())
     heads = [event["choices"][0] for event in events[:3]]

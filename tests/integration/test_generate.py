@@ -17,6 +17,7 @@ from tests.support.scripted_engine import EOS, ScriptedEngine, TokenReply, ids_o
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 HI = [{"role": "user", "content": "hi"}]
 SAID = [*ids_of("Hello, world!"), EOS]
+GATEWAY = {"keep_alive_s": 0.1}
 FAILED = ErrorInfo(code="step_failed", message="the model's output was not a number")
 ROUTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {"messages": HI, "n": 2}, "chatcmpl"),
@@ -103,9 +104,9 @@ def test_an_error_on_an_empty_delta_is_an_event_and_the_end(
     before: bytes, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     steps = [[token] for token in before] + [[]]
-    engine.step_s = 0.05  # the stream has begun before the first step
+    engine.is_paused = True
     engine.script = lambda generate: TokenReply(steps, "error", None, FAILED)
-    events = stream(gateway, body())
+    events = stream(gateway, body(), on_head=engine.resume)
     assert tokens_of([event for event in events if "choices" in event]) == (
         {0: list(before)} if before else {}
     )

@@ -23,7 +23,8 @@ from protocol.errors import EngineLost
 from protocol.exit_codes import ExitCode
 from protocol.sampling import SamplingParams
 from protocol.sockets import MEETING_FILE
-from tests.support.processes import Program, descendants_of, free_port, free_port_pair, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.support.waiting import eventually
@@ -83,7 +84,7 @@ def started(
 
     join   their arguments, before and after those that all of them need
     """
-    run, key, port = folder / "run", folder / "cluster.key", free_port_pair()
+    run, key, port = folder / "run", folder / "cluster.key", free_port(adjacent=2)
     run.mkdir(mode=0o700)
     folder.chmod(0o700)
     write_cluster_key(str(key))

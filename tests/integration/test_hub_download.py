@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo, gguf_start
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tools.failure import Failure
 from tools.models.download import download
 from tools.models.hub import HubDownloads

@@ -17,7 +17,8 @@ from protocol import sockets
 from protocol.client import Client
 from protocol.exit_codes import ExitCode
 from protocol.kv_events import AllBlocksCleared, BlockRemoved
-from tests.support.processes import Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program
 from tests.support.tiny_engine import tiny_engine
 from tests.support.vllm_events import CacheMirror, decode_batch, kind_of
 from tests.support.waiting import eventually

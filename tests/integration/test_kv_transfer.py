@@ -27,6 +27,7 @@ from tests.support.kv_proxy import Proxy
 from tests.support.kv_worker import Peer, Shape, Worker
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
 MOVERS = [
     "auto",
     "shm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
@@ -78,15 +79,20 @@ def refusals(responses: list[requests.Response], limit: str) -> int:
 
 
 def test_requests_per_minute_hold_over_all_gateways(gateways: list[GatewayProcess]):
-    each = cycle(gateways)
+    each, started = cycle(gateways), time.monotonic()
     reply = [generate(next(each), "slow", n=3) for _ in range(8)]
-    assert refusals(reply, "requests_per_minute") == 4, "an answer of many choices is one request"
+    # An answer of many choices is one request, and one more is allowed every 15 s.
+    most = 4 + (time.monotonic() - started) / 15
+    assert 4 <= 8 - refusals(reply, "requests_per_minute") <= most
 
 
 def test_tokens_per_minute_hold_over_all_gateways(gateways: list[GatewayProcess]):
-    each = cycle(gateways)
-    reply = [generate(next(each), "brief", prompt=10, max_tokens=20) for _ in range(6)]
-    assert refusals(reply, "tokens_per_minute") == 4, "30 and 30 of 60"
+    """Two requests use 330 tokens of 60. The next one is allowed after four and a half minutes."""
+    one, two = gateways
+    reply = [generate(one, "brief", prompt=10, max_tokens=20)]
+    reply += [generate(each, "brief", prompt=10, max_tokens=290) for each in (two, one, two)]
+    assert [response.status_code for response in reply] == [200, 200, 429, 429]
+    assert refusals(reply, "tokens_per_minute") == 2
 
 
 def test_concurrency_holds_over_all_gateways(gateways: list[GatewayProcess]):

@@ -11,7 +11,8 @@ import pytest
 
 from protocol.cluster_key import write_cluster_key
 from protocol.exit_codes import ExitCode
-from tests.support.processes import Program, descendants_of, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program, descendants_of
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually
 from tools.models.catalogue import DEFAULT

@@ -14,7 +14,8 @@ import requests
 
 from protocol.exit_codes import ExitCode
 from tests.support.commands import run_command
-from tests.support.processes import Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program
 from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually

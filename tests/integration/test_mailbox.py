@@ -3,6 +3,7 @@ detected."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -123,6 +124,20 @@ def test_an_unreachable_client_is_reported_gone_once(scene: MailboxScene) -> Non
     assert scene.gone == [b"left"]
     assert scene.next_message() == PONG
     assert scene.mail.clients.all() == [client]
+
+
+def test_a_client_that_leaves_while_the_model_loads_is_not_logged(
+    scene: MailboxScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for name in (b"early", b"late"):
+        scene.mail.logs_clients = name == b"late"
+        scene.mail.clients.add(name, 1.0, "y")
+        scene.mail.send(name, PONG)
+    assert scene.gone == [b"early", b"late"]
+    assert [line for line in caplog.messages if "is gone" in line] == [
+        f"client {b'late'.hex()} is gone: Host unreachable"
+    ]
 
 
 def test_an_unreachable_stranger_is_not_reported_lost(scene: MailboxScene) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import requests
 
+from gateway.api.ollama.models import details_of
 from gateway.api.ollama.responses import API_VERSION
 from protocol.messages import Generate
 from protocol.sampling import SamplingParams
@@ -20,6 +21,7 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
     TokenReply,
     infill_card,
+    scripted_card,
     text_of,
     text_reply,
 )
@@ -419,6 +421,22 @@ def test_another_tag_is_another_model(gateway: GatewayProcess, name: str) -> Non
     for path, body in ((CHAT, {"messages": HI}), (GENERATE, {}), ("/api/show", {})):
         message = refusal(gateway, path, 404, **{**body, "model": name})
         assert "does not exist; this server serves scripted, other:7b" in message
+
+
+@pytest.mark.parametrize(
+    ("facts", "details"),
+    [
+        ({"file_format": "gguf", "quantization": "Q4_1", "dtype": "bfloat16"}, ("gguf", "Q4_1")),
+        ({"file_format": "gguf", "dtype": "float32"}, ("gguf", "float32")),
+        ({"file_format": "safetensors", "dtype": "bfloat16"}, ("safetensors", "bfloat16")),
+    ],
+)
+def test_the_quantisation_is_that_of_the_file(
+    facts: dict[str, Any], details: tuple[str, str]
+) -> None:
+    found = details_of(scripted_card(num_parameters=1, **facts))
+    assert (found.format, found.quantization_level) == details
+    assert details_of(scripted_card(num_parameters=0, **facts)).quantization_level == ""
 
 
 def test_models_are_listed_with_a_tag(gateway: GatewayProcess) -> None:

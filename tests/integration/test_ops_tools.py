@@ -53,6 +53,13 @@ class EngineTools:
         return done.out
 
 
+def command(capfd: pytest.CaptureFixture[str], name: str, text: str, address: str) -> str:
+    """Return the error of a command whose id is not unique."""
+    done = run_command(capfd, name, text, "--engine", address)
+    assert (done.code, done.out) == (2, "")
+    return done.err
+
+
 def busy(client: Client, count: int) -> list[object]:
     """Start `count` long requests with the labels "job-0", "job-1", ... Return their answers."""
     return [client.generate([3, 4], labels=[f"job-{i}"], **LONG) for i in range(count)]
@@ -78,10 +85,18 @@ def test_requests_are_seen_aborted_and_let_finish(
         last = rows[-1]["name"]
         why = tool("why", last)
         assert why.startswith(f"{last}: took ")
-        assert "for a slot: all 8 were in use" in why
+        # Why it waits is known after the first step.
+        assert eventually(lambda: "for a slot: all 8 were in use" in tool("why", last))
         (timeline,) = json.loads(tool("why", last, "--json"))
         assert [span["stage"] for span in timeline["stages"]][-1] == "queued"
         assert "keeps the last 1,000 requests" in tool("why", "nobody", code=1)
+        assert "12 requests have an id like job-" in command(capfd, "why", "job-", address)
+        unclear = tool("abort", "job-", code=1)
+        assert unclear.startswith("unclear  12 requests have an id like job-: job-0, job-1, ")
+        assert "unknown  job:" in tool("abort", "job", code=1), "it is too short"
+        assert client.get_status().num_open == 12
+        assert "job-11" in tool("why", "job-11…")
+        assert tool("abort", "job-10…") == "aborted  job-10\n"
         assert tool("abort", last) == f"aborted  {last}\n"
         assert "ended with 'abort'" in tool("why", last)
         assert "no open request" in tool("abort", last, code=1)

@@ -16,7 +16,7 @@ import pytest
 
 from protocol.client import Client
 from protocol.errors import InvalidRequest
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually

@@ -12,7 +12,8 @@ import requests
 from protocol.exit_codes import ExitCode
 from protocol.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 from tests.support.scripted_engine import TEMPLATE, byte_tokenizer, thinking_card
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -254,10 +254,8 @@ def test_a_request_without_tokens_is_sent_again(two: Replicas) -> None:
     with Asked(two) as asked:
         assert eventually(lambda: sum(two.counts()) == 1)
         owner = two.engines[two.counts().index(1)]
-        for engine in two.engines:
-            engine.is_paused = False
-            engine.script = continued
-        owner.is_paused = True
+        (other,) = [engine for engine in two.engines if engine is not owner]
+        other.is_paused = False
         owner.kill()
     assert asked.text == TEXT
 
@@ -366,11 +364,14 @@ def test_a_request_is_not_continued_with_another_model(tmp_path: Path) -> None:
         for engine in replicas.engines:
             engine.script = stuck_after(3)
         with Asked(replicas) as asked:
-            assert eventually(lambda: replicas.counts() == [1, 0])
-            replicas.engines[0].await_steps(6)
-            replicas.engines[0].kill()
+            # Usually the first one. On a busy machine it may be silent when the request arrives.
+            assert eventually(lambda: sum(replicas.counts()) == 1)
+            counts = replicas.counts()
+            owner = replicas.engines[counts.index(1)]
+            owner.await_steps(6)
+            owner.kill()
         assert asked.response.status_code == 503
-        assert replicas.counts() == [1, 0]
+        assert replicas.counts() == counts
 
 
 # ---- LoRA adapters

@@ -59,7 +59,11 @@ def path(tmp_path: Path) -> str:
 @pytest.fixture
 def store(path: str) -> Iterator[RunStore]:
     bounds: dict[str, Any] = {"max_bytes": 1 << 30, "max_age_s": 1e6}
-    store: RunStore = Store(partial(LimitedDatabase, path, {"kind": interrupt}, **bounds))
+    store: RunStore = Store(
+        partial(LimitedDatabase, path, {"kind": interrupt}, **bounds),
+        path,
+        option="--response-store",
+    )
     yield store
     store.close()
 

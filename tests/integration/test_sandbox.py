@@ -17,7 +17,13 @@ from gateway.prompt.template import ChatTemplate, ParsedTemplate
 from gateway.prompt.written import WrittenTurns
 from gateway.sandbox.clients import MAX_WAITING, SandboxedTemplate, TemplateProcesses
 from gateway.sandbox.messages import LoadTemplate, TemplateLoaded
-from gateway.sandbox.process import MODULE, LimitExceeded, SandboxProcess
+from gateway.sandbox.process import (
+    MODULE,
+    SMALL_BYTES,
+    LimitExceeded,
+    SandboxPool,
+    SandboxProcess,
+)
 from protocol.errors import InvalidRequest, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
@@ -108,6 +114,22 @@ def test_the_model_s_template_is_rendered_while_a_request_s_template_computes(
         count += 1
     assert isinstance(attack.value, ValueError)
     assert count >= 10
+
+
+def test_a_small_conversation_is_rendered_while_a_large_one_computes() -> None:
+    with closing(SandboxPool(SandboxProcess(cpu_s=30), SandboxProcess())) as pool:
+        template = SandboxedTemplate(pool, PLAIN, {})
+        assert isinstance(pool.first, SandboxProcess)
+        stopped = pool.first.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        long = "x" * (SMALL_BYTES + 1)
+        large = gevent.spawn(rendered, template, [{"role": "user", "content": long}])
+        gevent.sleep(0)  # it is sent
+        assert [rendered(template) for _ in range(3)] == ["<user>hi"] * 3
+        assert not large.ready()
+        os.kill(stopped, signal.SIGCONT)
+        assert large.get() == "<user>" + long
 
 
 def _refusal(templates: TemplateProcesses, source: str) -> Exception | None:

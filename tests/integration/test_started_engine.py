@@ -10,7 +10,8 @@ import pytest
 from protocol.client import Client
 from protocol.cluster_key import write_cluster_key
 from protocol.errors import EngineLost
-from tests.support.processes import Program, descendants_of, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import START_TIMEOUT_S
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.support.waiting import eventually

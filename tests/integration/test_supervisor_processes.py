@@ -11,7 +11,8 @@ from textwrap import dedent
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tests.support.processes import Program, free_port, is_alive
+from tests.support.ports import free_port
+from tests.support.processes import Program, is_alive
 from tests.support.waiting import eventually
 from tools.processes.supervisor import SAME_SIGNAL_S
 
@@ -74,9 +75,10 @@ def test_a_server_reports_its_start_phases_and_a_drain_stops_it_in_order() -> No
         helper = helper_of(program)
         program.signal(SIGTERM)
         assert program.end() == 0, program.output
-        *banner, stopping = program.out[1:]
+        *banner, stopping, stopped = program.out[1:]
         assert banner == ["listening", "ready echo"]
         assert stopping.endswith(" INFO stopping: open requests may finish")
+        assert stopped.endswith(" INFO stopped")
         stops = [line for line in program.err if line.endswith("stops")]
         assert stops == ["gateway stops", "engine stops"]
         assert eventually(lambda: not is_alive(helper)), "what the engine had started lives on"
@@ -203,6 +205,7 @@ def test_a_second_ctrl_c_ends_a_child_that_ignores_the_first() -> None:
         # A signal that follows at once counts as the first.
         assert eventually(is_stopped, every_s=SAME_SIGNAL_S)
         assert program.end() == 128 + SIGINT
+        assert program.out[-1].endswith(" INFO stopped")
         assert eventually(lambda: not any(map(is_alive, pids(program))))
 
 

@@ -37,7 +37,7 @@ from protocol.steps import (
 )
 from tests.support.engines import a_card
 from tests.support.plans import step_plan
-from tests.support.processes import free_port_pair
+from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, eventually
 
 KEY = ClusterKey(b"k" * 32)
@@ -120,7 +120,7 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     sockets.make_private(tmp_path / "run")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    address = f"tcp://127.0.0.1:{free_port_pair()}"
+    address = f"tcp://127.0.0.1:{free_port(adjacent=2)}"
     config = EngineConfig(
         worker=WorkerConfig(model="/models/m", max_slots=8, measurements="/home/me"),
         tensor_parallel=2,

@@ -40,6 +40,8 @@ from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_checkpoint import CONFIG, write_tiny_llama
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 START_S, STEP_S = 60, 20
 GREEDY = SamplingParams(temperature=0.0)

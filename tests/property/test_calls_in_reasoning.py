@@ -50,7 +50,10 @@ MODULES = (
     *(test_tools_json, test_tools_xml, test_tools_arg_pairs),
     *(test_tools_nested, test_tools_pythonic, test_tools_gemma),
 )
-IN_THE_OPEN = ("llama3_json", "xlam", "xlam (fence)", "pythonic")
+IN_THE_OPEN = (
+    *("llama3_json", "pythonic"),
+    *("hammer", "hammer (fence)", "xlam", "xlam (fence)"),
+)
 """Formats without a marker for calls. Only the start of an answer can be a call."""
 SAMPLES = [
     replace(sample, tools=TYPED_TOOLS)

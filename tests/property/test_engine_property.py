@@ -49,7 +49,7 @@ def test_every_law_holds_while_adapters_are_loaded_and_unloaded(seed: int) -> No
 
 
 # ---- windows
-WINDOW_SEEDS = [(4, 0), (5, 0), (101, 0), (103, 0), (5, 3), (103, 2)]
+WINDOW_SEEDS = [(4, 0), (5, 0), (101, 0), (109, 0), (5, 3), (103, 2)]
 """Seed of the storm, and the blocks of a column for the layers with a window; 0: all layers have a
 window."""
 WINDOW_OPERATIONS = 2_000

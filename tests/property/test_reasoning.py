@@ -43,6 +43,10 @@ def writer(name: str) -> Any:
         "granite": lambda thought: (
             f"Here is my thought process:\n{thought}\n\nHere is my response:\n"
         ),
+        "apriel": lambda thought: (
+            f"Here are my reasoning steps:\n{thought}\n[BEGIN FINAL RESPONSE]\n"
+        ),
+        "solar_open": lambda thought: f"<|think|>{thought}<|end|><|begin|>assistant<|content|>",
         "hunyuan_a13b": lambda thought: f"<think>\n{thought}\n</think>\n<answer>\n",
         "ernie45": lambda thought: f"<think>\n{thought}\n</think>\n\n<response>\n",
         "granite33": lambda thought: f"<think>{thought}</think><response>",
@@ -57,6 +61,8 @@ def writer(name: str) -> Any:
 
 BLOCKS = {name: writer(name) for name in REASONING if writer(name)}
 CLOSING = {
+    "apriel": "\n[END FINAL RESPONSE]",
+    "solar_open": "<|end|>",
     "hunyuan_a13b": "\n</answer>",
     "ernie45": "\n</response>\n",
     "granite33": "</response>",
@@ -329,6 +335,16 @@ PROMPTS: dict[str, list[tuple[str, dict[str, Any], bool]]] = {
         ("<|plamo:op|>assistant\n<|plamo:begin_think:plamo|>", {}, True),
         ("<|plamo:op|>assistant\n", NO, False),
     ],
+    "apriel": [
+        ("<|begin_assistant|>\nHere are my reasoning steps:\n", {}, True),
+        ("<|assistant|>\n", {}, False),
+    ],
+    "minicpm3": [(CHAT, {}, False), (CHAT + "<|thought_start|>\n", {}, True)],
+    "solar_open": [
+        ("<|begin|>user<|content|>Hi<|end|><|begin|>assistant", {}, False),
+        ("<|begin|>assistant<|think|>", {}, True),
+        ("<|begin|>assistant<|think|><|end|><|begin|>assistant", NO, False),
+    ],
     "seed_oss": [
         ("<seed:bos>assistant\n", {}, False),
         ("<seed:bos>assistant\n<seed:think>", {}, True),
@@ -352,6 +368,7 @@ WHOLE_PROMPTS = {
         ("<|start|>user<|message|>Hi<|eot|><|start|>assistant to=self<|message|>", True),
     ],
 }
+WHOLE_PROMPTS["muse"] = WHOLE_PROMPTS["muse_glimmer"]
 ALIKE = {
     "cohere_command4": "cohere_command3",
     "deepseek_v41": "deepseek_v4",

@@ -22,6 +22,7 @@ from gateway.formats.response_template_loader import load
 from gateway.formats.xml_parameters import XmlParameters
 from tests.property import (
     test_tools_arg_pairs,
+    test_tools_functionary,
     test_tools_gemma,
     test_tools_json,
     test_tools_messages,
@@ -124,6 +125,7 @@ SAMPLES: list[tuple[Sample, Sequence[Fixture]]] = [
         for sample in module.SAMPLES
     ),
     *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
+    *((sample, test_tools_functionary.cases(sample)) for sample in test_tools_functionary.SAMPLES),
     (test_tools_xtml.K3, test_tools_xtml.cases()),
     *(
         (replace(sample, name=f"{sample.name} (template)"), behind_the_prompt(sample))
@@ -137,7 +139,7 @@ Either no chat template writes them, or the checkpoint's response template descr
 them but not how to write some parts: `<|constrain|>`, or keys of a call that have no meaning.
 """
 OTHERS = (
-    *("granite (tags)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),
+    *("granite (tags)", "hammer (fence)", "xlam (fence)", "xlam (tags)", "xlam (marker)"),
     *("llama3_json (marker)", "gigachat3 (role)", "llama4_pythonic"),
 )
 """Samples whose opener is not the one that models with the sample's vocabulary prefer."""

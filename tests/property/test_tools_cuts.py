@@ -8,6 +8,7 @@ import pytest
 
 from tests.property import (
     test_tools_arg_pairs,
+    test_tools_functionary,
     test_tools_gemma,
     test_tools_json,
     test_tools_messages,
@@ -33,6 +34,7 @@ ANSWERS: list[tuple[Sample, Sequence[Fixture]]] = [
     ),
     *((sample, test_tools_pythonic.cases(sample)) for sample in test_tools_pythonic.SAMPLES),
     *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
+    *((sample, test_tools_functionary.cases(sample)) for sample in test_tools_functionary.SAMPLES),
     (test_tools_xtml.K3, test_tools_xtml.cases()),
 ]
 """(sample, answers) of every syntax that has a name."""

@@ -83,6 +83,28 @@ def kimi(calls: Sequence[Call], before: int) -> str:
     return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
 
 
+def m1(calls: Sequence[Call], before: int) -> str:
+    lines = "".join(f"{dumps(call)}\n" for call in objects(calls))
+    return f"<tool_calls>\n{lines}</tool_calls>"
+
+
+def functionary(calls: Sequence[Call], before: int) -> str:
+    return "".join(f"<function={call.name}>{dumps(call.arguments)}</function>" for call in calls)
+
+
+def solar_id(index: int, call: Call) -> str:
+    return f"a1b2c3d4e{index}"
+
+
+def solar(calls: Sequence[Call], before: int) -> str:
+    body = "".join(
+        f"<|tool_call:begin|>{solar_id(i, call)}<|tool_call:name|>{call.name}"
+        f"<|tool_call:args|>{dumps(call.arguments)}<|tool_call:end|>"
+        for i, call in enumerate(calls, before)
+    )
+    return f"<|tool_calls|>{body}<|calls|>"
+
+
 def mistral_named(calls: Sequence[Call], before: int) -> str:
     return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{dumps(call.arguments)}" for call in calls)
 
@@ -130,6 +152,10 @@ SAMPLES = [
         "<|action_end|>",
     ),
     sample("hunyuan_a13b", array("<tool_calls>", "</tool_calls>"), "</tool_calls>"),
+    sample("minimax_m1", m1, "</tool_calls>"),
+    sample("nemotron_json", array("<TOOLCALL>", "</TOOLCALL>"), "</TOOLCALL>"),
+    sample("hammer", array("\n"), "```", markers=(), only_first=True),
+    sample("hammer (fence)", array("```\n", "\n```"), "```", markers=(), only_first=True),
     sample("phi4_mini_json", array("functools"), "functools", markers=()),
     sample("xlam", array(""), "</tool_call>", markers=(), only_first=True),
     sample("xlam (fence)", array("```json\n", "\n```"), "```", markers=(), only_first=True),
@@ -152,6 +178,8 @@ SAMPLES = [
     ),
     sample("deepseek_v3", deepseek_v3, "<\uff5ctool▁call▁end\uff5c>"),
     sample("deepseek_v31", deepseek_v31, "<\uff5ctool▁call▁end\uff5c>"),
+    sample("functionary_v31", functionary, "</function>"),
+    sample("solar_open", solar, "<|tool_call:end|>", call_id=solar_id),
     sample("kimi_k2", kimi, "<|tool_call_end|>", call_id=kimi_id),
     sample("mistral", array("[TOOL_CALLS]"), "[TOOL_CALLS]", call_id=ours_in_nine),
     sample("mistral (v11)", mistral_named, "[ARGS]", call_id=ours_in_nine),

@@ -39,6 +39,7 @@ from tests.support.formats import (
     read,
     spelt,
     units,
+    warned_about,
 )
 
 CALL = ToolCall(0, "id", "now")
@@ -113,7 +114,8 @@ def cases(sample: Sample) -> list[Fixture]:
                     text += sample.write(calls, index)
                     index += len(calls)
         text = text.removeprefix("<|start|>assistant")
-        found.append(Fixture(name, text, expected(sample, parts)))
+        warned = warned_about(sample) if "prose" in name else []
+        found.append(Fixture(name, text, expected(sample, parts) + warned))
     return found
 
 
@@ -368,10 +370,12 @@ def test_a_last_call_that_is_no_object_is_not_complete() -> None:
     assert [type(event) for event in say(HARMONY, text)] == [ToolCall, ToolArguments, OutputWarning]
 
 
-def test_a_call_in_a_message_to_oneself_or_to_the_user_is_text() -> None:
+def test_a_call_in_a_message_to_oneself_is_text_and_to_the_user_has_a_warning_too() -> None:
     call = '<atem:function_calls><atem:invoke name="now"></atem:invoke></atem:function_calls>'
     assert say(MUSE, f" to=self<|message|>{call}<|eom|>") == [Reasoning(call)]
-    assert say(MUSE, f" to=user<|message|>{call}<|eot|>") == [Content(call)]
+    text, warned = say(MUSE, f" to=user<|message|>{call}<|eot|>")
+    assert text == Content(call)
+    assert isinstance(warned, OutputWarning)
 
 
 def test_a_doubled_name_means_the_tool() -> None:

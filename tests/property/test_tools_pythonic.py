@@ -34,10 +34,13 @@ from tests.support.formats import (
     JOINT,
     Call,
     Fixture,
+    FormatRow,
     Sample,
     check,
+    check_cuts,
     content,
     cut_off,
+    dumps,
     fixtures,
     lexicon,
     read,
@@ -61,6 +64,15 @@ def in_lines(calls: Sequence[Call], before: int) -> str:
     return "\n".join(["<function_calls>", *map(one, calls), "</function_calls>"])
 
 
+def minicpm3(calls: Sequence[Call], before: int) -> str:
+    def one(call: Call) -> str:
+        return f"{call.name}({','.join(f'{k}={dumps(v)}' for k, v in call.arguments.items())})"
+
+    return "\n".join(
+        ["<|tool_call_start|>", "```python", *map(one, calls), "```", "<|tool_call_end|>"]
+    )
+
+
 def sample(name: str, write: Callable[[Sequence[Call], int], str], tag: str) -> Sample:
     syntax = FORMATS[name]
     return Sample(name, Format(syntax, THINK), write, think=reasoning_writer(THINK), tags=(tag,))
@@ -70,6 +82,7 @@ SAMPLES = [
     sample("pythonic", listed(), "']"),
     sample("llama4_pythonic", listed("<|python_start|>", "<|python_end|>"), "<|python_end|>"),
     sample("lfm2", listed("<|tool_call_start|>", "<|tool_call_end|>"), "<|tool_call_end|>"),
+    sample("minicpm3", minicpm3, "<|tool_call_end|>"),
     sample("olmo3", in_lines, "</function_calls>"),
 ]
 EACH = pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
@@ -134,6 +147,12 @@ def test_a_literal_is_read_the_same_however_it_is_cut(value: Any, step: int) -> 
         (r"'it\'s'", "it's"),
         ('"""a "quoted" word"""', 'a "quoted" word'),
         ("r'plain'", "plain"),
+        (r"r'C:\new'", r"C:\new"),
+        (r"""R"a\"b\d" """, r"""a\"b\d"""),
+        (r"[rb'\n', '\n']", [r"\n", "\n"]),
+        ("'a' 'b'", "ab"),
+        ("('a'\n 'b', \"c\" 'd')", ["ab", "cd"]),
+        ("{'a' 'b': '' 'c'}", {"ab": "c"}),
         ("'two\nlines'", "two\nlines"),
         (r"'\x41\u00e9\U0001f600\101\q'", "Aé😀A\\q"),
         (r"'\ud83d\ude00 \ud83d'", "😀 \\ud83d"),
@@ -270,3 +289,46 @@ def test_content_continues_after_the_calls() -> None:
     events = say("lfm2", "<|tool_call_start|>[f(x=2)]<|tool_call_end|>\nDone.")
     assert events[-1] == Content("Done.")
     assert arguments_of(events) == [{"x": 2}]
+
+
+INNER_QUOTES = [
+    ("text='sed -n '1,5p' f'", {"text": "sed -n '1,5p' f"}),
+    (
+        "code='python3 -c \"from a import b\nprint(b(3*x, sep='\\,'))\"'",
+        {"code": "python3 -c \"from a import b\nprint(b(3*x, sep='\\,'))\""},
+    ),
+    (
+        "a='it's', b='x' , c=['y', 'z'], d={'k': 'v'}",
+        {
+            "a": "it's",
+            "b": "x",
+            "c": ["y", "z"],
+            "d": {"k": "v"},
+        },
+    ),
+    ("a='echo ('a', 'b')', b=''", {"a": "echo ('a', 'b')", "b": ""}),
+    ('a=\'x)\', b="say "hi""', {"a": "x)", "b": 'say "hi"'}),
+    ("a=r'x 'y\\n' z', b=0", {"a": "x 'y\\n' z", "b": 0}),
+    (r"a='it\'s \\', b=r'C:\new'", {"a": "it's \\", "b": r"C:\new"}),
+    ('a="""b \'c\' "d" e"""', {"a": "b 'c' \"d\" e"}),
+]
+
+
+@pytest.mark.parametrize(("written", "meant"), INNER_QUOTES)
+@pytest.mark.parametrize("ending", ["]", ", now()]", ""])
+def test_quotes_in_a_string_of_lfm2_need_no_backslash(
+    written: str, meant: dict[str, Any], ending: str
+) -> None:
+    s = next(sample for sample in SAMPLES if sample.name == "lfm2")
+    text = f"<|tool_call_start|>[run({written}){ending}<|tool_call_end|>"
+    events: list[Event] = [
+        ToolCall(0, "call_1", "run"),
+        ToolArguments(0, dumps(meant)),
+        ToolCallEnd(0),
+    ]
+    if "now" in ending:
+        events += [ToolCall(1, "call_2", "now"), ToolArguments(1, "{}"), ToolCallEnd(1)]
+    row = FormatRow("lfm2 (inner quotes)")
+    for tokens in (True, False):
+        check_cuts(row, s, Fixture("quotes", text, events), lexicon(s, tokens=tokens))
+    assert not row.differences, row.first

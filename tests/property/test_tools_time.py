@@ -8,6 +8,7 @@ import pytest
 
 from tests.property import (
     test_tools_arg_pairs,
+    test_tools_functionary,
     test_tools_gemma,
     test_tools_messages,
     test_tools_nested,
@@ -26,6 +27,7 @@ SAMPLES: list[Sample] = [
     *test_tools_gemma.SAMPLES,
     *test_tools_nested.SAMPLES,
     *test_tools_messages.SAMPLES,
+    *test_tools_functionary.SAMPLES,
     test_tools_xtml.K3,
     *test_tools_response_template.SAMPLES,
 ]

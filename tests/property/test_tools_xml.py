@@ -8,12 +8,32 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.events import Content, OutputWarning, ToolArguments, ToolCall, ToolCallEnd
+from gateway.formats.event_builder import PARSE_FAILED
+from gateway.formats.events import (
+    Content,
+    Event,
+    OutputWarning,
+    ToolArguments,
+    ToolCall,
+    ToolCallEnd,
+)
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
 from gateway.formats.xml_parameters import FORMATS
+from gateway.formats.xml_parameters_parser import DOUBLED, INNER, UNCLOSED
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain, tool
-from tests.support.formats import Call, Sample, content, lexicon, reasoning_writer
+from tests.support.formats import (
+    Call,
+    Fixture,
+    FormatRow,
+    Sample,
+    check_cuts,
+    content,
+    dumps,
+    lexicon,
+    lexicon_of_parts,
+    reasoning_writer,
+)
 
 Writer = Callable[[Sequence[Call], int], str]
 
@@ -52,9 +72,13 @@ def is_string(value: Any) -> str:
 
 
 def minicpm5(calls: Sequence[Call], before: int) -> str:
+    def written(value: Any) -> str:
+        is_wrapped = isinstance(value, str) and any(char in value for char in "<&\n")
+        return f"<![CDATA[{value}]]>" if is_wrapped else plain(value)
+
     def one(call: Call) -> str:
         body = "".join(
-            f'<param name="{key}">{plain(value)}</param>' for key, value in call.arguments.items()
+            f'<param name="{key}">{written(value)}</param>' for key, value in call.arguments.items()
         )
         return f'<function name="{call.name}">{body}</function>'
 
@@ -244,3 +268,152 @@ def test_a_call_of_an_unknown_tool_is_emitted() -> None:
 
 
 MINIMAX = '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'
+
+
+# ---- values with tags of calls
+INNER_CALL = (
+    "<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n<parameter=l>\nw\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+WHOLE_VALUES = {
+    "a group's end": "see </tool_call> for it",
+    "a group's end before the value's": "see </tool_call>",
+    "closing tags and text": "a </parameter> b </function> c",
+    "two group's ends": "</tool_call></tool_call>!",
+    "groups of JSON": "<tool_call>\n{}\n</tool_call>\n<tool_call>\n{}\n</tool_call>",
+    "a whole call": f"Write:\n{INNER_CALL}",
+    "two whole calls": f"{INNER_CALL}\n{INNER_CALL}",
+    "a whole call and text": f"{INNER_CALL}\nor so",
+    "a mention of a call's tag": "Use <function=f> for it.",
+    "an argument without a call": "<parameter=k>\nv\n</parameter>",
+    "a closed tag without a call": "<parameter=k>\nv\n</parameter> is one",
+}
+"""Values whose tags have no other meaning than text."""
+
+
+@pytest.mark.parametrize("value", WHOLE_VALUES.values(), ids=WHOLE_VALUES)
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
+def test_a_value_with_tags_of_calls_is_whole_and_the_cut_does_not_matter(
+    value: str, tokens: bool
+) -> None:
+    second = parameter("i", "7")
+    case = answer_with(qwen(parameter("z", value) + second) + "\nDone.", {"z": value, "i": 7})
+    words = lexicon(QWEN, tokens=tokens)
+    row = FormatRow("qwen3_coder (tags in values)")
+    check_cuts(row, QWEN, case, words)
+    assert not row.differences, row.first
+
+
+QWEN = sample("qwen3_coder")
+
+
+def answer_with(text: str, arguments: dict[str, Any], warned: str = "") -> Fixture:
+    """Return an answer of one call with `arguments`, and then "Done." if the text ends with it."""
+    events: list[Event] = [
+        ToolCall(0, "call_1", "types"),
+        ToolArguments(0, dumps(arguments)),
+        ToolCallEnd(0),
+        *([OutputWarning(PARSE_FAILED, warned)] if warned else []),
+        *([Content("Done.")] if text.endswith("Done.") else []),
+    ]
+    return Fixture("value", text, events)
+
+
+DOUBTFUL_VALUES = {
+    "a doubled closing tag": (qwen(parameter("z", "ls\n</parameter>")), "ls", DOUBLED),
+    "two doubled closing tags": (
+        "<tool_call><function=types><parameter=z>a</parameter></parameter></parameter>\n"
+        "<parameter=i>7</parameter></function></tool_call>",
+        "a",
+        DOUBLED,
+    ),
+    "a doubled end of the call": (
+        "<tool_call><function=types><parameter=z>a</function></function></tool_call>",
+        "a",
+        DOUBLED,
+    ),
+    "no closing tags": ("<tool_call><function=types><parameter=z>a\n</tool_call>", "a", UNCLOSED),
+    "an inner call that is not closed": (
+        qwen(parameter("z", "<function=f>\n<parameter=k>")),
+        "<function=f>\n<parameter=k>",
+        INNER,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL_VALUES)
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
+def test_a_value_whose_end_is_doubtful_comes_with_a_warning(name: str, tokens: bool) -> None:
+    text, value, warned = DOUBTFUL_VALUES[name]
+    more = {"i": 7} if "<parameter=i>" in text else {}
+    row = FormatRow("qwen3_coder (doubtful ends)")
+    case = answer_with(text, {"z": value, **more}, warned)
+    check_cuts(row, QWEN, case, lexicon(QWEN, tokens=tokens))
+    assert not row.differences, row.first
+
+
+def test_a_call_after_a_value_without_closing_tags_is_a_call() -> None:
+    open_value = "<tool_call>\n<function=types>\n<parameter=z>\na\n</tool_call>\n"
+    events = say("qwen3_coder", open_value + qwen(parameter("z", "b")))
+    assert arguments_of(events) == [{"z": "a"}, {"z": "b"}]
+    assert [e.message for e in events if isinstance(e, OutputWarning)] == [UNCLOSED]
+
+
+# ---- DeepSeek's wrappers
+DSML = "｜DSML｜"
+INVOKE = (
+    f'<{DSML}invoke name="now">\n<{DSML}parameter name="tz" string="true">UTC</{DSML}parameter>\n'
+    f"</{DSML}invoke>"
+)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("group", ["tool_calls", "function_calls", "calls", ""])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
+@pytest.mark.parametrize("vocabulary", [lexicon_of_parts, lambda s: lexicon(s, tokens=True)])
+def test_calls_in_any_wrapper_of_deepseek_or_in_none_are_calls(
+    name: str, group: str, closed: bool, vocabulary: Callable[[Sample], Any]
+) -> None:
+    opened = f"<{DSML}{group}>\n" if group else ""
+    text = f"Now:\n\n{opened}{INVOKE}\n{INVOKE}" + f"\n</{DSML}{group}>" * (closed and bool(group))
+    case = Fixture(
+        "wrapper",
+        text,
+        [
+            Content("Now:"),
+            *(event for n in range(2) for event in call_events(n, "now", {"tz": "UTC"})),
+        ],
+    )
+    row = FormatRow(f"{name} (other wrappers)")
+    check_cuts(row, sample(name), case, vocabulary(sample(name)))
+    assert not row.differences, row.first
+
+
+def call_events(index: int, name: str, arguments: dict[str, Any]) -> list[Event]:
+    return [
+        ToolCall(index, f"call_{index + 1}", name),
+        ToolArguments(index, dumps(arguments)),
+        ToolCallEnd(index),
+    ]
+
+
+# ---- CDATA
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("<![CDATA[a < b && c\nd]]>", "a < b && c\nd"),
+        ("\n<![CDATA[\n a \n]]>\n", "\n a \n"),
+        ("<![CDATA[</param></function>]]>", "</param></function>"),
+        ("<![CDATA[a]]]]><![CDATA[>b]]>", "a]]>b"),
+        ("<![CDATA[x[y[0]]]]>", "x[y[0]]"),
+        ("<![CDATA[a]]> and ]]>]]>", "a]]> and ]]>"),
+        ("<![CDATA[]]>", ""),
+        ("a <![CDATA[b]]>", "a <![CDATA[b]]>"),
+    ],
+)
+def test_cdata_around_a_value_is_markup(written: str, meant: str) -> None:
+    text = f'<function name="run"><param name="code">{written}</param></function>'
+    row = FormatRow("minicpm5 (CDATA)")
+    case = Fixture("CDATA", text, call_events(0, "run", {"code": meant}))
+    check_cuts(row, sample("minicpm5"), case, lexicon(sample("minicpm5"), tokens=False))
+    assert not row.differences, row.first

@@ -7,7 +7,7 @@ them are skipped if one is missing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +17,7 @@ import pytest
 from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = ("--no-sandbox", "--disable-dev-shm-usage")
@@ -106,6 +106,27 @@ class Visit:
         self.page.goto(self.url + path)
         self.page.locator("main h1").first.wait_for(state="attached")
         return self.page
+
+    def hold(self, path: str) -> Callable[[], None]:
+        """Hold requests to a path of the server, and return a function that lets them go on. A test
+        so forces what a fast visitor sees of a slow server."""
+        held: list[Route] = []
+        is_held = True
+
+        def on_route(route: Route) -> None:
+            if is_held:
+                held.append(route)
+            else:
+                route.continue_()
+
+        def release() -> None:
+            nonlocal is_held
+            is_held = False
+            for route in held:
+                route.continue_()
+
+        self.context.route(self.url + path, on_route)
+        return release
 
     def _on_request(self, address: str) -> None:
         self.requests.append(address)

@@ -10,7 +10,8 @@ from typing import Self
 from protocol.cluster_key import read_cluster_key, write_cluster_key
 from tests.support.engine_view import EngineView
 from tests.support.model import smollm2_gguf
-from tests.support.processes import Program, descendants_of, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program, descendants_of
 from tests.support.server import POISON, START_TIMEOUT_S
 
 

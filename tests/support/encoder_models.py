@@ -198,6 +198,63 @@ def write_modules(
     return path
 
 
+def write_newer_modules(
+    path: Path, pooling: Pooling | None, max_tokens: int, *, activation: str | None = None
+) -> Path:
+    """Add the files of sentence-transformers to a model's directory, as its version 6.2 writes them
+    (since 5.4). Return `path`.
+
+    pooling      None: a cross-encoder, whose scores are computed by the function `activation`
+    max_tokens   most tokens of an input; stored among the settings of the tokenizer
+    """
+    base = "sentence_transformers.base.modules"
+    kinds = {"": f"{base}.transformer.Transformer"}
+    if pooling is not None:
+        kinds["1_Pooling"] = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+        kinds["2_Normalize"] = f"{base}.normalize.Normalize"
+        places = {f"module_{end}put_name": "sentence_embedding" for end in ("in", "out")}
+        configs: dict[str, dict[str, Any]] = {
+            "1_Pooling": {
+                "embedding_dimension": SIZES["hidden_size"],
+                "pooling_mode": pooling,
+                "include_prompt": True,
+            },
+            "2_Normalize": places,
+        }
+        for place, config in configs.items():
+            (path / place).mkdir(exist_ok=True)
+            (path / place / "config.json").write_text(json.dumps(config))
+    modules = [
+        {"idx": place, "name": str(place), "path": folder, "type": kind}
+        for place, (folder, kind) in enumerate(kinds.items())
+    ]
+    output = "last_hidden_state" if pooling else "logits"
+    transformer = {
+        "transformer_task": "feature-extraction" if pooling else "sequence-classification",
+        "modality_config": {"text": {"method": "forward", "method_output_name": output}},
+        "module_output_name": "token_embeddings" if pooling else "scores",
+    }
+    settings: dict[str, Any] = {"default_prompt_name": None, "prompts": {}}
+    if pooling is None:
+        settings |= {"model_type": "CrossEncoder", "activation_fn": activation}
+    else:
+        settings |= {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    tokenizer |= {
+        "model_max_length": max_tokens,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+    }
+    files = {
+        "modules.json": modules,
+        "sentence_bert_config.json": transformer,
+        "config_sentence_transformers.json": settings,
+        "tokenizer_config.json": tokenizer,
+    }
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
 def encode_inputs(
     inputs: Sequence[Sequence[int]], splits: Sequence[int] | None = None
 ) -> EncodeInputs:

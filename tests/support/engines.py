@@ -535,16 +535,16 @@ class Bench:
         flat = vectors.tolist()
         return [flat[place : place + ECHO_SIZE] for place in range(0, len(flat), ECHO_SIZE)]
 
-    def compile(self, which: int = 0) -> dict[int, Accepted | Refused]:
-        """Compile the grammar `jobs[which]`. Return {request: reply} for the requests that waited
-        for it."""
+    def compile(self, which: int = 0, num_bytes: int = 0) -> dict[int, Accepted | Refused]:
+        """Compile the grammar `jobs[which]`, which then takes `num_bytes`. Return {request: reply}
+        for the requests that waited for it."""
         job = self.jobs.pop(which)
         result: MatcherTemplate | ServingError
         try:
             result = self.compiler.compile(job.grammar)
         except ServingError as error:
             result = error
-        replies = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result))
+        replies = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result, num_bytes))
         for client, reply in replies:
             if isinstance(reply, Refused):
                 del self.outputs[client, reply.request]

@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 
 from gateway.formats.argument_types import is_json
-from gateway.formats.event_builder import DeclaredTool
+from gateway.formats.call_parser import CallSyntax
+from gateway.formats.event_builder import PARSE_FAILED, DeclaredTool, markup_without_call
 from gateway.formats.events import (
     Content,
     Event,
@@ -34,6 +35,7 @@ from gateway.formats.events import (
     ToolCallEnd,
     merged,
 )
+from gateway.formats.harmony import Harmony
 from gateway.formats.lexicon import Lexicon, Piece
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.registry import Format, parser_state
@@ -179,7 +181,19 @@ def fixtures(sample: Sample) -> list[Fixture]:
         if sample.only_first and any(isinstance(part, ContentPart) for part in parts[:-1]):
             continue
         found.append(written(sample, name, parts))
+        if "prose" in name:
+            found[-1].events.extend(warned_about(sample))
     return found
+
+
+def warned_about(sample: Sample) -> list[Event]:
+    """Return the warning about prose that mentions `tags[0]`, if its letters are markup of calls.
+    They are not if the marker is a token of the family's vocabulary."""
+    tools = sample.format.tools
+    signs = tools.signs() if isinstance(tools, CallSyntax | Harmony) else ()
+    tokens = sample.format.markers() if sample.markers is None else sample.markers
+    found = [sign for sign in signs if sign in sample.tags[0] and sign not in tokens]
+    return [OutputWarning(PARSE_FAILED, markup_without_call(sign)) for sign in found[:1]]
 
 
 def written(sample: Sample, name: str, parts: Sequence[Part]) -> Fixture:
@@ -392,14 +406,15 @@ def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
     for fixture in cases:
         row.fixtures += 1
         for words in vocabularies(sample, fixture):
-            _check_cuts(row, sample, fixture, words)
+            check_cuts(row, sample, fixture, words)
             if fixture.name in CUT_SHORT:
                 _check_cut_short(row, sample, fixture, words)
     row.fixtures += any(fixture.name in CUT_SHORT for fixture in cases)
     return row
 
 
-def _check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+def check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
+    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`."""
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures):
         found = read(sample, deltas, words, fixture)

@@ -15,7 +15,8 @@ from typing import Self
 import pytest
 import requests
 
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 from tests.support.waiting import eventually
 
 ROUTER_VERSION = "0.1.17"

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 import requests
 
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 from tests.support.waiting import HANG_S, eventually
 
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
@@ -71,4 +72,4 @@ class GatewayProcess(Program):
         return self
 
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
-        return requests.post(self.url + path, json=body, timeout=20, **options)
+        return requests.post(self.url + path, json=body, timeout=HANG_S, **options)

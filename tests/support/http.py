@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
+
+from tests.support.waiting import HANG_S
 
 
 def connect(port: int, **options: int) -> socket.socket:
@@ -13,7 +16,7 @@ def connect(port: int, **options: int) -> socket.socket:
     rcvbuf   size of the kernel's receive buffer
     """
     client = socket.socket()
-    client.settimeout(20)
+    client.settimeout(HANG_S)
     if "rcvbuf" in options:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options["rcvbuf"])
     try:
@@ -66,11 +69,23 @@ def read_body(file: Any, headers: dict[str, str]) -> bytes:
     return b"".join(parts)
 
 
-def exchange(port: int, path: str, body: Any, **options: Any) -> tuple[int, dict[str, str], bytes]:
-    """Send one request over a new connection. Return (status, headers, body)."""
+def exchange(
+    port: int,
+    path: str,
+    body: Any,
+    *,
+    on_head: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> tuple[int, dict[str, str], bytes]:
+    """Send one request over a new connection. Return (status, headers, body).
+
+    on_head   called when the head has arrived. A gateway sends the head of a stream when all
+              choices were accepted, with the first event or with the first keep-alive
+    """
     with connect(port) as client, client.makefile("rb") as file:
         send_post(client, path, body, **options)
         status, headers = read_head(file)
+        on_head()
         return status, headers, read_body(file, headers)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ from protocol.process_state import ZOMBIE, read_all_stats, read_command_line, re
 from tests.support.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
+LAST_LINES_S = 5.0
+"""The time for reading the last lines of a program that has ended. Only a failing test needs it."""
 AUDITED = Path(__file__).parent / "audited"
 """This folder's `sitecustomize` ends a program that unpickles a class or a function."""
 
@@ -93,7 +94,7 @@ class Program:
         with self._news:
             self._news.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
         # If the program has ended, the readers may still have to read its last lines.
-        assert eventually(found, within_s=0.2), f"no line with {words!r}:\n{self.output}"
+        assert eventually(found, within_s=LAST_LINES_S), f"no line with {words!r}:\n{self.output}"
         return found()[0]
 
     def send_line(self, line: str) -> None:
@@ -123,25 +124,6 @@ class Program:
         with self._news:
             self._news.notify_all()
         stream.close()  # type: ignore[attr-defined]
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
-
-
-def free_port_pair() -> int:
-    """Return a free port whose next port is free, too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def is_alive(pid: int) -> bool:

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import requests
 
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 from tests.support.server import POISON, START_TIMEOUT_S
 from tests.support.waiting import eventually
 

@@ -303,7 +303,7 @@ MESSAGES: list[Message] = [
     LoadAdapter(request=6, name="fr", path="french/7"),
     UnloadAdapter(request=7, name="fr"),
     GetStatus(request=5, max_rows=20, after_step=34),
-    GetTimeline(request=6, names=["7"]),
+    GetTimeline(request=6, names=["7"], are_beginnings=True),
     Drain(),
     Ping(num_early=300, read_bytes=70_000),
     Goodbye(),

@@ -351,6 +351,10 @@ class ScriptedEngine:
         is_idle = eventually(lambda: not self._talks, within_s=timeout_s, every_s=POLL_S)
         assert is_idle, f"still open: {[n for _, n in self._talks]}"
 
+    def resume(self) -> None:
+        """Make steps again, after `is_paused`."""
+        self.is_paused = False
+
     def lose_clients(self) -> None:
         """Drop all open requests, as a real engine does when a client's lease ends."""
         self._talks.clear()

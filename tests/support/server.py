@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from tests.support.model import smollm2_gguf
-from tests.support.processes import ROOT, Program, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Program
 
 START_TIMEOUT_S = 90.0
 POISON = ("--poison-slots", "wild")

@@ -301,6 +301,16 @@ def test_without_keys_pages_of_other_origins_may_not_even_send():
     assert gate().admit(visit("/chat", "POST", Origin=EVIL, X_Api_Key="user")), "it has a key"
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_without_keys_a_page_of_another_origin_may_not_send_without_its_origin(site: str):
+    for method in ("POST", "DELETE"):
+        with pytest.raises(Forbidden, match="cors-origin"):
+            gate(None).admit(visit("/chat", method, Sec_Fetch_Site=site))
+    assert gate(None).admit(visit("/open", Sec_Fetch_Site=site)), "a link of another site"
+    assert gate(None, cors_origin=["*"]).admit(visit("/chat", "POST", Sec_Fetch_Site=site))
+    assert gate(None).admit(visit("/chat", "POST", Sec_Fetch_Site="same-origin"))
+
+
 def test_no_page_reads_an_answer_unless_its_origin_was_allowed():
     asking = visit("/chat", "POST", Origin=EVIL)
     assert gate().cors_headers(asking) == {}

@@ -123,8 +123,21 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.split() == ["alice", "inference", "requests_per_minute=60"]
     assert main(["keys", "revoke", path, "alice"]) == 0
     assert api_keys.read(path) == {}
+    capsys.readouterr()
     assert main(["keys", "revoke", path, "alice"]) == 1
+    assert f"{path}: no key is named alice" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["keys.toml"], "no draft is left behind"
+
+
+@pytest.mark.parametrize("content", [b"not = [toml", b"[keys.a]\nnosuch = 1\n", b"\xff"])
+@pytest.mark.parametrize("words", [("add", "FILE", "b"), ("list", "FILE"), ("revoke", "FILE", "a")])
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content)
+    assert main(["keys", *(str(file) if word == "FILE" else word for word in words)]) == 1
+    assert capsys.readouterr().err.startswith(f"tidegate: {file}: ")
 
 
 def test_a_key_from_stdin_is_not_shown(

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from worker.loading.errors import UnusableModel
 from worker.models.architectures import (
+    BORROWED,
     CHECKED,
     INLINE_ATTENTION,
     MASKED_WINDOWS,
     OWN_ATTENTION,
     REFUSED,
+    TransformersArchitecture,
     fallback,
 )
 from worker.models.families.registry import FAMILIES, find_family
@@ -39,9 +42,85 @@ def refusal(**config: Any) -> str:
 
 
 def test_every_decoder_of_transformers_is_computed_or_refused_with_a_reason() -> None:
-    if not transformers.__version__.startswith("5.23."):
-        pytest.skip("the lists are those of transformers 5.23")
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the lists are those of transformers 5.24")
     assert decoders().keys() - OURS - CHECKED.keys() - REFUSED.keys() == set()
+
+
+def test_every_type_whose_models_another_class_computes_is_listed() -> None:
+    """Such a type has a config class, but no class of a model of its own."""
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the lists are those of transformers 5.24")
+    own = {family.model_type for family in FAMILIES} | set(CHECKED.values())
+    found = {
+        kind: name
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if name in CHECKED.keys() | OURS and kind not in own
+    }
+    listed = {kind: name for kind, (name, _) in BORROWED.items() if name not in REFUSED}
+    assert found == listed | {"gpt-sw3": "GPT2LMHeadModel"}  # its config is that of GPT-2
+
+
+@pytest.mark.parametrize("kind", BORROWED)
+def test_a_type_that_another_class_computes_does_not_contradict_its_architecture(
+    kind: str,
+) -> None:
+    name, published = BORROWED[kind]
+    for architectures in (None, [name], [published]):
+        config = {"architectures": architectures, "model_type": kind}
+        if name in REFUSED:
+            assert refusal(**config) == f"model_type {kind!r} is not supported: {REFUSED[name]}"
+        else:
+            assert fallback(config) == TransformersArchitecture(name, kind)
+    assert fallback({"architectures": ["OtherModel"], "model_type": kind}) is None
+
+
+MANY_MEDIA = {
+    name
+    for names in (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+    for name in names.values()
+    if name.endswith("ForConditionalGeneration")
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(MANY_MEDIA))
+def test_the_refusal_of_a_model_of_images_or_audio_or_with_an_encoder_has_the_reason(
+    architecture: str,
+) -> None:
+    message = refusal(architectures=[architecture])
+    assert message.startswith(f"architecture ['{architecture}'] is not supported: it ")
+    assert "images or audio" in message or "encoder" in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"vision_config": {}}, "it is a model of images or audio, or works on bytes"),
+        ({"audio_token_id": 7}, "it is a model of images or audio, or works on bytes"),
+        ({"is_encoder_decoder": True}, "it is an encoder-decoder, or the decoder of one"),
+    ],
+)
+def test_an_unknown_architecture_is_judged_by_its_config(keys: dict[str, Any], reason: str) -> None:
+    assert refusal(architectures=["New2Text"], **keys).endswith(f"is not supported: {reason}")
+
+
+def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> None:
+    for config in ({"architectures": ["NewForCausalLM"]}, {"model_type": "new"}):
+        assert fallback(config) is None
+        with pytest.raises(UnusableModel) as refused:
+            find_family(config)
+        message = refused.value.message
+        assert message.endswith(
+            "and through transformers (the extra tidegate[transformers]) those that docs/models.md "
+            "lists"
+        )
+        assert "lama" in message
+        assert "..." not in message
 
 
 def test_no_architecture_is_both_computed_and_refused() -> None:

@@ -11,6 +11,7 @@ from gateway.api.batches.job import LineSlot, LineSlots
 from gateway.auth.caller import Caller
 from gateway.auth.gate import Forbidden, Gate, RequestHead, Scopes
 from gateway.auth.keys import Keyring, KeyWatch
+from gateway.http.body_memory import BodyMemory
 from gateway.http.internal_call import (
     InternalOrigin,
     call_internally,
@@ -64,21 +65,33 @@ def test_a_killed_job_loses_no_slot() -> None:
     assert slots.acquire(60)
 
 
-def test_the_slot_of_a_line_is_free_while_the_line_pauses() -> None:
-    slots = LineSlots(lambda: 1)
-    assert slots.acquire(60)
-    slot = LineSlot(slots)
+def test_the_slot_and_the_memory_of_a_line_are_free_while_the_line_pauses() -> None:
+    slots, memory = LineSlots(lambda: 1), BodyMemory(20)
+    slot = LineSlot(slots, memory, "key a", 8)
+    assert slot.acquire(60)
+    assert memory.num_held == 8
     slot.release()
     slot.release()
+    assert memory.num_held == 0
     assert slots.acquire(60)
-    again = gevent.spawn(slot.acquire)
+    again = gevent.spawn(slot.acquire, 60)
     gevent.sleep(0)
     assert not again.dead
     slots.release()
     again.join(60)
     assert not slots.acquire(0.001), "held again"
     slot.release()
-    assert slots.acquire(60)
+
+
+def test_a_line_without_memory_takes_no_slot() -> None:
+    slots, memory = LineSlots(lambda: 2), BodyMemory(20)
+    first, second = (LineSlot(slots, memory, "key a", 8) for _ in range(2))
+    assert first.acquire(0)
+    assert not second.acquire(0)
+    assert slots.acquire(0), "the second slot is free"
+    slots.release()
+    first.release()
+    assert second.acquire(0)
 
 
 def test_the_number_of_slots_may_change_and_is_never_zero() -> None:

@@ -69,6 +69,17 @@ def test_a_batch_with_one_url_refuses_lines_with_another() -> None:
         read_line(encoded(), "/v1/responses")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 1000])
+def test_a_byte_order_mark_is_not_part_of_the_first_line(size: int) -> None:
+    data = b"\xef\xbb\xbf" + encoded() + b"\n\xef\xbb\xbf\n"
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    (first, second) = split_lines(pieces)
+    assert first == (1, encoded())
+    assert read_line(first[1]).custom_id == "a"
+    assert second == (2, b"\xef\xbb\xbf"), "only the start of a file has a mark"
+    assert list(split_lines([b"\xef\xbb\xbf\n"])) == []
+
+
 def test_a_body_in_several_lines_becomes_one_line() -> None:
     body = json_of(b'{\n  "a": [1,\n 2]\n}\n')
     response = BatchResponse(200, "r", body)

@@ -11,7 +11,7 @@ import gevent
 import msgspec
 import pytest
 from gunicorn.http.errors import InvalidChunkSize, NoMoreData
-from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 from werkzeug.test import EnvironBuilder
 
 from gateway.api.anthropic.requests import MessagesBody
@@ -21,16 +21,19 @@ from gateway.api.tokens.requests import GenerateBody
 from gateway.http import body
 from gateway.http.body import (
     MAX_SEARCHED_BYTES,
+    RESERVATION,
     SMALL_BYTES,
-    BodyMemory,
+    WHOLE,
     BodyReader,
     decode,
     decode_json,
     unknown_fields,
 )
+from gateway.http.body_memory import BodyMemory
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.json_values import MAX_DEPTH, MAX_VALUES, check_depth
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.errors import InvalidRequest
+from tests.support.waiting import HANG_S, eventually
 
 
 class Inner(msgspec.Struct):
@@ -57,7 +60,7 @@ def a_request(data: bytes, content_type: str | None = "application/json") -> fla
 def read(
     request: flask.Request, max_bytes: int = 1 << 24, bounds: JsonBounds = USUAL_BOUNDS
 ) -> object:
-    with BodyReader(max_bytes).read(request, bounds) as fields:
+    with BodyReader(max_bytes, BodyMemory(2 * max_bytes)).read(request, bounds) as fields:
         return fields
 
 
@@ -138,41 +141,73 @@ def test_a_body_that_holds_too_much_is_refused_after_its_first_part(
     assert request.environ["wsgi.input"].tell() < 1 << 20
 
 
-def test_large_bodies_take_turns_and_the_first_is_first() -> None:
-    memory = BodyMemory(10)
-    memory.acquire(6, 0)
-    turns: list[int] = []
-    waiting = []
-
-    def acquire(size: int) -> None:
-        memory.acquire(size, 9)
-        turns.append(size)
-
-    for size in (5, 4):  # the second would fit, and still comes after the first
-        waiting.append(gevent.spawn(acquire, size))
-        gevent.sleep(0)
-    assert not turns
-    memory.release(6)
-    gevent.joinall(waiting)
-    assert turns == [5, 4]
-
-
-def test_a_body_that_is_not_given_its_turn_is_refused_and_leaves_no_trace() -> None:
-    memory = BodyMemory(10)
-    memory.acquire(10, 0)
-    with pytest.raises(Overloaded):
-        memory.acquire(1, 0)
-    memory.release(10)
-    memory.acquire(10, 0)
-
-
-def test_a_large_body_counts_no_more_when_it_is_decoded() -> None:
-    bodies = BodyReader(1 << 20)
+def test_a_large_body_counts_until_its_request_has_ended() -> None:
+    memory = BodyMemory(1 << 21)
+    bodies = BodyReader(1 << 20, memory)
     data = b'{"name": "' + b"x" * SMALL_BYTES + b'"}'
     for _ in range(50):
-        assert bodies.parse(a_request(data), BodySchema).name == "x" * SMALL_BYTES
+        request = a_request(data)
+        assert bodies.parse(request, BodySchema).name == "x" * SMALL_BYTES
+        assert memory.num_held == len(data)
+        request.environ[RESERVATION].close()
+    request = a_request(data[:-1])
     with pytest.raises(InvalidRequest):
-        bodies.parse(a_request(data[:-1]), BodySchema)
+        bodies.parse(request, BodySchema)
+    request.environ[RESERVATION].close()
+    assert memory.num_held == 0
+
+
+class DrippingStream:
+    """A body of which only the beginning arrives. Reading the rest takes until the test ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self._arrived = io.BytesIO(data)
+        self.is_waiting = False
+
+    def read(self, size: int) -> bytes:
+        if not (data := self._arrived.read(size)):
+            self.is_waiting = True
+            gevent.sleep(HANG_S)
+        return data
+
+
+def dripping(num_bytes: int) -> flask.Request:
+    """Return a request that announces a body of 4 MiB and sends `num_bytes` of it."""
+    request = a_request(b"")
+    stream = DrippingStream(b'"' + b"x" * (num_bytes - 1))
+    request.environ |= {"CONTENT_LENGTH": str(1 << 22), "wsgi.input": stream}
+    return request
+
+
+def test_bodies_that_arrive_slowly_leave_the_memory_to_others() -> None:
+    bodies = BodyReader(1 << 22, BodyMemory(1 << 25))
+    slow = [dripping(SMALL_BYTES + 5) for _ in range(8)]  # they announce all of it
+    greenlets = [gevent.spawn(bodies.parse, request, BodySchema) for request in slow]
+    assert eventually(
+        lambda: all(request.environ["wsgi.input"].is_waiting for request in slow),
+        pause=gevent.sleep,
+    )
+    other = a_request(b'{"name": "' + b"x" * (1 << 19) + b'"}')
+    assert bodies.parse(other, BodySchema)
+    gevent.killall(greenlets)
+
+
+def test_a_large_body_that_arrives_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "SLOW_S", 0)
+    with pytest.raises(RequestTimeout, match="64 KiB per second"):
+        read(dripping(SMALL_BYTES + 5))
+
+
+def test_a_body_that_is_in_memory_already_takes_no_more() -> None:
+    memory = BodyMemory(1 << 21)
+    request = a_request(b"")
+    data = b'{"name": "' + b"x" * (1 << 19) + b'"}'
+    request.environ |= {"CONTENT_LENGTH": str(len(data)), WHOLE: data}
+    assert BodyReader(1 << 20, memory).parse(request, BodySchema).name == "x" * (1 << 19)
+    assert memory.num_held == 0
+    request.environ[WHOLE] = b"[" * len(data)
+    with pytest.raises(InvalidRequest, match="more than 65,536 objects"):
+        BodyReader(1 << 20, memory).parse(request, BodySchema)
 
 
 @pytest.mark.parametrize("has_length", [True, False])

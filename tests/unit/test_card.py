@@ -119,12 +119,30 @@ def test_effective_sampling_defaults_are_complete() -> None:
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "logit_bias": {},
+        "bad_words_ids": [],
     }
+
+
+def test_a_default_that_no_request_could_set_is_left_out() -> None:
+    valid = {"top_k": 5, "logit_bias": {3: 1.0}}
+    invalid = {
+        "temperature": 9.0,
+        "top_p": 0.0,
+        "repetition_penalty": float("inf"),
+        "bad_words_ids": [[]],
+    }
+    assert SamplingDefaults(**valid, **invalid).checked() == (SamplingDefaults(**valid), invalid)
 
 
 def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
     text = '{"temperature": 0.6, "top_k": 20, "min_p": null}'
     assert sampling_defaults(text) == SamplingDefaults(temperature=0.6, top_k=20)
+    text = '{"min_tokens": 2, "logit_bias": {"5": -1}, "bad_words_ids": []}'
+    found = SamplingDefaults(min_tokens=2, logit_bias={5: -1.0}, bad_words_ids=[])
+    assert sampling_defaults(text) == found
+    assert found.with_fallback(SamplingDefaults(bad_words_ids=[[5]])) == found
     assert sampling_defaults("") == SamplingDefaults()
 
 
@@ -133,10 +151,12 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
     [
         ("temperature=0.2", "not a JSON object"),
         ("[0.2]", "not a JSON object"),
-        ('{"temperature": "low"}', "not a JSON object of numbers"),
+        ('{"temperature": "low"}', "temperature: Expected `float`"),
+        ('{"bad_words_ids": [5]}', "bad_words_ids: Expected `array`"),
+        ('{"logit_bias": {"5": 200}}', "logit_bias: Expected `float` <= 100.0"),
         ('{"temprature": 0.2}', "'temprature' has no default here; known: temperature, top_p"),
-        ('{"temperature": 9}', "temperature: Expected `float` <= 2.0"),
-        ('{"top_k": 1.5}', "top_k: Expected `int`"),
+        ('{"temperature": 9}', "temperature: must be a number, at most 2"),
+        ('{"top_k": 1.5}', "top_k: must be a whole number, not a number with decimals"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message: str) -> None:

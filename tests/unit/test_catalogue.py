@@ -24,6 +24,7 @@ from tools.models.fetch import (
     home,
     is_cached,
     largest_file,
+    path_note,
     print_on_stderr,
     progress_bar,
 )
@@ -55,6 +56,20 @@ def test_every_catalogue_entry_has_digests(entry: Entry) -> None:
     assert CATALOGUE[entry.name] is entry
     assert entry.file.endswith(".gguf")
     assert entry.licence
+
+
+def test_a_model_of_the_catalogue_that_is_given_by_path_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CATALOGUE, "small", SMALL)
+    same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
+    same.write_bytes(CONTENT)
+    other.write_bytes(CONTENT[::-1])
+    note = path_note(str(same))
+    assert note.startswith(f"{same} is the model small of the catalogue")
+    assert "(temperature 0.2, top_p 0.9)" in note
+    assert """--default-sampling '{"temperature": 0.2, "top_p": 0.9}'""" in note
+    assert path_note(str(other)) == path_note("small") == path_note("none.gguf") == ""
 
 
 @pytest.mark.parametrize("entry", HUB_MODELS.values(), ids=lambda entry: entry.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine_core.connections.clients import (
     IGNORED_S,
     MAX_IGNORED,
@@ -66,6 +68,37 @@ def test_unread_messages_still_count_after_a_second_hello() -> None:
     clients.add(ONE, 1.0, "again")
     assert clients.find_unread(ONE, 1.0) == ONE
     assert clients.get_name(ONE) == "again"
+
+
+@pytest.mark.parametrize(
+    ("hellos", "answered"),
+    [
+        ([0], [True]),
+        ([0, 0, 0], [True, False, False]),  # it has not read the Welcome yet
+        ([0, 0, 1, 1], [True, False, True, False]),  # it has, and has lost its session
+        ([3], [True]),  # it comes from an earlier engine
+        ([None, None], [True, True]),  # it does not count
+    ],
+)
+def test_a_client_gets_one_welcome_for_each_that_it_has_read(
+    hellos: list[int | None], answered: list[bool]
+) -> None:
+    clients, found = Clients(lease_s=30.0), []
+    for num_welcomes in hellos:
+        clients.add(ONE, 0.0, num_welcomes=num_welcomes)
+        found.append(not clients.has_unread_welcome(ONE))
+        if found[-1]:
+            clients.on_welcomed(ONE)
+    assert found == answered
+
+
+def test_a_client_that_was_dropped_with_an_unread_welcome_gets_another() -> None:
+    clients = Clients(lease_s=30.0)
+    clients.add(ONE, 0.0, num_welcomes=0)
+    clients.on_welcomed(ONE)
+    clients.ignore(ONE, 0.0)
+    clients.add(ONE, 20.0, num_welcomes=0)
+    assert not clients.has_unread_welcome(ONE)
 
 
 MANY = [str(number).encode() for number in range(16)]

@@ -60,6 +60,37 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert program.returncode == 128 + signal.SIGPIPE
 
 
+PORT_COMMANDS = ("chat", "drain", "logs", "profile", "restart", "status", "stop", "top", "why ID")
+"""Commands that select a server, and whose other arguments cannot be taken for a port."""
+
+
+@pytest.mark.parametrize("command", PORT_COMMANDS)
+def test_a_port_is_an_argument_or_an_option_of_every_command_that_selects_a_server(
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    words = command.split()
+    own = ["--steps", "1"] if command == "profile" else []
+    said = set()
+    for port in (["8123"], ["--port", "8123"], ["--port=8123"]):
+        for order in ([*words, *port, *own], [*words, *own, *port]):
+            assert main(order) != 0
+            said.add(capsys.readouterr().err)
+    assert len(said) == 1, "all are understood in the same way"
+    assert "8123" in said.pop()
+
+
+@pytest.mark.parametrize("command", [each for each in PORT_COMMANDS if each != "stop"])
+def test_a_port_is_given_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main([*command.split(), "8123", "--port", "8124"]))
+    assert ended.value.code == 2
+    assert "give the port once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 
-from engine_core.grammar.cache import MAX_KEPT, MAX_PENDING, CompiledGrammar, GrammarCache
+from engine_core.grammar.cache import (
+    MAX_KEPT_BYTES,
+    MAX_PENDING,
+    MAX_PENDING_CHARS,
+    MAX_TEMPLATE_BYTES,
+    MAX_USED_BYTES,
+    MIN_TEMPLATE_BYTES,
+    RETRY_S,
+    CompiledGrammar,
+    GrammarCache,
+)
 from engine_core.grammar.matcher import Matcher
 from protocol import wire
 from protocol.arrays import Int32
 from protocol.errors import Overloaded
 from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Lark, Regex, Thinking
-from protocol.messages import Accepted, Refused
+from protocol.messages import Accepted, Account, Refused
 from protocol.steps import StepPlan, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, echo_compiler
 from tests.support.grammars import ids_of, schema, text_of
@@ -367,16 +377,82 @@ def test_thinking_is_part_of_the_grammar() -> None:
 
 
 # ---- the cache
-def test_the_most_recently_used_grammars_are_kept() -> None:
+def a_cache(*sizes: int) -> tuple[GrammarCache, list[bytes]]:
+    """Return a cache with compiled grammars of these sizes in bytes, and their digests."""
     cache, template = GrammarCache(), echo_compiler().compile(Grammar(body=WORD))
-    grammars = [Grammar(body=Regex(pattern=f"a{n}")) for n in range(MAX_KEPT + 1)]
-    digests = [cache.find(grammar)[0] for grammar in grammars]
-    for digest in digests[:-1]:
-        cache.on_grammar_compiled(CompiledGrammar(digest, template))
-    assert cache.find(grammars[0])[1] is template
-    cache.on_grammar_compiled(CompiledGrammar(digests[-1], template))
-    assert cache.find(grammars[0])[1] is template
-    assert cache.find(grammars[1])[1] is None
+    digests = [cache.find(Grammar(body=Regex(pattern=f"a{n}")))[0] for n in range(len(sizes))]
+    for digest, size in zip(digests, sizes, strict=True):
+        cache.on_grammar_compiled(CompiledGrammar(digest, template, size))
+        cache.shrink()
+    return cache, digests
+
+
+def test_unused_grammars_are_bounded_by_their_size() -> None:
+    """Each takes a third of the limit, so the fourth one drops the least recently used."""
+    third = MAX_KEPT_BYTES // 3
+    cache, digests = a_cache(third, third, third)
+    cache.find(Grammar(body=Regex(pattern="a0")))
+    cache.on_grammar_compiled(CompiledGrammar(b"new", cache.cached[digests[0]].template, third))
+    cache.shrink()
+    assert [*cache.cached] == [digests[2], digests[0], b"new"]
+    assert cache.num_dropped_bytes == third
+
+
+def test_a_small_grammar_counts_with_a_least_size() -> None:
+    count = MAX_KEPT_BYTES // MIN_TEMPLATE_BYTES
+    cache, digests = a_cache(*[1] * (count + 5))
+    assert [*cache.cached] == digests[5:]
+
+
+def test_grammars_of_open_requests_are_kept_and_bounded() -> None:
+    size = MAX_TEMPLATE_BYTES
+    cache, digests = a_cache(size)
+    template = cache.cached[digests[0]].template if digests[0] in cache.cached else None
+    assert template is None, "one that is larger than the limit is not kept without a user"
+    template = echo_compiler().compile(Grammar(body=WORD))
+    for n in range(MAX_USED_BYTES // size):
+        cache.on_grammar_compiled(CompiledGrammar(bytes([n]), template, size))
+        cache.add_user(bytes([n]))
+        cache.shrink()
+    cache.on_grammar_compiled(CompiledGrammar(b"one more", template, size))
+    with pytest.raises(Overloaded):
+        cache.add_user(b"one more")
+    cache.shrink()
+    assert b"one more" not in cache.cached
+    cache.add_user(b"\0")  # a further user of a grammar takes nothing more
+    cache.remove_user(b"\0")
+    cache.remove_user(b"\1")
+    cache.on_grammar_compiled(CompiledGrammar(b"one more", template, size))
+    cache.add_user(b"one more")
+
+
+def test_a_request_counts_as_a_user_until_it_ends() -> None:
+    bench = Bench()
+    number, other = add_compiled(bench, [1], [2], max_tokens=4)
+    (cached,) = bench.engine.admission.cached_grammars.values()
+    assert cached.num_users == 2
+    bench.abort(number)
+    assert cached.num_users == 1
+    bench.run()
+    assert bench.last_output(other).finish
+    assert cached.num_users == 0
+
+
+def test_requests_are_refused_while_the_grammars_of_others_fill_the_memory() -> None:
+    bench = Bench(max_waiting=100)
+    sizes = dict.fromkeys(range(20), MAX_TEMPLATE_BYTES)
+    numbers = [bench.add(PROMPT, grammar=Regex(pattern=f"a{{{n + 1}}}")) for n in sizes]
+    replies: dict[int, Accepted | Refused] = {}
+    for size in sizes.values():
+        replies |= bench.compile(num_bytes=size)
+    refused = [reply for reply in replies.values() if isinstance(reply, Refused)]
+    assert {(each.error.code, each.error.retry_after_s) for each in refused} == {
+        ("overloaded", RETRY_S)
+    }
+    assert len(numbers) - len(refused) == MAX_USED_BYTES // MAX_TEMPLATE_BYTES
+    bench.run()
+    cached = bench.engine.admission.cached_grammars.values()
+    assert sum(each.num_bytes for each in cached) <= MAX_KEPT_BYTES
 
 
 def test_only_equal_grammars_have_equal_digests() -> None:
@@ -400,6 +476,37 @@ def test_a_new_grammar_is_refused_while_too_many_are_being_compiled() -> None:
     bench.add(PROMPT, grammar=Regex(pattern="a{1}"))
     bench.compile()
     bench.add(PROMPT, grammar=WORD)
+
+
+def test_an_account_with_few_grammars_is_accepted_while_another_floods() -> None:
+    bench = Bench(max_waiting=10_000)
+    alice, bob = Account(name="alice"), Account(name="bob")
+    for n in range(MAX_PENDING):
+        bench.add(PROMPT, grammar=Regex(pattern=f"a{{{n + 1}}}"), account=alice)
+    assert bench.refusal(PROMPT, grammar=WORD, account=alice).error.code == "overloaded"
+    bench.add(PROMPT, grammar=WORD, account=bob)
+    assert [job.account for job in bench.jobs[-2:]] == ["alice", "bob"]
+
+
+def test_waiting_grammars_are_bounded_by_their_length() -> None:
+    bench = Bench(max_waiting=10_000)
+    size = 512 << 10
+    text = json.dumps({"type": "string", "description": "x" * (size - 200)})
+    for n in range(MAX_PENDING_CHARS // size + 1):
+        bench.add(PROMPT, grammar=JsonSchema(text=f'{text[:-1]}, "$comment": "{n}"}}'))
+    assert bench.refusal(PROMPT, grammar=WORD).error.code == "overloaded"
+
+
+def test_requests_of_two_accounts_wait_for_one_grammar_in_both_turns() -> None:
+    bench = Bench()
+    first = bench.add(PROMPT, grammar=WORD, account=Account(name="alice"))
+    second = bench.add(PROMPT, grammar=WORD, account=Account(name="bob"))
+    assert [(job.account, job.digest) for job in bench.jobs] == [
+        ("alice", bench.jobs[0].digest),
+        ("bob", bench.jobs[0].digest),
+    ]
+    assert bench.compile() == {n: Accepted(request=n) for n in (first, second)}
+    assert bench.compile() == {}
 
 
 def test_a_plan_in_flight_keeps_its_masks_after_an_abort() -> None:

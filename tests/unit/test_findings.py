@@ -61,7 +61,7 @@ def test_a_complete_machine_has_no_findings() -> None:
         findings.python((3, 11, 7)),
         *findings.libraries({"engine": {"llguidance": "1.9.0"}}),
         findings.processor(FACTS),
-        findings.threads(FACTS, {}),
+        findings.threads(FACTS),
         findings.compute(FACTS),
         findings.device(GPU, []),
         findings.memory(FACTS),
@@ -70,6 +70,7 @@ def test_a_complete_machine_has_no_findings() -> None:
         findings.sockets(Path("/run/x"), None),
         findings.open_files(1 << 20),
         findings.cache(Path("/cache"), 50 * GIB, None),
+        findings.environment([]),
     ]
     assert findings.worst(passed) is Verdict.OK
     assert not any(finding.remedy for finding in passed)
@@ -89,13 +90,13 @@ def test_a_complete_machine_has_no_findings() -> None:
         (findings.processor(machine(cpu_flags=["avx2"])), Verdict.DOUBT, "avx2", "bfloat16"),
         (findings.processor(machine(cpu_flags=[], cpu="")), Verdict.DOUBT, "unknown", "slow"),
         (
-            findings.threads(FACTS, {"OMP_NUM_THREADS": "1", "HOME": "/"}),
+            findings.environment(["OMP_NUM_THREADS", "WEB_CONCURRENCY"]),
             Verdict.DOUBT,
-            "OMP_NUM_THREADS=1",
-            "unset OMP_NUM_THREADS",
+            "ignored: OMP_NUM_THREADS, WEB_CONCURRENCY",
+            "use options instead",
         ),
         (
-            findings.threads(machine(quota=0.5, threads=1), {}),
+            findings.threads(machine(quota=0.5, threads=1)),
             Verdict.DOUBT,
             "1 of 8 cores (this container may use 0.5)",
             "at least one core",

@@ -114,16 +114,13 @@ ENVIRONMENT = {
     "tools/commands/config.py": "the API key",
     "tools/commands/run.py": "the API key",
     "tools/commands/run_batch.py": "the API key",
-    "tools/commands/doctor.py": "the number of threads that the user has set",
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
     "engine_core/workers/process.py": "a worker's",
     "protocol/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
-    "tools/models/preflight.py": "the model check's",
-    "tools/processes/children.py": "a server's processes'",
-    "tools/processes/private_server.py": "a server's processes'",
+    "tools/processes/child_environment.py": "that of all processes of a server",
     # Variables of libraries, which read them when they are imported.
     "gateway/gunicorn_conf.py": "prometheus_client's directory",
     "gateway/observe/metrics.py": "prometheus_client's directory",

@@ -19,6 +19,7 @@ from gateway.formats.detect import (
 )
 from gateway.formats.events import (
     Content,
+    Event,
     Finished,
     Reasoning,
     ToolArguments,
@@ -40,7 +41,7 @@ PEER_REASONING = """
     cohere_command4 ernie45 gemma4 glm45 glm47 ling3 kimi_k2 mimo minicpmv qwen3 step3p5
     nemotron_v3 granite_thinking_parser granite hunyuan_a13b hy_v3 hy_v4 kimi_k3 k2_horizon
     minimax_m2 minimax_m2_append_think minimax_m3 mistral olmo3 step3 openai_gptoss plamo3
-    muse_glimmer seed_oss inkling
+    muse_glimmer muse seed_oss inkling apriel solar_open
 """
 JSON_TOOLS = """
     hermes qwen3_json longcat ernie45 granite4 granite-20b-fc granite internlm hunyuan_a13b jamba
@@ -89,6 +90,7 @@ def test_a_rule_names_a_format_that_exists() -> None:
 
 def test_reasoning_that_is_part_of_a_whole_answer_brings_its_syntax() -> None:
     assert format_of(None, "openai_gptoss") == format_of("openai", None)
+    assert format_of("muse", "muse_glimmer") == format_of("muse_glimmer", None)
     assert format_of("kimi_k3", "kimi_k3").tools is TOOLS["kimi_k3"]
     with pytest.raises(ValueError, match="cannot be read together with 'hermes'"):
         format_of("hermes", "openai_gptoss")
@@ -214,6 +216,54 @@ def test_markers_with_the_suffix_of_a_vocabulary_are_found_and_parsed(name: str)
         ]
 
 
+NOW = [ToolCall(0, "id", "now"), ToolArguments(0, '{"tz": "UTC"}'), ToolCallEnd(0)]
+WHOLE_ANSWERS = [
+    (
+        "solar_open",
+        "solar_open",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>One moment.<|end|><|begin|>assistant"
+        "<|tool_calls|><|tool_call:begin|>id<|tool_call:name|>now<|tool_call:args|>"
+        '{"tz": "UTC"}<|tool_call:end|><|calls|>',
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+    (
+        "jamba",
+        "apriel",
+        "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nOne moment.\n"
+        '<tool_calls>[{"name": "now", "arguments": {"tz": "UTC"}, "id": "0"}]</tool_calls>'
+        "[END FINAL RESPONSE]",
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+    (
+        "minicpm3",
+        "minicpm3",
+        '<|thought_start|>\nHm.\n<|thought_end|>\n<|tool_call_start|>\n```python\nnow(tz="UTC")'
+        "\n```\n<|tool_call_end|>\nOne moment.",
+        [Reasoning("Hm."), *NOW, Content("One moment.")],
+    ),
+    (
+        "nemotron_json",
+        "qwen3",
+        "<think>\nHm.\n</think>\n\nOne moment.\n"
+        '<TOOLCALL>[{"name": "now", "arguments": {"tz": "UTC"}}]</TOOLCALL>',
+        [Reasoning("Hm."), Content("One moment."), *NOW],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "events"), WHOLE_ANSWERS)
+def test_a_whole_answer_is_parsed_by_a_pair_of_formats(
+    tools: str, reasoning: str, text: str, events: list[Event]
+) -> None:
+    format = format_of(tools, reasoning)
+    words = format.lexicon(nothing)
+    for size in range(1, len(text) + 1):
+        machine = format.parser(words, new_id=lambda: "id")
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        found = [event for piece in pieces for event in machine.push(piece)]
+        assert merged(found + machine.finish()) == events
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
@@ -222,6 +272,16 @@ def test_markers_with_the_suffix_of_a_vocabulary_are_found_and_parsed(name: str)
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("<tool_call> <arg_key> </think>", "glm47", "glm45"),
         ("<minimax:tool_call> </think>", "minimax_m2", "minimax_m2"),
+        ("<|tool_call_start|> ```python <|thought_start|>", "minicpm3", "minicpm3"),
+        ("<|tool_call_start|>[", "lfm2", None),
+        ("<beginning_of_sentence> <tool_calls>", "minimax_m1", None),
+        ("<TOOLCALL>[ <think> </think>", "nemotron_json", "qwen3"),
+        ("<|think|> <|tool_calls|> <|tool_call:begin|>", "solar_open", "solar_open"),
+        ("<|from|> <|recipient|>", "functionary_v22", None),
+        ("<function=example_function_name> <|python_tag|>", "functionary_v31", None),
+        (">>>${recipient}", "functionary_v32", None),
+        ("[BEGIN OF AVAILABLE_TOOLS]", "hammer", None),
+        ("[BEGIN FINAL RESPONSE] <tool_calls>[", "jamba", "apriel"),
         ("hello", None, None),
         (None, None, None),
     ],

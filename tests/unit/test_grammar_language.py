@@ -383,6 +383,12 @@ def test_a_body_after_thinking_is_checked_by_itself(compiler, thinking, body):
         (Grammar(body=Rules(start=nested(100))), "nested more than 64 deep"),
         (Grammar(body=Rules(start=Sequence([LiteralForm("")] * 20_000))), "20,001 forms"),
         (Grammar(body=Rules(start=LiteralForm("a" * (600 << 10)))), "characters long"),
+        (Grammar(body=Rules(start=LiteralForm("a" * 17_000))), "a literal of 17,000 characters"),
+        (Grammar(body=Rules(start=Sequence([LiteralForm("a" * 9_000)] * 9))), "81,000 characters"),
+        (Grammar(body=JsonObject(), before="a" * 17_000), r"\(before\)"),
+        (Grammar(body=JsonObject(), after="a" * 17_000), r"\(after\)"),
+        (Grammar(body=ChoiceGrammar(choices=["a", "a" * 17_000])), r"\(choices\[1\]\)"),
+        (Grammar(body=Structural(triggers=["a" * 17_000], tags=TAGS)), r"\(triggers\[0\]\)"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="")), "closing marker"),
         (Grammar(body=JsonObject(), thinking=Thinking(closes="x")), "opening marker"),
     ],
@@ -391,6 +397,49 @@ def test_bounds_are_checked_before_anything_is_compiled(grammar, reason):
     with pytest.raises(InvalidRequest, match=reason) as caught:
         check_grammar(grammar)
     assert caught.value.param == "grammar"
+
+
+def test_a_long_literal_of_a_schema_is_refused_by_the_compiler(compiler):
+    """Clients without HTTP send schemas that no gateway has checked."""
+    text = json.dumps({"type": "object", "properties": {"a": {"const": "x" * 20_000}}})
+    for body in (JsonSchema(text=text), Lark(text="start: @s", schemas={"s": text})):
+        with pytest.raises(InvalidRequest, match=r"schema\.properties\.a\.const.*20,000") as caught:
+            compiler.compile(Grammar(body=body))
+        assert caught.value.param == "grammar"
+
+
+DOUBLING = "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(12))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Lark(text=f'start: r0\n{DOUBLING}r12: "{"x" * 40}"'),
+        Lark(text=f"start: [r0] | r0?\n{DOUBLING}r12: /(ab|cd|x{{40}})+?/"),
+        Lark(text='start: "a" | (("b" | B{4000}))?\nB: /x{40}/'),
+        Lark(text='start: %json {"const": ":\\n"} (a ~ 9)\na: "b" ~ 20000..30000'),
+        Gbnf(text='root ::= ("a" | r{900})\nr ::= "x" s{200}\ns ::= [a] | [b] "c"'),
+        Rules(start=Repeat(LiteralForm("x" * 300), 500)),
+        Rules(
+            start=GrammarRule("a"),
+            rules={
+                "a": Repeat(GrammarRule("b"), 50),
+                "b": Repeat(GrammarRule("c"), 50),
+                "c": LiteralForm("x" * 60),
+            },
+        ),
+    ],
+)
+def test_a_grammar_that_demands_a_huge_text_is_refused(compiler, body):
+    with pytest.raises(InvalidRequest, match="demands a text of more than 131,072 characters"):
+        compiler.compile(Grammar(body=body))
+
+
+def test_alternatives_and_recursion_do_not_count_as_demanded_text(compiler):
+    """Each alternative refers twice to the next rule, but the shortest text has one character."""
+    rules = "".join(f'r{n}: r{n + 1} r{n + 1} | "x" | r{n} "y"\n' for n in range(30))
+    body = Lark(text=f'start: r0\n{rules}r30: "{"z" * 900}"')
+    assert read(compiler, body, "x") == "$"
 
 
 def test_huge_schemas_compile(compiler):

@@ -53,6 +53,25 @@ def test_a_timeline_names_the_prompt_that_others_computed_meanwhile() -> None:
     assert found.first_token_s == 0.5
 
 
+def test_open_and_ended_requests_are_found_by_the_beginning_of_a_name() -> None:
+    bench = a_bench()
+    for name in ("chatcmpl-7f3a9c", "chatcmpl-7f3b00"):
+        bench.add([1, 2], max_tokens=1, ignore_eos=True, labels=[name])
+    while bench.engine.open_requests:
+        bench.timed_step()
+    bench.add([1, 2], max_tokens=9, ignore_eos=True, labels=["chatcmpl-7f3aff", "mine"])
+
+    def begun(text: str) -> list[tuple[str, str]]:
+        work = bench.engine.compute_timelines([text], bytes.decode, are_beginnings=True)
+        return [(each.name, each.finish) for each in finish(work)]
+
+    assert begun("chatcmpl-7f3a") == [("chatcmpl-7f3aff", ""), ("chatcmpl-7f3a9c", "length")]
+    assert begun("7f3b") == [("chatcmpl-7f3b00", "length")]
+    assert begun("mine") == [("chatcmpl-7f3aff", "")]
+    assert begun("7f3") == begun("cmpl-7f3") == [], "too short"
+    assert bench.timelines("chatcmpl-7f3a") == []
+
+
 def test_steps_with_the_same_rows_are_one_entry() -> None:
     bench = a_bench()
     for _ in range(3):

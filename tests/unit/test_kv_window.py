@@ -105,7 +105,7 @@ def test_with_groups_a_prefix_also_needs_all_blocks_of_the_other_layers(
         seen = visible(n * size, window, size) - {n}
         return {*range(n), *(c + 8 * j for c in seen for j in (1, 2))} <= cached
 
-    found = cache.match_groups(hashes, num_passed, 2)
+    found, _ = cache.match_groups(hashes, num_passed, 2)
     assert found == [1 + c for c in range(max(filter(is_whole, range(length + 1))))]
     first = num_passed(len(found))
     columns = cache.window_columns(hashes[first : len(found)], 2)

@@ -105,6 +105,7 @@ def test_the_card_holds_all_fields_of_the_gguf_file(tiny: Path) -> None:
     assert card.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|end|>"}
     assert card.chat_template == TEMPLATE
     assert card.defaults == SamplingDefaults()
+    assert (card.file_format, card.quantization, card.dtype) == ("gguf", "Q8_0", "float32")
 
 
 def test_a_template_for_conversations_with_tools_has_a_key_of_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import peft_model, read, write_adapter
@@ -105,6 +106,22 @@ def test_a_pattern_matches_a_whole_name_or_the_end_of_one():
     assert [config.rank_of(f"{each}.mlp.up_proj") for each in layers] == [16, 4, 16]
     assert config.rank_of("model.layers.0.self_attn.not_q_proj") == 8
     assert [config.scale_of(f"{each}.self_attn.q_proj") for each in layers] == [8, 8, 3]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("q.proj", r"q\.proj", "q_proj", "self_attn.q_proj", r"self_attn\.q_proj", "attn.q_proj"),
+        *("^q_proj", "^model.layers.1.self_attn.q_proj$", r"^model\.layers\.1\.self.attn\.q.proj"),
+        *("model.layers.11.self_attn.q_proj", "x.model.layers.1.self_attn.q_proj", "q_proj$", "."),
+    ],
+)
+def test_a_pattern_matches_the_names_that_peft_matches(pattern):
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "rank_pattern": {pattern: 2}}
+    ranks = parse_config(config)
+    for module in ("model.layers.1.self_attn.q_proj", "q_proj", "model.layers.1.x.q.proj", "a"):
+        is_matched = get_pattern_key([pattern], module) == pattern
+        assert ranks.rank_of(module) == (2 if is_matched else 8), module
 
 
 def test_a_tensor_that_cannot_be_used_is_named(folder, loaded):

@@ -24,7 +24,30 @@ MARKS = {
     "\x1b[22;24m": "</h>",
     "\x1b[0m": "</>",
 }
-PIECES = ["*", "**", "_", "`", "```", "\n", " ", "a", "b c", "- ", "# ", "> ", "\\", "~~~", "---"]
+PIECES = [
+    "*",
+    "**",
+    "_",
+    "`",
+    "```",
+    "\n",
+    " ",
+    "a",
+    "b c",
+    "- ",
+    "# ",
+    "> ",
+    "\\",
+    "~~~",
+    "---",
+    "$",
+    "\\(",
+    "\\)",
+]
+
+
+FORMULAS = (r"$$\{x\} *y* \_z_$$", r"$a \# *b* c$", r"\(x\!\{ *y*\)", r"\[\left\{ *a* \}\]")
+"""Formulas as models write them, in all four ways. Their text is not markdown."""
 
 
 def shown(*pieces: str) -> str:
@@ -62,6 +85,10 @@ def shown(*pieces: str) -> str:
         ("```\nnever closed", "<f>```</b>\n<c>never closed</>"),
         ("```a``` b", "<c>a</c> b"),
         ("| a | b |\n|---|---|", "| a | b |\n|---|---|"),
+        *((formula, formula) for formula in FORMULAS),
+        *((f"**so** {formula} *x*", f"<b>so</b> {formula} <i>x</i>") for formula in FORMULAS),
+        ("$5 *or* $6, $ *7* $", "$5 <i>or</i> $6, $ <i>7</i> $"),
+        ("\\( *never* closed", "\\( <i>never</i> closed"),
     ],
 )
 def test_markdown_is_shown_however_it_is_cut(text: str, result: str) -> None:

@@ -191,25 +191,6 @@ def test_limits_that_are_not_configured_depend_on_the_device(
     assert step_limits(WorkerConfig(model="m", **options), is_gpu=is_gpu) == limits
 
 
-def test_free_memory_in_a_container_includes_droppable_pages(tmp_path: Path) -> None:
-    assert machine.cgroup_free_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 250\n")
-    assert machine.cgroup_free_bytes(tmp_path) == 550
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cgroup_free_bytes(tmp_path) is None
-
-
-def test_free_memory_of_older_control_groups_is_found(tmp_path: Path) -> None:
-    old = tmp_path / "memory"
-    old.mkdir()
-    (old / "memory.limit_in_bytes").write_text("1000\n")
-    (old / "memory.usage_in_bytes").write_text("900\n")
-    (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert machine.cgroup_free_bytes(tmp_path) == 150
-
-
 def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   42 kB\n")
     assert machine.available_bytes(tmp_path / "meminfo") == 42 * 1024
@@ -218,25 +199,17 @@ def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
 
 def test_the_default_number_of_threads_is_that_of_allowed_cores() -> None:
     assert machine.choose_threads(3, cores=8, quota=1.0) == 3
+    assert machine.thread_warning(0, cores=2, quota=None) == ""
+    assert machine.thread_warning(2, cores=2, quota=None) == ""
+    assert machine.thread_warning(200, cores=2, quota=None).startswith(
+        "--threads 200 is more than the 2 cores that this process may use"
+    )
+    assert "the 1 core that" in machine.thread_warning(2, cores=8, quota=1.5)
     assert machine.choose_threads(0, cores=8, quota=None) == 8
     assert machine.choose_threads(0, cores=8, quota=2.5) == 2
     assert machine.choose_threads(0, cores=8, quota=0.5) == 1
     assert machine.choose_threads(0, cores=2, quota=16.0) == 2
     assert machine.allowed_cores() >= 1
-
-
-def test_a_quota_is_read_from_either_kind_of_control_group(tmp_path: Path) -> None:
-    assert machine.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
-    assert machine.cpu_quota(tmp_path) == 0.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert machine.cpu_quota(tmp_path) == 2.5
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_chat_templates_are_chosen() -> None:
 def test_the_files_that_say_how_vectors_are_made_are_chosen() -> None:
     modules = [
         *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+        "sentence_xlm-roberta_config.json",
         *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
     ]
     rest = ["2_Dense/pytorch_model.bin", "onnx/config.json", "openvino/model.safetensors"]

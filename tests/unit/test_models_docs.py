@@ -1,5 +1,5 @@
-"""docs/models.md agrees with the table of families, the lists of other architectures, and the
-formats of published templates."""
+"""docs/models.md agrees with the table of families, the lists of other architectures, the keys of
+generation_config.json, and the formats of published templates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support import family_formats
 from worker.encoders.families.__main__ import table as encoders
+from worker.loading import generation_config as generation
 from worker.models.architectures import documented
 from worker.models.families.__main__ import table
 
@@ -29,6 +30,12 @@ def test_the_documented_architectures_are_those_of_the_lists() -> None:
     """`python -m worker.models.architectures` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
     assert rest.partition("\n<!-- /transformers -->")[0] == documented()
+
+
+def test_the_documented_keys_of_generation_config_are_those_of_the_tables() -> None:
+    """`python -m worker.loading.generation_config` prints this part of the page."""
+    _, _, rest = DOCS.read_text().partition("<!-- generation -->\n")
+    assert rest.partition("\n<!-- /generation -->")[0] == generation.documented()
 
 
 def test_the_documented_formats_are_those_of_the_published_templates() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_alternatives_are_checked_as_if_each_were_alone(tmp_path: Path, tiny: Pa
     assert replace(again.plans[0], free_bytes=0) == replace(one.plans[0], free_bytes=0)
     assert memory_line(one).startswith("takes ")
     assert "; requests of up to " in memory_line(one)
+    sizes = re.findall(r"([\d.]+) ([GM])B of", memory_line(one))
+    total, *parts = (float(number) * {"M": 1e6, "G": 1e9}[unit] for number, unit in sizes)
+    assert sum(parts) == pytest.approx(total, rel=0.1), "the parts are the whole"
     assert memory_line(none) == f"cannot be served here: {none.error}; {none.remedy}"
 
 
@@ -230,6 +234,7 @@ def test_preflight_chooses_the_device_that_torch_will_choose(
     [
         ("cuda", CPU_BUILD, a_driver(7), "(2.13.0+cpu) is a build for CPUs", "torch==2.13.0"),
         ("cuda", CUDA, NO_GPU, "NVIDIA's driver finds no GPU", "check nvidia-smi"),
+        ("cuda", CPU_BUILD, NO_GPU, "NVIDIA's driver finds no GPU", "check nvidia-smi"),
         ("cuda", CUDA, a_driver(7, cuda=(12, 8)), "CUDA 13, and this one (580.95)", "update"),
         ("cuda:2", CUDA, a_driver(7, 8), "the visible GPUs are cuda:0, cuda:1", "CUDA_VISIBLE_"),
     ],

@@ -15,6 +15,7 @@ from gguf import quants
 from tokenizers import Tokenizer
 
 from protocol.exit_codes import ExitCode
+from protocol.model_card import SamplingDefaults
 from protocol.quantize import QuantizeProgress
 from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, write_directory
 from tests.support.gguf_tokenizers import TEXTS, assert_same
@@ -259,14 +260,38 @@ def test_an_unknown_token_outside_the_vocabulary_is_refused() -> None:
 def test_three_tokens_that_end_an_answer_are_stored_the_own_one_first() -> None:
     text = replace(facts({}), eos_token_ids=[0, 1, 2], special_tokens={"eos_token": "<|stop|>"})
     stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
-    assert stored.eos_token_ids == [2, 0, 1]
+    assert stored.eos_token_ids == [2, 1, 0]
     assert stored.special_tokens["eos_token"] == "<|stop|>"
 
 
-def test_a_fourth_token_that_ends_an_answer_is_refused() -> None:
+def test_a_fourth_token_that_ends_an_answer_is_found_by_its_text_or_refused() -> None:
     text = replace(facts({}), eos_token_ids=[0, 1, 2, 3])
+    stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
+    assert stored.eos_token_ids == [1, 2, 3, 0]  # <|end|> is the last one
+    text = replace(text, eos_token_ids=[0, 1, 2, 3, 4])
     with pytest.raises(UnusableModel, match="4 tokens that end an answer, only 3"):
         tokenizer_metadata(text, 320)
+
+
+def test_tokens_that_are_never_sampled_are_stored() -> None:
+    text = facts({}, defaults=SamplingDefaults(temperature=0.5, bad_words_ids=[[7], [9]]))
+    stored = gguf_text(Fields(tokenizer_metadata(text, 320), "file"), 320)
+    assert stored.defaults == text.defaults
+
+
+@pytest.mark.parametrize(
+    ("defaults", "name"),
+    [
+        (SamplingDefaults(min_tokens=3), "min_new_tokens"),
+        (SamplingDefaults(logit_bias={5: 1.0}), "sequence_bias"),
+        (SamplingDefaults(bad_words_ids=[[5, 6]]), "bad_words_ids of several tokens"),
+    ],
+)
+def test_sampling_defaults_that_a_gguf_file_cannot_store_are_refused(
+    defaults: SamplingDefaults, name: str
+) -> None:
+    with pytest.raises(UnusableModel, match=f"cannot store the {name} of generation_config.json"):
+        tokenizer_metadata(facts({}, defaults=defaults), 320)
 
 
 # ---- the command

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 
 import pytest
+from jinja2 import TemplateNotFound
 
 from gateway.http.errors import internal_fault
 from gateway.observe.logging import RedactingFormatter
+from tools.processes.children import last_error_line
 
 CANARY = "what somebody wrote"
 
@@ -48,8 +51,28 @@ def test_with_log_content_it_has_the_words():
     assert CANARY in logged(logging.Formatter)
 
 
+def redacted(error: BaseException) -> str:
+    record = logging.LogRecord("x", logging.ERROR, "x", 1, "oh", (), (type(error), error, None))
+    return RedactingFormatter("%(message)s").format(record)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/no/such/file", FileNotFoundError), ("/", IsADirectoryError)]
+)
+def test_the_message_of_a_failed_system_call_is_kept(path: str, kind: type[OSError]) -> None:
+    with pytest.raises(kind) as failed:
+        os.open(path, os.O_WRONLY)
+    last = redacted(failed.value).splitlines()[-1]
+    assert last == f"builtins.{kind.__name__}: {failed.value.strerror}: {path!r}"
+    assert last_error_line(["ERROR in main loop", "Traceback:", last]) == last
+
+
+@pytest.mark.parametrize("error", [OSError(CANARY), TemplateNotFound(CANARY), OSError(5, CANARY)])
+def test_an_oserror_that_is_not_of_the_system_is_redacted(error: OSError) -> None:
+    assert CANARY not in redacted(error)
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, RecursionError, UnicodeDecodeError])
 def test_messages_of_exceptions_are_redacted(kind: type[BaseException]):
     made = kind("utf-8", b"x", 0, 1, CANARY) if kind is UnicodeDecodeError else kind(CANARY)
-    record = logging.LogRecord("x", logging.ERROR, "x", 1, "oh", (), (kind, made, None))
-    assert CANARY not in RedactingFormatter("%(message)s").format(record)
+    assert CANARY not in redacted(made)

@@ -14,7 +14,7 @@ from gateway.api.batches.result_buffer import MAX_PAUSE_S, ResultBuffer
 from gateway.store.batch_database import BatchDatabase, LineResult
 from gateway.store.batch_queries import StoredBatch
 from gateway.store.batch_states import BatchEvent
-from gateway.store.sqlite_file import Store, is_disk_full
+from gateway.store.sqlite_file import Store
 from tests.unit.test_batch_database import DAY_S, NOW, put_batch, put_file
 
 MIB = 1 << 20
@@ -34,7 +34,9 @@ class CountingStore(Store[BatchDatabase]):
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            lambda: FillableDatabase(str(path), max_bytes=MIB, max_age_s=30 * DAY_S, runner="me")
+            lambda: FillableDatabase(str(path), max_bytes=MIB, max_age_s=30 * DAY_S, runner="me"),
+            str(path),
+            option="--file-store",
         )
         self.num_calls = 0
         self.errors: list[sqlite3.Error] = []
@@ -103,7 +105,7 @@ def test_a_full_disk_loses_and_doubles_no_result(store: CountingStore, batch: St
     store.set_disk_pages(1)  # SQLite takes the present size if it is larger
     add(buffer, 1, 2)
     assert buffer.flush(0.0)
-    assert is_disk_full(store.errors[0])
+    assert "its disk is full" in str(store.errors[0])
     add(buffer, 3)
     assert (buffer.is_paused, buffer.is_empty) == (True, False)
     assert stored(store, batch) == counted == []

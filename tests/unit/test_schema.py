@@ -12,10 +12,11 @@ from gateway.api.openai.checks import check_batch, check_chat
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import choices_of, read_options
 from gateway.http.body import decode
-from gateway.served_model import valid_defaults
+from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
 from protocol.sampling import SamplingParams
+from tests.support.scripted_engine import scripted_card
 
 HI = [{"role": "user", "content": "hi"}]
 SILENT_MODEL = SamplingDefaults()
@@ -66,9 +67,35 @@ def test_the_request_takes_precedence_over_the_model_and_the_model_over_the_api(
     assert (params.top_p, params.min_p, params.repetition_penalty) == (0.9, 0.1, 1.1)
 
 
-def test_an_invalid_default_of_the_model_is_ignored() -> None:
-    odd = SamplingDefaults(temperature=9.0, top_p=0.0, top_k=5, repetition_penalty=float("nan"))
-    assert valid_defaults(odd) == SamplingDefaults(top_k=5)
+def test_the_model_may_have_a_fewest_tokens_and_biases_by_default() -> None:
+    model = SamplingDefaults(min_tokens=20, logit_bias={5: -2.0})
+    (params,) = choices_of(chat_body(), model)
+    assert (params.min_tokens, params.logit_bias) == (20, {5: -2.0})
+    (params,) = choices_of(chat_body(min_tokens=3, logit_bias={"7": 1}), model)
+    assert (params.min_tokens, params.logit_bias) == (3, {7: 1.0})
+    (params,) = choices_of(chat_body(min_tokens=0, logit_bias={}), model)
+    assert (params.min_tokens, params.logit_bias) == (0, {})
+
+
+def test_an_answer_may_be_shorter_than_the_models_fewest_tokens_if_the_request_says_so() -> None:
+    model = SamplingDefaults(min_tokens=20)
+    for body in (chat_body(max_tokens=8), text_body(max_tokens=8)):
+        (params,) = choices_of(body, model)
+        assert (params.max_tokens, params.min_tokens) == (8, 8)
+    (params,) = choices_of(text_body(max_tokens=0, prompt_logprobs=1), model)
+    assert params.min_tokens == 0
+
+
+def test_a_requests_bad_words_are_added_to_those_of_the_model() -> None:
+    model = SamplingDefaults(bad_words_ids=[[5], [104, 105]])
+    tokenizer = Tokenizer(scripted_card())
+    (params,) = choices_of(chat_body(), model, tokenizer)
+    assert params.bad_words == [[5], [104, 105]]
+    (params,) = choices_of(chat_body(bad_words=["hi"]), model, tokenizer)
+    assert params.bad_words == [[104, 105], [32, 104, 105], [5]]
+    many = SamplingDefaults(bad_words_ids=[[token] for token in range(255)])
+    with pytest.raises(InvalidRequest, match="bad_words: 2 token sequences, and the 255"):
+        choices_of(chat_body(bad_words=["hi"]), many, tokenizer)
 
 
 def test_each_choice_has_the_next_seed() -> None:
@@ -173,15 +200,13 @@ def test_unknown_fields_are_refused_only_with_strict_params() -> None:
 
 
 def test_the_read_options_are_those_of_the_request() -> None:
-    body = chat_body(
-        stop=["a", "b"], include_stop_str_in_output=True, min_tokens=3, skip_special_tokens=False
-    )
-    options = read_options(body, continues=False)
+    body = chat_body(stop=["a", "b"], include_stop_str_in_output=True, skip_special_tokens=False)
+    options = read_options(body, SamplingParams(min_tokens=3), continues=False)
     assert options.stop == ["a", "b"]
     assert options.include_stop
     assert options.min_tokens == 3
     assert not options.skip_special_tokens
-    plain = read_options(text_body(stop="x"), continues=True)
+    plain = read_options(text_body(stop="x"), SamplingParams(), continues=True)
     assert plain.stop == ["x"]
     assert plain.skip_special_tokens
     assert plain.continues

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.log_lines import LineFormatter
+from protocol.sockets import run_directory
+from tests.support.commands import run_command
 from tests.unit.test_log_lines import a_line
 from tools.commands.logs import LogFilter
+from tools.processes.run_lock import LOCK
 from tools.processes.server_log import (
     LOG_FILE,
     MAX_LINE_BYTES,
@@ -142,16 +146,16 @@ def test_the_lines_of_a_terminal_are_kept_without_colours(
 TEXT = [
     "13:05:12 gateway[4] INFO POST /v1/x 200 id=abc ms=1.0",
     "13:05:12 gateway[4] INFO POST /v1/x 200 id=abcd ms=1.0",
-    "13:05:13 engine small[5] ERROR request abc failed",
+    "13:05:13 gateway[4] ERROR POST /v1/x 500 id=abc ms=1.0",
     "Traceback (most recent call last):",
     "  ValueError: x",
-    "13:05:14 worker[6] WARNING slow",
+    "13:05:14 worker[6] WARNING abc is slow, and listens at 127.0.0.1",
     "printed by a library",
 ]
 JSON = [
     '{"level": "INFO", "event": "request", "request_id": "abc"}',
-    '{"level": "ERROR", "event": "x", "message": "request abc failed"}',
-    '{"level": "WARNING", "event": "x", "message": "abcd is slow"}',
+    '{"level": "ERROR", "event": "request", "request_id": "abc"}',
+    '{"level": "WARNING", "event": "x", "message": "abc is slow"}',
     '{"not": "ours"}',
 ]
 
@@ -174,6 +178,9 @@ def selected(lines: list[str], level: str = "debug", request: str | None = None)
         ("debug", "chatcmpl-abc", [0, 2, 3, 4]),
         ("error", "abc", [2, 3, 4]),
         ("debug", "ab", []),
+        ("debug", "1", []),
+        ("debug", "hello-1", []),
+        ("debug", "hello-abc", []),
     ],
 )
 def test_lines_of_text_are_selected_with_those_that_follow_them(
@@ -193,6 +200,59 @@ def test_lines_of_text_are_selected_with_those_that_follow_them(
 )
 def test_json_lines_are_selected(level: str, request_id: str | None, places: list[int]) -> None:
     assert selected(JSON, level, request_id) == places
+
+
+IDS = ("hello-1", "hello-2", "hello-10", "7f3a9c04", "7f3b0000", "1")
+
+
+@pytest.fixture
+def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the run directory of a server on port 8000 with a line about each of IDS."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = run_directory(8000)
+    directory.parent.mkdir(mode=0o700)
+    directory.mkdir(mode=0o700)
+    (directory / LOCK).touch()
+    lines = ["13:05:12 gateway[4] INFO listening at http://127.0.0.1:8000"]
+    lines += (f"13:05:12 gateway[4] INFO POST /v1/x 200 id={each} prompt_tokens=1" for each in IDS)
+    (directory / LOG_FILE).write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("hello-1", ["hello-1"]),
+        ("chatcmpl-hello-1", ["hello-1"]),
+        ("hello-2", ["hello-2"]),
+        ("1", ["1"]),
+        ("chatcmpl-7f3a", ["7f3a9c04"]),
+        ("7f3b0000", ["7f3b0000"]),
+        ("cmpl-7f3b", ["7f3b0000"]),
+    ],
+)
+def test_the_log_of_one_request_has_no_line_about_another(
+    logged: None, capfd: pytest.CaptureFixture[str], text: str, shown: list[str]
+) -> None:
+    done = run_command(capfd, "logs", "8000", "--request", text)
+    assert (done.code, done.err) == (0, "")
+    assert re.findall(r"id=(\S+)", done.out) == shown
+    assert len(done.out.splitlines()) == len(shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("hello-", 2, "3 requests have an id like hello-: hello-1, hello-2, hello-10"),
+        ("nobody", 1, "no line of the log is about a request nobody"),
+        ("127", 1, "no line of the log is about a request 127"),
+    ],
+)
+def test_an_unclear_or_unknown_request_is_named(
+    logged: None, capfd: pytest.CaptureFixture[str], text: str, code: int, words: str
+) -> None:
+    done = run_command(capfd, "logs", "8000", "--request", text)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
 
 
 def test_the_head_of_a_line_is_that_of_the_formatter() -> None:

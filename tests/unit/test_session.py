@@ -209,6 +209,18 @@ def test_the_session_sends_hello_after_a_silence() -> None:
     assert session.is_ready
 
 
+def test_each_hello_says_how_many_welcomes_were_read() -> None:
+    session = Session("test")
+    session.on_connected()
+    for number in range(3):
+        for second in range(3):
+            (hello,), _ = session.tick(10.0 * number + second)
+            assert isinstance(hello, Hello)
+            assert hello.num_welcomes == number
+        session.receive(welcome(), 10.0 * number + 3)
+        session.receive(SessionLost(why="x"), 10.0 * number + 4)
+
+
 @pytest.mark.parametrize("epoch", ["e1", "e2"])
 def test_a_late_pong_does_not_change_the_reported_cause_of_a_loss(epoch: str) -> None:
     """Until the next Welcome, requests are refused with the first cause: silence, or the reason in

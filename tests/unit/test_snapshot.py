@@ -103,7 +103,8 @@ def storms() -> Iterator[RequestStorm]:
 def restored(bench: Bench, data: bytes) -> Engine:
     engine = bench.engine
     fresh = Engine(bench.config, a_card(), engine.limits, tiers=list(bench.tiers.kept))
-    compiled = {digest: template for digest, template in engine.admission.templates.items()}
+    cached = engine.admission.cached_grammars
+    compiled = {digest: each.template for digest, each in cached.items()}
     restore_snapshot(fresh, msgspec.msgpack.decode(data, type=EngineSnapshot), compiled.__getitem__)
     return fresh
 
@@ -140,7 +141,7 @@ STORED = {
     "Accounts": "_buckets now",
     "AdapterRegistry": "_adapters _generations",
     "Admission": "_order is_draining num_accepted num_refused",
-    "BlockPool": "_free holders",
+    "BlockPool": "_free _passed _proven holders",
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
@@ -151,18 +152,21 @@ STORED = {
     "FairShare": "_by_name _last _last_at _level _other_at",
     "Fetch": "job match request started_at state",
     "Fetches": "_jobs _last_job num_bytes num_failed num_tokens",
-    "GrammarCache": "_templates _waiters jobs",
+    "CachedGrammar": "has_failed num_bytes template",
+    "GrammarCache": "_cached _pending jobs",
     "InflightStep": "needs_masks num_requested_drafts plan requests",
     "InflightSteps": "_steps",
     "Match": "num_blocks num_tokens source",
     "ModelDrafter": "_num_known _proposed",
     "OpenRequests": "_by_number",
+    "PendingGrammar": "accounts num_chars requests",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
     "Request": "account account_usage adapter arrived_at blocks client deadline drafting encode "
     "grammar hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
     "num_computed num_draft_computed num_drafts num_fetched num_in_flight num_pending "
-    "num_preemptions num_passed num_passed_sent num_published num_scheduled number order params "
+    "num_preemptions num_passed num_passed_sent num_published num_scheduled num_shared_columns "
+    "number order params "
     "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
     "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
@@ -212,6 +216,7 @@ CONFIGURED = {
     "KVLeases": "_lease_s _pool _send",
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
+    "CachedGrammar": "num_users",
     "Peers": "_block_tokens _cluster _hashes _role _seal",
     "PrefixCache": "events",
     "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
@@ -245,6 +250,7 @@ CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_re
 """Class -> attributes that are used only in a cluster, whose engines have no journal."""
 SENT = {
     "AdapterRegistry": "_commands has_changed",
+    "GrammarCache": "num_dropped_bytes",
     "KVTransfers": "commands",
     "Fetch": "error seconds",
     "RequestEndings": "_aborted freed",

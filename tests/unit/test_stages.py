@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from protocol.process_state import read_all_stats
 from tests import stages
 from tests.stages import Stage, main, read_report
 
@@ -48,6 +51,15 @@ def test_arguments_go_to_every_stage_and_a_stage_without_a_match_is_good(
 ) -> None:
     assert main(["-k", "test_good"]) == 0
     assert capfd.readouterr().out.count("no test matches") == 2
+
+
+def only_stage(folder: Path, text: str) -> list[Stage]:
+    """Return one stage, with one file of tests in a folder of its own."""
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = " + str(Path.cwd()))
+    file = folder / "test_it.py"
+    file.write_text(text)
+    options = ["-q", "-c", str(folder / "pytest.ini"), str(file)]
+    return [Stage("it", "a test", options)]
 
 
 ONCE = """
@@ -98,6 +110,116 @@ def test_many_failures_do_not_run_again(
     monkeypatch.setattr(stages, "STAGES", [Stage("it", "a test", ["test_it.py"], again=True)])
     assert main([]) == 1
     assert "again" not in capfd.readouterr().out
+
+
+EVERY_OTHER_TIME = """
+from pathlib import Path
+
+def test_it():
+    file = Path(__file__).with_name("seen")
+    had_run = file.exists()
+    file.unlink() if had_run else file.touch()
+    assert had_run
+"""
+
+
+def test_a_test_that_was_unsteady_in_one_of_several_runs_is_listed_and_fails_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(EVERY_OTHER_TIME)
+    monkeypatch.setattr(stages, "STAGES", [Stage("it", "a test", ["test_it.py"], again=True)])
+    assert main(["--repeat", "2"]) == 1
+    first, _, all_runs = capfd.readouterr().out.partition("== All runs (2)\n")
+    assert first.count("== Summary") == 2
+    assert all_runs == "  test_it::test_it: unsteady in run 1, unsteady in run 2\n"
+
+
+def test_several_runs_of_a_steady_suite_list_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "STAGES", only_stage(tmp_path, FOUND["good"]))
+    assert main(["--repeat", "2"]) == 0
+    assert capfd.readouterr().out.endswith("== All runs (2)\n  every test passed in each\n")
+
+
+SIGNALS = """
+from pathlib import Path
+
+def test_defaults():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (ignored,) = (line.split()[1] for line in lines if line.startswith("SigIgn"))
+    assert int(ignored, 16) & {mask} == 0
+"""
+TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+
+
+@pytest.fixture
+def _ignored_signals() -> Iterator[None]:
+    """Ignore the signals of the terminal, as `nohup` and shells without job control do."""
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in TERMINAL}
+    yield
+    assert {signal.getsignal(each) for each in TERMINAL} == {signal.SIG_IGN}
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("_ignored_signals")
+def test_no_stage_inherits_that_signals_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    mask = sum(1 << each - 1 for each in TERMINAL)
+    monkeypatch.setattr(stages, "STAGES", only_stage(tmp_path, SIGNALS.format(mask=mask)))
+    assert main([]) == 0
+
+
+HANGUP = """
+import os, signal
+
+def test_hangup():
+    assert os.getsid(0) == os.getpid()
+    os.kill(os.getppid(), signal.SIGHUP)
+"""
+
+
+@pytest.mark.usefixtures("_ignored_signals")
+def test_a_hangup_of_the_terminal_ends_neither_the_runner_nor_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hangup reaches the processes of the terminal's session only, and the runner ignores it."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "STAGES", only_stage(tmp_path, HANGUP))
+    assert main([]) == 0
+
+
+LOOPS = """
+import os
+from protocol.process_state import read_all_stats, read_command_line
+
+def test_two_loops():
+    siblings = [pid for pid, stat in read_all_stats().items() if stat.parent == os.getppid()]
+    loops = [pid for pid in siblings if "while" in " ".join(read_command_line(pid))]
+    assert len(loops) == 2
+"""
+
+
+def test_busy_loops_run_beside_the_stages_and_end_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "STAGES", only_stage(tmp_path, LOOPS))
+    before = own_children()
+    assert main(["--busy", "2"]) == 0
+    assert own_children() == before
+
+
+def own_children() -> set[int]:
+    return {pid for pid, stat in read_all_stats().items() if stat.parent == os.getpid()}
 
 
 MEETING = """

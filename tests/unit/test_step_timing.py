@@ -254,6 +254,13 @@ def test_a_gap_is_from_the_end_of_a_step_to_the_start_of_the_next():
     assert idle.summary().startswith("3 steps, gaps between them: p10 125.000 ms")
 
 
+def test_gaps_that_do_not_exist_are_not_reported():
+    idle = DeviceIdle()
+    assert idle.summary() == "0 steps"
+    idle.record(1.0, 2.0)
+    assert idle.summary() == "1 step"
+
+
 def test_a_step_launched_before_the_previous_end_has_no_gap():
     idle = DeviceIdle()
     idle.record(1.0, 3.0)

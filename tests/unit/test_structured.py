@@ -22,6 +22,7 @@ from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.grammar import (
+    MAX_LITERAL_CHARS,
     Body,
     ChoiceGrammar,
     Gbnf,
@@ -215,14 +216,75 @@ def test_a_schema_keyword_without_effect_is_listed_by_its_path(
 
 def test_few_keywords_are_listed_and_their_paths_are_short() -> None:
     """A long name above many keywords must not be copied for each of them."""
-    many = {f"k{n}": n for n in range(50_000)}
-    found = answer_form(chat_body(guided_json={"properties": {"a" * 1_000_000: many}}))
+    many = {f"k{n}": n for n in range(30_000)}
+    found = answer_form(chat_body(guided_json={"properties": {"a" * 16_000: many}}))
     assert found.ignored == [f"guided_json.properties.{'a' * 99}.k{n}" for n in range(16)]
     found = answer_form(chat_body(**asked_for({"schema": OBJECT, **many})))
     assert len(found.ignored) == 16
     with pytest.raises(InvalidRequest) as caught:
         form(guided_json={"properties": {"a" * 1_000_000: {"not": {}}}})
     assert len(caught.value.message) < 500
+
+
+LONG = "x" * (MAX_LITERAL_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"const": LONG}, ".const"),
+        ({"const": {"a": [LONG]}}, ".const.a[0]"),
+        ({"const": {LONG: 1}}, ".const"),
+        ({"enum": ["a", LONG]}, ".enum[1]"),
+        ({"pattern": LONG}, ".pattern"),
+        ({"required": ["a", LONG]}, ".required[1]"),
+        ({"properties": {LONG: {}}}, ".properties"),
+        ({"patternProperties": {LONG: {}}}, ".patternProperties"),
+        ({"properties": {"const": {"anyOf": [{}, {"const": LONG}]}}}, ".properties.const.anyOf[1]"),
+        ({"$defs": {LONG: {"items": {"const": LONG}}}}, ".$defs.xxx"),
+    ],
+)
+def test_a_long_literal_of_a_schema_is_refused_by_its_path(
+    schema: dict[str, Any], path: str
+) -> None:
+    for body, at in (
+        ({"guided_json": schema}, "guided_json"),
+        (asked_for({"schema": schema}), "response_format.json_schema.schema"),
+    ):
+        with pytest.raises(InvalidRequest, match="the limit is 16,384") as caught:
+            form(**body)
+        assert caught.value.param is not None
+        assert caught.value.param.startswith(at + path)
+        assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"description": LONG, "title": LONG, "$comment": LONG, "default": LONG},
+        {"properties": {"const": {"description": LONG}, "enum": {"examples": [LONG]}}},
+        {"const": LONG[1:], "$defs": {"a": {"default": {"const": LONG[1:]}}}},
+    ],
+)
+def test_texts_that_an_answer_never_has_to_contain_may_be_long(schema: dict[str, Any]) -> None:
+    assert form(guided_json=schema) == JsonSchema(text=json.dumps(schema, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "problem"),
+    [
+        ({"guided_json": {"description": LONG * 33}}, "guided_json", "characters long"),
+        ({"structured_outputs": {"regex": LONG * 900}}, "structured_outputs", "characters"),
+        ({"guided_choice": ["a", LONG]}, "guided_choice", r"literal .* \(choices\[1\]\)"),
+        ({"ebnf": LONG * 5}, "ebnf", "characters"),
+    ],
+)
+def test_a_form_that_is_too_long_is_refused_before_it_travels_to_the_engine(
+    body: dict[str, Any], field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        form(**body)
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize("field", ["guided_whitespace_pattern", "grammar_lazy", "grammar_triggers"])

@@ -32,34 +32,34 @@ def rendered(messages: Any, card: ModelCard = PLAIN, **options: Any) -> str:
 
 
 def test_tools_are_described_in_the_system_message() -> None:
-    text = rendered(HISTORY, tools=TOOLS, describes="with_syntax")
+    text = rendered(HISTORY, tools=TOOLS, tool_format="hermes")
     system = text[text.index("<system>") : text.index("<user>")]
     assert system.startswith("<system>Be brief.\n\n# Tools")
     described = system[system.index("<tools>\n") + 8 : system.index("\n</tools>")]
     assert json.loads(described) == TOOLS[0]
-    text = rendered(HISTORY[1:2], tools=TOOLS, describes="with_syntax")
+    text = rendered(HISTORY[1:2], tools=TOOLS, tool_format="hermes")
     assert "<system># Tools" in text
 
 
 def test_calls_and_results_in_the_history_become_text() -> None:
-    text = rendered(HISTORY, tools=TOOLS, describes="with_syntax")
+    text = rendered(HISTORY, tools=TOOLS, tool_format="hermes")
     call = '<tool_call>\n{"name": "now", "arguments": {"zone":"é"}}\n</tool_call>'
     assert f"<assistant>{call}\n" in text
     assert "<user><tool_response>\n12:00\n</tool_response>" in text
 
 
 def test_no_tool_prompt_without_tools_or_if_the_template_shows_them() -> None:
-    assert "# Tools" not in rendered(HISTORY[:2], tools=None, describes="with_syntax")
-    assert "# Tools" not in rendered(HISTORY[:2], tools=TOOLS, describes=None)
+    assert "# Tools" not in rendered(HISTORY[:2], tools=None, tool_format="hermes")
+    assert "# Tools" not in rendered(HISTORY[:2], tools=TOOLS, tool_format=None)
     card = thinking_card()
-    assert "# Tools" not in rendered(HISTORY[:2], card, tools=TOOLS, describes="with_syntax")
-    assert "<tool>" in rendered(HISTORY[:2], card, tools=TOOLS, describes="with_syntax")
+    assert "# Tools" not in rendered(HISTORY[:2], card, tools=TOOLS, tool_format="hermes")
+    assert "<tool>" in rendered(HISTORY[:2], card, tools=TOOLS, tool_format="hermes")
 
 
 def test_errors_name_the_clients_own_message() -> None:
     broken = [*HISTORY[:3], {"role": "tool", "tool_call_id": "2", "content": "x"}]
     with pytest.raises(InvalidRequest) as caught:
-        rendered(broken, tools=TOOLS, describes="with_syntax")
+        rendered(broken, tools=TOOLS, tool_format="hermes")
     assert caught.value.param == "messages[3].tool_call_id"
 
 

@@ -87,6 +87,18 @@ def test_the_picture_fits_any_terminal(width: int, height: int) -> None:
     assert height == 5 or (f"and {30 - shown} more" in lines[-1]) == (shown < 30)
 
 
+def test_ids_are_whole_if_the_state_is_printed_once() -> None:
+    ids = [f"chatcmpl-{'7f3a9c04' * 4}", "x" * 300]
+    rows = [a_row(each, account="alice") for each in ids]
+    lines = drawn(a_view(1.0, *rows), width=120)
+    shown = [line.split()[0] for line in lines[-2:]]
+    assert shown == ids
+    assert all(line.endswith("alice        gateway-7") for line in lines[-2:])
+    assert len({line.index("decode") for line in lines[-2:]}) == 1
+    (cut,) = drawn(a_view(1.0, rows[0]), width=120, height=40)[-1:]
+    assert ids[0].startswith(cut.split()[0].removesuffix("…")), "why and abort accept it"
+
+
 def test_hidden_rows_are_counted() -> None:
     rows = [a_row(f"r{i}") for i in range(5)]
     assert drawn(a_view(1.0, *rows, num_open=12))[-1] == "and 7 more"

@@ -6,7 +6,7 @@ heading, a list or a fence, and emphasised text until its end. That is at most o
 MAX_SPAN characters of it: emphasis that does not end within these is printed as it was written.
 
 Shown are headings, lists, quotations, rules, fenced code, `code`, **strong** and *emphasised* text.
-Everything else, such as tables and links, is printed as it was written.
+Everything else, such as tables, links and formulas, is printed as it was written.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ CODE = Look("\x1b[36m", "\x1b[39m")
 FAINT = Look("\x1b[2m", "\x1b[22m")
 HEADING = Look("\x1b[1;4m", "\x1b[22;24m")
 
+_FORMULAS = {"$$": r"\$\$", "$": r"(?<![\s\\])\$(?![\d$])", "\\(": r"\\\)", "\\[": r"\\\]"}
+"""The start of a formula -> the pattern of its end. As in pandoc, a dollar with a space before it,
+or a digit after it, ends none."""
 _INLINE = re.compile(
-    r"\\(?P<escaped>[\\`*_#>~|+.!()\[\]{}-])"
+    r"(?P<formula>\\[(\[]|(?<![\\$])\${1,2}(?![\s$]))"
+    r"|\\(?P<escaped>[\\`*_#>~|+.!()\[\]{}-])"
     r"|(?P<ticks>(?<!`)`+(?!`))"
     r"|(?P<stars>(?<![*\w])\*{1,3}(?![*\s]))"
     r"|(?P<bars>(?<![_\w])_{1,2}(?![_\s]))"
 )
-"""An escaped character, or a marker that may start code or emphasis. One character after a marker
-decides whether it is one, except after an escaped character."""
-_UNDECIDED = re.compile(r"[\\`*_][`*_]*\Z")
+"""An escaped character, or a marker that may start a formula, code or emphasis. One character after
+a marker decides whether it is one, except after an escaped character."""
+_UNDECIDED = re.compile(r"[\\`*_$][`*_$]*\Z")
 """The end of a text, if what follows decides whether it is a marker."""
 _BLOCK = re.compile(
     r"(?P<indent>[ ]*)(?:"
@@ -62,6 +66,8 @@ _FENCE_START = re.compile(r" *(`*|~*) *")
 def _close_of(opened: re.Match[str]) -> re.Pattern[str]:
     """Return the pattern of the marked text and its end, after the marker that starts it."""
     marker = re.escape(opened[0])
+    if opened["formula"]:
+        return re.compile(rf"(?P<text>.{{1,{MAX_SPAN}}}?){_FORMULAS[opened[0]]}")
     if opened["ticks"]:
         return re.compile(rf"(?P<text>.{{1,{MAX_SPAN}}}?)(?<!`){marker}(?!`)")
     char = re.escape(opened[0][0])
@@ -152,7 +158,7 @@ class MarkdownPrinter:
                 continue
             close = _close_of(opened).match(text, after)
             if close and (is_whole or close.end() < len(text)):
-                printed += self._marked(opened, close["text"])
+                printed += self._marked(opened, close)
                 place = close.end()
             elif not is_whole and len(text) - after <= MAX_SPAN + len(opened[0]):
                 break
@@ -166,8 +172,12 @@ class MarkdownPrinter:
         self._before = consumed[-1:] or self._before
         return printed, kept
 
-    def _marked(self, opened: re.Match[str], text: str) -> str:
-        """Return marked text with its look, and then the look of the rest of the line."""
+    def _marked(self, opened: re.Match[str], close: re.Match[str]) -> str:
+        """Return marked text with its look, and then the look of the rest of the line. A formula
+        has no look, and is returned as it was written."""
+        text = close["text"]
+        if opened["formula"]:
+            return opened[0] + close[0]
         if opened["ticks"]:
             return CODE.on + text + CODE.off + self._look
         look = {1: EMPHASIS, 2: STRONG, 3: BOTH}[len(opened[0])]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from protocol.field_errors import in_words
 from protocol.sampling import MaxTokens, Seed, Temperature, TopP
 
 
@@ -58,6 +59,6 @@ def _reader(type_: Any) -> Callable[[str], Any]:
         try:
             return msgspec.convert(text, type_, strict=False)
         except msgspec.ValidationError as error:
-            raise argparse.ArgumentTypeError(f"{error}, not {text!r}") from None
+            raise argparse.ArgumentTypeError(f"{in_words(str(error))}, not {text!r}") from None
 
     return read

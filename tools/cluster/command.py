@@ -16,6 +16,7 @@ from protocol.exit_codes import ExitCode
 from protocol.log_lines import LogStyle
 from tools.flags import to_arguments
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.paths import user_path
 from tools.processes.children import Command, module_command
 from tools.processes.run_lock import ENGINES_FILE, RUN_KEY
 
@@ -89,7 +90,7 @@ def launcher_config(
 def model_on_nodes(model: str) -> str:
     """Return MODEL as other hosts find it: the absolute path of a file or a directory, or else the
     name. Each node downloads a model with a name by itself."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     is_path = model not in CATALOGUE and model not in HUB_MODELS and path.exists()
     return os.path.abspath(path) if is_path else model
 

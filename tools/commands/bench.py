@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from tools.bench.stats import BenchRun, Summary, summarize
 from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
+from tools.paths import user_path
 from tools.processes.discovery import add_server, server_url
 
 DESCRIPTION = """\
@@ -65,7 +65,12 @@ class BenchTarget:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("server", nargs="?", metavar="URL", help="the same as --url URL")
+    parser.add_argument(
+        "server",
+        nargs="?",
+        metavar="URL|PORT",
+        help="the same as --url URL, or as --port PORT if it is a number",
+    )
     add_server(parser)
     add_flags(parser, BenchConfig, title="the benchmark")
 
@@ -75,8 +80,11 @@ def run(options: argparse.Namespace) -> int:
     if an option is wrong, or if a server cannot be measured."""
     try:
         if options.server and (options.url or options.port):
-            raise Failure("give only one of URL, --url and --port", exit_code=2)
-        options.url = options.url or options.server
+            raise Failure("give only one of URL, PORT, --url and --port", exit_code=2)
+        if options.server and options.server.isdecimal():
+            options.port = int(options.server)
+        else:
+            options.url = options.url or options.server
         config = build(BenchConfig, vars(options), url=server_url(options))
     except ValueError as error:
         raise Failure(str(error), exit_code=2) from None
@@ -224,6 +232,6 @@ def facts(config: BenchConfig, seed: int) -> str:
 
 def _write(name: str, text: str) -> None:
     try:
-        Path(name).expanduser().write_text(text, encoding="utf-8")
+        user_path(name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise Failure(f"cannot write {name}: {error}") from None

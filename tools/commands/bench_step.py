@@ -23,6 +23,8 @@ from tools.flags import add_flags, build
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
+from tools.paths import user_path
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -91,7 +93,7 @@ def _model(options: argparse.Namespace) -> str:
         return str(resolve(options.model or DEFAULT, home()))
     if options.model:
         raise Failure("MODEL and --random exclude each other", exit_code=ExitCode.USAGE)
-    path = Path(options.random).expanduser().absolute()
+    path = user_path(options.random).absolute()
     if path.suffix != ".json" or not path.is_file():
         raise Failure(f"--random: {path} is not a JSON file", exit_code=ExitCode.BAD_MODEL)
     return str(path)
@@ -103,7 +105,12 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.debug.benchmark", "--config", encoded)
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -25,6 +25,7 @@ from tools.chat.session import ChatAnswer, ChatSession
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
 from tools.models.fetch import home
+from tools.paths import user_path
 from tools.processes.discovery import add_server, server_url
 from tools.terminal import safe_text
 
@@ -56,7 +57,7 @@ HISTORY = "chat_history"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
+    add_server(parser, takes_argument=True)
     parser.add_argument("--api-key", metavar="KEY", help=f"API key (default: ${KEY_VARIABLE})")
     parser.add_argument(
         "--model", metavar="NAME", help="model name (default: the server's first model)"
@@ -213,7 +214,7 @@ class ChatTerminal:
         if not name:
             raise Failure("/save needs a file name")
         conversation = self._conversation
-        file = Path(name).expanduser()
+        file = user_path(name)
         try:
             text = as_markdown if file.suffix == ".md" else as_json
             file.write_text(text(conversation), encoding="utf-8")

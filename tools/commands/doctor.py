@@ -26,6 +26,7 @@ from protocol.model_card import ModelCard
 from protocol.rooms import check_rooms
 from protocol.sockets import MAX_IPC_PATH, run_directory
 from tools import findings
+from tools.commands.models import is_path, suggestion
 from tools.failure import Failure
 from tools.findings import Finding, Verdict
 from tools.flags import flags_of
@@ -35,6 +36,8 @@ from tools.models.fetch import cached_file, format_size, home, is_cached
 from tools.models.preflight import ModelCheck, preflight
 from tools.models.pulling import parse_name
 from tools.models.records import read_record
+from tools.paths import user_path
+from tools.processes.child_environment import left_out
 from tools.processes.children import module_command, run_module
 from tools.processes.run_lock import check_port_is_free, holder
 
@@ -101,8 +104,9 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield findings.port(port, _port_problem(host, port), holder(run_directory(port)))
     directory = run_directory(port)
     yield findings.sockets(directory, _sockets_problem(directory))
-    yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield findings.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield _cache()
+    yield findings.environment(left_out())
     if None not in libraries.get("worker", {}).values():
         yield from _worker(model, has_gateway=None not in libraries.get("gateway", {}).values())
 
@@ -119,7 +123,7 @@ def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
         yield Finding("worker", facts, Verdict.BAD, remedy)
         return
     yield findings.processor(facts)
-    yield findings.threads(facts, os.environ)
+    yield findings.threads(facts)
     yield findings.compute(facts)
     yield from findings.gpus(facts)
     if facts.device_id:
@@ -160,15 +164,15 @@ def _find_model(model: str | None) -> tuple[Path | None, Finding | None]:
         size = format_size(entry.wheel_bytes)
         text = f"{model} is not downloaded yet; `tidegate serve` downloads it ({size})"
         return None, Finding("model", text)
-    path = Path(model).expanduser().absolute()
+    path = user_path(model).absolute()
     if path.exists() and model not in HUB_MODELS:
         return path, None
     try:
-        name = parse_name(model)
+        name = None if is_path(model) else parse_name(model)
     except Failure as failure:
         return None, Finding("model", str(failure), Verdict.BAD, "see: tidegate pull --help")
-    if name is None or model.startswith((".", "/", "~")):
-        return path, None
+    if name is None:
+        return None, Finding("model", f"no model {model!r}", Verdict.BAD, suggestion(model))
     if record := read_record(home(), str(name)):
         return Path(record.path), None
     return None, Finding("model", f"{model} is not downloaded yet; `tidegate serve` downloads it")

@@ -30,7 +30,7 @@ POLL_EVERY_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser)
+    add_engine_options(parser, takes_argument=True)
     parser.add_argument("--wait", action="store_true", help="wait until the engine has stopped")
     parser.add_argument(
         "--wait-s",

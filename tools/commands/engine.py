@@ -33,9 +33,10 @@ from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
 from tools.processes.server_log import ServerLog, keeping
-from tools.processes.start_checks import check_installation, check_key, check_kv_disk
+from tools.processes.start_checks import check_installation, check_key, check_paths
 from tools.processes.topology import check_reachable, in_cluster, with_model
 from tools.processes.watch import supervise
 from tools.terminal import Terminal, log_style
@@ -130,10 +131,10 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     attach_if_supervised(signal.SIGQUIT)  # started by the launcher of a cluster
     terminal = Terminal(log_style(options.log_format))
+    check_paths([config for _, config in CONFIGS], vars(options))
     solo, engine, directory = plan(vars(options), terminal.style)
     check_installation(["torch"])
     check_key(engine.cluster_key)
-    check_kv_disk(engine.worker.kv_disk)
     check_device(engine.worker.device)
     with (
         run_lock.holding(directory, IN_USE) as lock,
@@ -157,6 +158,7 @@ def _serve(
 ) -> int:
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         run_lock.describe(lock, run_lock.LockFacts(url=engine.address, model=model or ""))

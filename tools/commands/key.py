@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from protocol.cluster_key import write_cluster_key
 from tools.failure import Failure
+from tools.paths import user_path
 
 DESCRIPTION = """\
 Write a new cluster key to FILE. All engines and gateways of a cluster need the same key. Over TCP
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path = str(Path(options.file).expanduser())
+    path = str(user_path(options.file))
     try:
         write_cluster_key(path)
     except OSError as error:

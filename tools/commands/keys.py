@@ -22,6 +22,7 @@ from protocol import api_keys
 from protocol.api_keys import KeyEntry
 from tools.failure import Failure
 from tools.flags import OneLineParser, add_flags, build
+from tools.paths import user_path
 
 DESCRIPTION = """\
 Add, list and revoke API keys, for `tidegate serve --api-keys FILE`. The file contains digests, not
@@ -72,11 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    path = Path(options.file).expanduser()
+    path = user_path(options.file)
     try:
         options.action(path, options)
     except ValueError as error:
-        raise Failure(str(error)) from None
+        text = str(error)
+        raise Failure(text if text.startswith(f"{path}:") else f"{path}: {text}") from None
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}") from None
     return 0

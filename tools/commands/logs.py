@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from protocol import request_ids
 from protocol.exit_codes import ExitCode
 from protocol.log_lines import colored
 from tools.failure import Failure
@@ -40,6 +41,8 @@ examples:
 LEVELS = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LINES = 50
 POLL_S = 0.2
+_ID = re.compile(r"(?:^| )id=(\S+)")
+"""The id of a request in a line of text, as the access log writes it."""
 _HEAD = re.compile(r"(?P<head>\d\d:\d\d:\d\d [^\[\]]+\[\d+\]) (?P<level>[A-Z]+) (?P<rest>.*)")
 
 
@@ -50,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port, or a name from `tidegate ps` (default: your only server)",
     )
+    parser.add_argument("--port", metavar="PORT", help="the same as PORT")
     parser.add_argument(
         "-f", "--follow", action="store_true", help="go on until the server ends, or until Ctrl-C"
     )
@@ -62,16 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"show the last N log lines; all: every line (default {DEFAULT_LINES})",
     )
     parser.add_argument("--level", choices=LEVELS, default="debug", help="lowest level to show")
-    parser.add_argument("--request", metavar="ID", help="show only lines about this request")
+    parser.add_argument(
+        "--request",
+        metavar="ID",
+        help="show only lines about this request; the beginning of its id is enough, if no other "
+        "request in the log has it",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    directory = _directory(options.name)
-    chosen = LogFilter(options.level, options.request)
+    if options.name and options.port:
+        raise Failure("give the port once, as PORT or as --port PORT", exit_code=ExitCode.USAGE)
+    directory = _directory(options.name or options.port)
     reader = LogReader(directory)
+    lines = list(reader.read())
+    chosen = LogFilter(options.level, _request(options, lines))
     has_color = use_colors()
     try:
-        for record in _last(chosen.push(reader.read()), options.lines):
+        for record in _last(chosen.push(lines), options.lines):
             _show(record, has_color=has_color)
         if options.follow:
             _follow(directory, reader, chosen, has_color=has_color)
@@ -79,6 +91,21 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 0  # the usual end of --follow
     return 0
+
+
+def _request(options: argparse.Namespace, lines: Iterable[bytes]) -> str | None:
+    """Return the id of the request whose lines are shown. Raises Failure if several ids in the log
+    begin with the given text, or if none does and no more lines are waited for."""
+    if options.request is None:
+        return None
+    every = LogFilter("debug", None)
+    ids = (each.request for each in every.push(lines) if each.request)
+    known = request_ids.choose(ids, options.request)
+    if len(known) > 1:
+        raise Failure(request_ids.several(options.request, known), exit_code=ExitCode.USAGE)
+    if not known and not options.follow:
+        raise Failure(f"no line of the log is about a request {options.request}")
+    return known[0] if known else str(options.request)
 
 
 def _follow(directory: Path, reader: LogReader, chosen: LogFilter, *, has_color: bool) -> None:
@@ -144,24 +171,26 @@ class LogRecordText(NamedTuple):
     head: str
     level: str
     text: str
+    #: The id of the request that the line is about; "": of none.
+    request: str = ""
 
 
 class _JsonRecord(msgspec.Struct):
     level: str
     request_id: str = ""
-    message: str = ""
 
 
 class LogFilter:
     """Selects lines of the log. The lines of a traceback follow the line before them.
 
     level     the lowest level
-    request   the id of the request that lines must name; None: any line
+    request   the id of the request that lines must be about, with or without the prefix of an API;
+              None: any line
     """
 
     def __init__(self, level: str, request: str | None) -> None:
         self._lowest = LEVELS.index(level)
-        self._request = None if request is None else _naming(request)
+        self._request = request
         self._before = LogRecordText("", "INFO", "")
         self._is_shown = request is None and self._lowest <= LEVELS.index("info")
 
@@ -179,24 +208,19 @@ class LogFilter:
                 found = msgspec.json.decode(line, type=_JsonRecord)
             except msgspec.MsgspecError:
                 return LogRecordText("", self._before.level, line)
-            record = LogRecordText("", found.level, line)
-            names = f"{found.request_id} {found.message}"
+            record = LogRecordText("", found.level, line, found.request_id)
         elif head := _HEAD.fullmatch(line):
-            record, names = LogRecordText(head["head"], head["level"], head["rest"]), head["rest"]
+            named = _ID.search(head["rest"])
+            request = named[1] if named else ""
+            record = LogRecordText(head["head"], head["level"], head["rest"], request)
         else:  # of a traceback, or printed by a library
             return LogRecordText("", self._before.level, line)
         self._before = record
         level = record.level.lower()
         is_high = level not in LEVELS or LEVELS.index(level) >= self._lowest
-        self._is_shown = is_high and (self._request is None or bool(self._request.search(names)))
+        is_about = self._request is None or request_ids.matches(record.request, self._request)
+        self._is_shown = is_high and is_about
         return record
-
-
-def _naming(request: str) -> re.Pattern[str]:
-    """Return a pattern of the id of a request, as the log has it: an answer's id without the prefix
-    of its API, such as chatcmpl-."""
-    ids = {request, re.sub(r"^[a-z]+[-_]", "", request)}
-    return re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, ids))})(?![\w-])")
 
 
 def _show(record: LogRecordText, *, has_color: bool) -> None:

@@ -24,6 +24,7 @@ from tools.models.preflight import preflight_each
 from tools.models.pulling import parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
+from tools.paths import user_path
 
 DESCRIPTION = (
     "List the models in the cache, with the memory that each needs on this machine, and the models "
@@ -66,7 +67,7 @@ def resolve(
     """
     if entry := CATALOGUE.get(model):
         return fetch(entry, cache, print_line)
-    path = Path(model).expanduser().absolute()
+    path = user_path(model).absolute()
     if path.is_dir() and model not in HUB_MODELS:
         needed = "tokenizer.json" if text_only else "config.json"
         if not (path / needed).is_file():
@@ -76,16 +77,21 @@ def resolve(
         if path.suffix != ".gguf":
             raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
         return path
-    if model.startswith(("/", ".", "~")):
-        raise _bad_model(f"no model {model!r}: no such file or directory")
-    name = parse_name(model)
+    name = None if is_path(model) else parse_name(model)
     if name is None:
-        raise _bad_model(f"no model {model!r}: {_suggestion(model)}")
+        raise _bad_model(f"no model {model!r}: {suggestion(model)}")
     return pulled_path(name, cache, print_line)
 
 
-def _suggestion(model: str) -> str:
-    """Return advice for a user whose MODEL is neither a path nor a name."""
+def is_path(model: str) -> bool:
+    """Return whether MODEL can only be a path."""
+    return model.startswith(("/", ".", "~"))
+
+
+def suggestion(model: str) -> str:
+    """Return advice for a user whose MODEL is neither an existing path nor a name."""
+    if is_path(model):
+        return "no such file or directory"
     names = [*CATALOGUE, *HUB_MODELS]
     if close := get_close_matches(model.lower(), names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(close)}?"
@@ -146,7 +152,10 @@ def memory_line(found: Preflight) -> str:
         return f"cannot be served here: {found.error}; {found.remedy}"
     (plan,) = found.plans
     total = plan.weights_bytes + plan.kv_bytes + plan.work_bytes
-    parts = f"{format_size(plan.weights_bytes)} of weights, {format_size(plan.kv_bytes)} of K/V"
+    parts = (
+        f"{format_size(plan.weights_bytes)} of weights, {format_size(plan.kv_bytes)} of K/V, "
+        f"{format_size(plan.work_bytes)} of working memory"
+    )
     limit = f"requests of up to {plan.max_len:,} tokens"
     return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
 

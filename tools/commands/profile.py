@@ -21,6 +21,7 @@ from protocol.process_state import PROC, program_name, read_all_stats, with_desc
 from protocol.sockets import engine_address
 from tools.bench.report import aligned
 from tools.failure import Failure
+from tools.paths import user_path
 from tools.processes.discovery import add_server, local_server
 
 DESCRIPTION = """\
@@ -51,7 +52,7 @@ class CpuSample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
+    add_server(parser, takes_argument=True)
     parser.add_argument(
         "--steps",
         type=int,
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     server = local_server(options)
-    directory = str(Path(options.directory).expanduser().absolute())
+    directory = str(user_path(options.directory).absolute())
     try:
         with (
             Client(engine_address(server.port), name="profile", wait_s=WAIT_S) as engine,

@@ -19,6 +19,8 @@ from protocol.quantize import TYPES, QuantizeJob, QuantizeProgress
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.fetch import format_size, home
+from tools.paths import user_path
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output = Path(options.output).expanduser().absolute()
+    output = user_path(options.output).absolute()
     _check_output(output, force=options.force)
     model = resolve(options.model, home())
     if not model.is_dir():
@@ -104,6 +106,7 @@ def quantize(job: QuantizeJob) -> Iterator[QuantizeProgress]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=child_environment(),
         ) as process,
         ExitStack() as interrupted,
     ):

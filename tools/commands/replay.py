@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
+from tools.processes.child_environment import child_environment
 from tools.processes.children import module_command
 
 DESCRIPTION = """\
@@ -49,4 +50,4 @@ def run(options: argparse.Namespace) -> int:
     flags = ("check", "weights", "any_fingerprint")
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(options, flag)]
     command = module_command("engine_core.journal", options.path)
-    return subprocess.run([*command, *given]).returncode
+    return subprocess.run([*command, *given], env=child_environment()).returncode

@@ -27,7 +27,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
+    add_server(parser, takes_argument=True)
 
 
 def run(options: argparse.Namespace) -> int:

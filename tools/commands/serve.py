@@ -47,7 +47,7 @@ from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
-from tools.models.fetch import home
+from tools.models.fetch import home, path_note
 from tools.models.preflight import (
     ModelCheck,
     check_device,
@@ -60,6 +60,7 @@ from tools.models.preflight import (
 from tools.models.pulling import served_name
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
+from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart
 from tools.processes.models_file import given_models, model_config
@@ -76,7 +77,7 @@ from tools.processes.start_checks import (
     EXTRAS,
     check_installation,
     check_key,
-    check_kv_disk,
+    check_paths,
 )
 from tools.processes.supervisor import STOP_S
 from tools.processes.topology import (
@@ -282,12 +283,12 @@ def run(options: argparse.Namespace) -> int:
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
     api_key = api_keys_in_effect(options, own)
     terminal = Terminal(log_style(options.log_format))
+    check_paths([config for _, config in CONFIGS], vars(options))
     planned = plan({**vars(options), "api_key": api_key}, terminal.style)
     libraries = EXTRAS.keys() - (frozenset() if planned.engines else ENGINE_LIBRARIES)
     check_installation(sorted(libraries - (frozenset() if planned.cluster else {"ray"})))
     check_key(planned.serve.cluster_key)
     if planned.engines:
-        check_kv_disk(planned.engine.worker.kv_disk)
         check_device(planned.engine.worker.device)
     _check_gateway(planned.gateway)
     with (
@@ -303,6 +304,7 @@ def run(options: argparse.Namespace) -> int:
             prepare_files(planned.gateway, planned.serve)
         _describe(lock, planned, planned.gateway.served_name)
         found = _with_model_path(planned, terminal)
+        _log_lost_sampling(planned, terminal)
         check = _check_models if found.models else _check_model
         with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
@@ -361,6 +363,17 @@ def _with_model_path(plan: ServePlan, terminal: Terminal) -> ServePlan:
     draft = "" if render_only else plan.engine.worker.draft_model
     engine = with_model(plan.engine, path, resolve(draft, home(), print_line) if draft else None)
     return replace(plan, engine=engine)
+
+
+def _log_lost_sampling(plan: ServePlan, terminal: Terminal) -> None:
+    """Log which models of the catalogue are served by path, without the sampling that the catalogue
+    recommends."""
+    engines = plan.models.values() or [plan.engine] * bool(plan.engines)
+    if plan.gateway.default_sampling:
+        return
+    for note in (path_note(engine.worker.model) for engine in engines):
+        if note:
+            terminal.log(note)
 
 
 def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
@@ -438,6 +451,7 @@ def _serve(
         paths = [each.worker.model for each in plan.models.values()] or [plan.engine.worker.model]
         noun = "models" if len(paths) > 1 else "model"
         terminal.log(processes + f"; {noun} {', '.join(paths)}" * has_model)
+        warn_of_left_out(terminal)
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])

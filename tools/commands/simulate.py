@@ -31,6 +31,8 @@ from tools.failure import Failure
 from tools.flags import add_flags, build, flags_of
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
+from tools.paths import user_path
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 DESCRIPTION = """\
@@ -140,7 +142,12 @@ def simulate(config: SimulationConfig) -> Iterator[SimulatorLine]:
     encoded = msgspec.json.encode(config).decode()
     command = module_command("simulator", "--config", encoded)
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -166,7 +173,7 @@ def _config(options: argparse.Namespace) -> SimulationConfig:
         given = vars(options)
         model = options.model or ""
         if model.endswith(".json"):
-            model = str(Path(model).expanduser().absolute())
+            model = str(user_path(model).absolute())
         return build(SimulationConfig, given, engine=engine, model=model)
     except ValueError as error:
         raise Failure(str(error), exit_code=ExitCode.USAGE) from None
@@ -201,5 +208,5 @@ def _measure(options: argparse.Namespace) -> int:
         found: list[StepBenchLine] = [*measure_steps(config)]
         lines.append(msgspec.json.encode(found))
         print(f"{new_tokens} new tokens: {len(found) - 1} kinds of steps", flush=True)
-    Path(options.steps).expanduser().write_bytes(b"\n".join(lines) + b"\n")
+    user_path(options.steps).write_bytes(b"\n".join(lines) + b"\n")
     return 0

@@ -42,7 +42,7 @@ WITHOUT_ENGINE = ("unloaded", "waiting", "failed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
+    add_server(parser, takes_argument=True)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
 
 

@@ -79,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _selected_name(options: argparse.Namespace) -> str:
-    """Return the name of the server that --port or --url selects, or of the only one."""
+    """Return the name of the server that --port or --url selects, or of the only one. One of --port
+    need not run: what it left behind is removed, as with PORT."""
+    if options.port is not None and not options.url:
+        return str(options.port)
     return str(local_server(options, otherwise="see: tidegate ps").port)
 
 

@@ -40,7 +40,7 @@ ONCE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser)
+    add_engine_options(parser, takes_argument=True)
     parser.add_argument("--once", action="store_true", help="print the state once and exit")
     parser.add_argument("--json", action="store_true", help="print the state once, as JSON")
     parser.add_argument(

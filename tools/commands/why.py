@@ -10,9 +10,11 @@ import argparse
 
 import msgspec
 
+from protocol.client import Client
 from protocol.errors import ServingError
-from protocol.explain import duration, explain, headline
+from protocol.explain import duration, ended, explain, headline
 from protocol.messages import RequestTimelines
+from protocol.request_ids import MIN_BEGINNING_CHARS, choose, several
 from protocol.timeline import EngineTimeline
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
@@ -33,15 +35,20 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="ID", help="request to explain")
+    parser.add_argument(
+        "name",
+        metavar="ID",
+        help="request to explain; the beginning of its id is enough (at least "
+        f"{MIN_BEGINNING_CHARS} characters), if no other request has it",
+    )
     parser.add_argument("--json", action="store_true", help="print the timeline as JSON")
-    add_engine_options(parser)
+    add_engine_options(parser, takes_argument=True)
 
 
 def run(options: argparse.Namespace) -> int:
     with connect(options, "why") as engine:
         try:
-            found = engine.get_timelines([options.name])
+            found = find_timelines(engine, options.name)
         except ServingError as error:
             raise Failure(str(error)) from None
     if options.json:
@@ -51,6 +58,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(_unknown(options.name, found))
     return 0 if found.timelines else 1
+
+
+def find_timelines(engine: Client, text: str) -> RequestTimelines:
+    """Return the timelines of the requests with the id `text`, or of the one whose id begins so.
+    Raises Failure if several ids begin with `text`, and ServingError if the engine is lost."""
+    found = engine.get_timelines([text])
+    if found.timelines:
+        return found
+    found = engine.get_timelines([text], are_beginnings=True)
+    names = choose((timeline.name for timeline in found.timelines), text)
+    if len(names) > 1:
+        raise Failure(several(clean(text), map(clean, names)), exit_code=2)
+    return found
 
 
 def _unknown(name: str, found: RequestTimelines) -> str:
@@ -63,9 +83,8 @@ def _unknown(name: str, found: RequestTimelines) -> str:
 
 def _lines(timeline: EngineTimeline) -> list[str]:
     reasons = explain(timeline)
-    state = timeline.finish or "open"
     facts = [
-        state if timeline.finish == "" else f"ended with {state!r}",
+        ended(timeline.finish) if timeline.finish else "open",
         f"{timeline.prompt_tokens:,} + {timeline.generated_tokens:,} tokens",
         *([f"account {timeline.account}"] if timeline.account else []),
         *([f"sent by {timeline.client}"] if timeline.client else []),

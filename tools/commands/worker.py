@@ -22,6 +22,7 @@ from tools.flags import add_flags, build
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
+from tools.processes.child_environment import child_environment, warn_of_left_out
 from tools.processes.children import module_command
 from tools.processes.start_checks import check_installation
 from tools.processes.topology import check_reachable
@@ -114,4 +115,5 @@ def run(options: argparse.Namespace) -> int:
         log_format=terminal.style,
     )
     command = module_command("worker.join", msgspec.json.encode(config).decode())
-    os.execv(command[0], command)
+    warn_of_left_out(terminal)
+    os.execve(command[0], command, child_environment())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -28,10 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
+import msgspec
+
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.catalogue import Entry
+from tools.models.catalogue import CATALOGUE, Entry
 from tools.models.wheel_file import WheelFile
+from tools.paths import user_path
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -54,11 +58,16 @@ def print_on_stderr(text: str) -> None:
 
 def home(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory where Tidegate keeps a user's downloads and other files: $TIDEGATE_HOME,
-    or else `tidegate` in the user's cache directory."""
+    or else `tidegate` in the user's cache directory. Raises Failure if the user has none."""
     if chosen := environment.get("TIDEGATE_HOME"):
-        return Path(chosen).expanduser().absolute()
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tidegate"
+        return user_path(chosen).absolute()
+    if base := environment.get("XDG_CACHE_HOME"):
+        return Path(base) / "tidegate"
+    try:
+        return Path.home() / ".cache" / "tidegate"
+    except RuntimeError:  # $HOME is not set, and the system does not list the user
+        message = "this user has no home directory; set $TIDEGATE_HOME to a directory of its own"
+        raise Failure(message, exit_code=ExitCode.USAGE) from None
 
 
 def cached_file(entry: Entry, cache: Path) -> Path:
@@ -76,6 +85,26 @@ def is_verified(entry: WheelFile, file: Path) -> bool:
     with contextlib.suppress(OSError):
         return _stamp_of(file).read_text() == _stamp(file, entry.file_sha256)
     return False
+
+
+def path_note(model: str) -> str:
+    """Return what to log if MODEL is the path of a file in the catalogue, for which only the name
+    of the catalogue selects the recommended sampling; otherwise ""."""
+    path = Path(model).expanduser()
+    if model in CATALOGUE:
+        return ""
+    for entry in CATALOGUE.values():
+        sampling = msgspec.to_builtins(entry.sampling)
+        if not sampling or not path.is_file() or path.stat().st_size != entry.file_bytes:
+            continue
+        if sha256_of(path) == entry.file_sha256:
+            values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+            return (
+                f"{model} is the model {entry.name} of the catalogue; requests are sampled as its "
+                f"authors recommend ({values}) only if it is served by that name, or with "
+                f"--default-sampling '{json.dumps(sampling)}'"
+            )
+    return ""
 
 
 def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) -> Path:

@@ -26,14 +26,16 @@ TEXT_FILES = frozenset(
         *("vocab.json", "merges.txt", "tokenizer.model"),
         *("chat_template.jinja", "chat_template.json"),
         *("modules.json", "config_sentence_transformers.json"),
-        *("sentence_bert_config.json", "sentence_roberta_config.json"),
         *("LICENSE", "LICENSE.txt", "LICENSE.md"),
     }
 )
 """The files beside the weights that are downloaded with safetensors files."""
 TEMPLATES = re.compile(r"additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja")
-MODULES = re.compile(r"\d+_[A-Za-z0-9_]+/(?:config\.json|model\.safetensors)")
-"""Files of the modules of sentence-transformers, which say how vectors are made."""
+MODULES = re.compile(
+    r"sentence_[a-z-]+_config\.json|\d+_[A-Za-z0-9_]+/(?:config\.json|model\.safetensors)"
+)
+"""Files of the modules of sentence-transformers, which say how vectors are made. Older versions put
+the family into the name of the first module's file."""
 OTHER_WEIGHTS = ("consolidated", "adapter_model")
 """Names that start with one of these belong to other programs: they repeat or change weights."""
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16", "F16")

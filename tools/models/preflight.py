@@ -7,7 +7,6 @@ process of the gateway tests the tokenizer and the output formats.
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from protocol.exit_codes import ExitCode
 from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from tools.failure import Failure
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module
 from tools.terminal import Terminal
 
@@ -118,7 +118,7 @@ class ModelCheck:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **self._config.to_environment()},
+                env=child_environment(self._config.to_environment()),
             )
         return self._process
 

@@ -15,6 +15,7 @@ from tools.models.fetch import PrintLine
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.preflight import check_config
 from tools.models.records import PulledModel, read_record
+from tools.paths import user_path
 
 NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hub]'"
 
@@ -48,7 +49,7 @@ def served_name(model: str) -> str | None:
     None if MODEL is a path or a URL."""
     if model in CATALOGUE or model in HUB_MODELS:
         return model
-    if Path(model).expanduser().exists() or model.startswith(("http://", "https://")):
+    if user_path(model).exists() or model.startswith(("http://", "https://")):
         return None
     name = parse_hub_name(model)
     return None if name is None else str(name)

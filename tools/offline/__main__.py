@@ -29,6 +29,7 @@ from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.config.worker import WorkerConfig
 from protocol.errors import EngineNotReady
 from protocol.exit_codes import ExitCode
+from protocol.field_errors import with_field
 from protocol.lifeline import attach_to_parent
 from protocol.offline_messages import OfflineConfig
 from tools.commands.models import resolve
@@ -41,7 +42,7 @@ from tools.models.preflight import ModelCheck, check_device, check_models, witho
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command
-from tools.processes.start_checks import check_installation, check_kv_disk
+from tools.processes.start_checks import check_installation, check_paths
 from tools.processes.topology import with_model
 from tools.processes.watch import STOP_SIGNALS, supervise
 from tools.terminal import Terminal
@@ -90,10 +91,7 @@ def _build(
     try:
         return msgspec.convert({**own, **fixed}, kind)
     except msgspec.ValidationError as error:
-        message = str(error).partition(" - at `$.")
-        field = message[2].rstrip("`")
-        text = f"{field}: {message[0]}" if field else message[0]
-        raise Failure(text, exit_code=ExitCode.USAGE) from None
+        raise Failure(with_field(str(error)), exit_code=ExitCode.USAGE) from None
 
 
 def run(config: OfflineConfig) -> int:
@@ -102,7 +100,8 @@ def run(config: OfflineConfig) -> int:
     directory = new_directory()
     gateway, engine = plan(config, directory)
     check_installation(["flask", "gevent", "gunicorn", "torch"])
-    check_kv_disk(engine.worker.kv_disk)
+    options = msgspec.structs.asdict(engine) | msgspec.structs.asdict(engine.worker)
+    check_paths([EngineConfig, WorkerConfig], options)
     check_device(engine.worker.device)
     draft = engine.worker.draft_model
     path = resolve(engine.worker.model, home())

@@ -29,6 +29,7 @@ from protocol.log_lines import LineFormatter, LogStyle, without_colors, without_
 from protocol.process_state import explain_kill, is_stopped, num_oom_kills
 from tools.failure import Failure
 from tools.processes.actions import ProcessExit, StoppedProcess
+from tools.processes.child_environment import child_environment
 from tools.processes.server_log import ServerLog
 
 KEPT_LINES = 40
@@ -50,7 +51,7 @@ class Command:
     group: str = ""
     #: Address of an engine, as the gateways report it; "" for other processes, or without gateways.
     address: str = ""
-    #: Variables added to the supervisor's environment.
+    #: Variables added to the supervisor's environment (`child_environment`).
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Working directory; None: the supervisor's.
     directory: Path | None = None
@@ -89,7 +90,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **command.environment, **self._lifeline.environment},
+            env=child_environment(command.environment, self._lifeline.environment),
             cwd=command.directory,
             process_group=0,
             pass_fds=[*command.keeps_open, *self._lifeline.child_ends],
@@ -250,7 +251,7 @@ def run_module(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
-            env={**os.environ, **environment},
+            env=child_environment(environment),
         )
     except subprocess.TimeoutExpired:
         raise Failure(f"{purpose} took more than {timeout_s:g} s") from None

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,7 +28,7 @@ from protocol.hosts import is_loopback
 from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
 from protocol.sockets import engine_address, run_directory
 from tools.failure import Failure
-from tools.flags import flags_of
+from tools.flags import allow_late, flags_of
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states, local_url, port_of
 from tools.processes import run_lock
 
@@ -182,11 +183,42 @@ class RunningServer:
         return f"{self.port} ({self.model})" if self.model else str(self.port)
 
 
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options --port and --url, which select a server."""
+class _SetPort(argparse.Action):
+    """Stores the port, which the user may give as an argument or as an option, but once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values is None:  # the argument is not given
+            return
+        if namespace.port is not None:
+            parser.error("give the port once, as PORT or as --port PORT")
+        namespace.port = values
+
+
+def add_server(parser: argparse.ArgumentParser, *, takes_argument: bool = False) -> None:
+    """Add the options --port and --url, which select a server.
+
+    takes_argument   the port may also be given without --port, as the last argument
+    """
     (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
+    if takes_argument:
+        parser.add_argument(
+            "port_argument",
+            nargs="?",
+            action=_SetPort,
+            type=port.read,
+            metavar="PORT",
+            help="the same as --port PORT",
+        )
+        allow_late(parser, "port", port.read)
     parser.add_argument(
         port.name,
+        action=_SetPort,
         type=port.read,
         metavar="PORT",
         help="use the server on this port (default: your only server on this machine)",
@@ -266,10 +298,10 @@ def _host_and_port(url: str) -> tuple[str, int | None]:
     return "loopback" if is_loopback(host) else host, port_of(parts, url)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options --port, --url, --model, --engine and --cluster-key, which select an
-    engine."""
-    add_server(parser)
+def add_engine_options(parser: argparse.ArgumentParser, *, takes_argument: bool = False) -> None:
+    """Add the options --port, --url, --model, --engine and --cluster-key, which select an engine.
+    `takes_argument` is that of `add_server`."""
+    add_server(parser, takes_argument=takes_argument)
     parser.add_argument(
         "--model",
         metavar="NAME",

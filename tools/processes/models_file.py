@@ -26,8 +26,10 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
+from protocol.field_errors import in_words
 from tools.flags import build, flags_of
 from tools.models.catalogue import DEFAULT
+from tools.paths import user_path
 from tools.processes.several_models import NamedModel, check_names, named_models, own_name
 
 _SHARED = {"draft_model", "served_name"}
@@ -66,7 +68,7 @@ def model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConf
 
 def is_same_file(file: str, other: str | None) -> bool:
     """Return whether two paths name the same file; False if `other` is None."""
-    return other is not None and Path(file).absolute() == Path(other).expanduser().absolute()
+    return other is not None and Path(file).absolute() == user_path(other).absolute()
 
 
 def read_models_file(file: Path, *, is_config: bool = False) -> list[NamedModel]:
@@ -86,7 +88,7 @@ def read_models_file(file: Path, *, is_config: bool = False) -> list[NamedModel]
     for number, table in enumerate(tables, start=1):
         try:
             found.append(_read_table(table, file.parent))
-        except (msgspec.ValidationError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"--models {file}: model {number}: {error}") from None
     return found
 
@@ -100,7 +102,7 @@ def _read_table(table: Mapping[str, Any], folder: Path) -> NamedModel:
     }
     if template := options.get("chat_template"):
         options["chat_template"] = str(folder / template)
-    local = folder / Path(own.path).expanduser()
+    local = folder / user_path(own.path)
     path = str(local) if local.exists() else own.path
     name = own.name or own_name(path)
     return NamedModel(name, path, is_explicit=True, aliases=own.alias, options=options)
@@ -114,7 +116,7 @@ def _option(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, kinds[key])
     except msgspec.ValidationError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"{key}: {in_words(str(error))}") from None
 
 
 @cache

@@ -7,7 +7,6 @@ process has. Its output goes to a temporary file, to find the cause in it if the
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from protocol.exit_codes import ExitCode
 from protocol.lifeline import Lifeline
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, local_url
+from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command
 
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ class PrivateServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._lifeline.environment, KEY_VARIABLE: self._key},
+                env=child_environment(self._lifeline.environment, {KEY_VARIABLE: self._key}),
                 process_group=0,  # Ctrl-C is handled here
                 pass_fds=self._lifeline.child_ends,
             )

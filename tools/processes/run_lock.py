@@ -25,7 +25,13 @@ from pathlib import Path
 import msgspec
 
 from protocol.exit_codes import ExitCode
-from protocol.sockets import ADAPTERS_SUFFIX, MEETING_FILE, check_private, make_private
+from protocol.sockets import (
+    ADAPTERS_SUFFIX,
+    MEETING_FILE,
+    check_private,
+    make_private,
+    runtime_setting,
+)
 from tools.failure import Failure
 from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE
 
@@ -85,20 +91,31 @@ def hold(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> int:
 
     Raises Failure if another process holds the directory, or if the directory cannot be used.
     """
+    removed: FileNotFoundError | None = None
     for _ in range(ATTEMPTS):
         try:
             make_private(directory)
             lock = _try_lock(directory, os.O_CREAT)
-        except FileNotFoundError:  # another process has just removed the directory
-            lock = None
+            removed = None
+        except FileNotFoundError as error:
+            # Another process has just removed the directory, or it cannot be created.
+            lock, removed = None, error
         except OSError as error:
-            raise Failure(f"cannot use the run directory: {error}") from None
+            raise _unusable(directory, error) from None
         if lock is not None:
             os.ftruncate(lock, 0)
             describe(lock, LockFacts())
             return lock
         time.sleep(ATTEMPT_EVERY_S)  # another command may hold the lock for a moment
+    if removed is not None:
+        raise _unusable(directory, removed)
     raise Failure(_in_use_message(directory, *in_use), exit_code=ExitCode.IN_USE)
+
+
+def _unusable(directory: Path, error: OSError) -> Failure:
+    """Return the failure of a run directory that cannot be used. It names the variable."""
+    text = f"cannot use the run directory {directory}: {error.strerror or error}"
+    return Failure(": ".join(filter(None, (runtime_setting(), text))))
 
 
 def _try_lock(directory: Path, flags: int = 0) -> int | None:

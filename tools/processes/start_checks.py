@@ -3,14 +3,21 @@ Failure, before anything is started."""
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from protocol.cluster_key import read_cluster_key
+from protocol.config.base import PathKind
+from protocol.config.gateway import NO_STORE
 from protocol.exit_codes import ExitCode
 from tools.failure import Failure
+from tools.flags import flags_of
 
 EXTRAS = {
     **{"gunicorn": "gateway", "flask": "gateway", "gevent": "gateway", "torch": "worker"},
@@ -35,14 +42,57 @@ def check_key(path: str) -> None:
         raise Failure(str(error), exit_code=ExitCode.USAGE) from None
 
 
-def check_kv_disk(path: str) -> None:
-    """Create the directory for K/V on disk, if `path` is not "". Raises Failure if that is not
-    possible, or if the directory is not writable."""
-    try:
-        if path:
-            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"--kv-disk {path}: cannot create this directory: {error.strerror}"
-        raise Failure(message, exit_code=ExitCode.USAGE) from None
-    if path and not os.access(path, os.W_OK | os.X_OK):
-        raise Failure(f"--kv-disk {path}: not writable", exit_code=ExitCode.USAGE)
+def check_paths(configs: Iterable[type[msgspec.Struct]], values: Mapping[str, Any]) -> None:
+    """Check the paths among the options of these configs. Directories to write are created.
+
+    values   field -> value; None: the option was not given
+
+    Raises Failure for the first path that cannot be used. The message names the option.
+    """
+    for flag in (flag for config in configs for flag in flags_of(config) if flag.path):
+        path = values.get(flag.field)
+        if path in (None, "", NO_STORE):
+            continue
+        try:
+            _CHECKS[flag.path](Path(path))
+        except OSError as error:
+            hint = f"; make it with: {_MAKERS[flag.field]}" if flag.field in _MAKERS else ""
+            raise Failure(
+                f"{flag.name} {path}: cannot {_VERBS[flag.path]}: {error.strerror}{hint}",
+                exit_code=ExitCode.USAGE,
+            ) from None
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_access(path, os.W_OK | os.X_OK)
+
+
+def _check_new_file(path: Path) -> None:
+    """Check that a file can be made at `path`, or changed if it exists."""
+    _make_directory(path.parent)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists():
+        _check_access(path, os.R_OK | os.W_OK)
+
+
+def _check_access(path: Path, mode: int) -> None:
+    if not os.access(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+_CHECKS: Mapping[PathKind, Callable[[Path], object]] = {
+    "file": lambda path: path.open("rb").close(),
+    "directory": os.listdir,
+    "new file": _check_new_file,
+    "new directory": _make_directory,
+}
+_VERBS: Mapping[PathKind, str] = {
+    "file": "read this file",
+    "directory": "read this directory",
+    "new file": "write this file",
+    "new directory": "create this directory",
+}
+_MAKERS = {"api_keys": "tidegate keys add FILE NAME", "cluster_key": "tidegate key FILE"}
+"""Field -> the command that makes its file."""

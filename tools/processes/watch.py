@@ -260,7 +260,9 @@ class Watch:
                         if self._server is not None:
                             self._server.send(connection, message)
                     case EndServer(code, cause):
-                        if cause and cause != self._last_line:
+                        if not cause:
+                            self._terminal.log("stopped")
+                        elif cause != self._last_line:
                             self._terminal.fail(cause)
                         return code
             actions = self._control.advance(time.monotonic())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.explain import duration
 from protocol.messages import Limits
@@ -40,7 +40,7 @@ class Canvas:
     """The size of the output in characters and lines, and whether it has colours."""
 
     width: int = 100
-    #: None: no limit.
+    #: None: no limit. Ids of requests are then not cut either, so that they can be copied.
     height: int | None = None
     has_colours: bool = False
 
@@ -148,21 +148,25 @@ def curve(values: Sequence[float], width: int) -> str:
 def _rows(frame: EngineFrame, canvas: Canvas, room: int | None) -> list[str]:
     """Return the table of requests in at most `room` lines. If not all requests fit, the last line
     says how many are left out."""
-    head = f"{'request':<{NAME_WIDTH}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
+    width = NAME_WIDTH
+    if canvas.height is None:
+        width = max(width, *(len(clean(row.name)) for row in frame.requests), 0)
+        canvas = replace(canvas, width=canvas.width + width - NAME_WIDTH)
+    head = f"{'request':<{width}} {'stage':<9} {'age':>7} {'prompt':>7} {'cached':>7} "
     head += f"{'answer':>13} {'tokens/s':>8}  {'account':<12} client"
     shown = len(frame.requests)
     if room is not None and 1 + shown + (frame.num_open > shown) > room:
         shown = max(0, room - 2)
     lines = [canvas.style(cut(head, canvas.width), FAINT)]
-    lines += [_row(row, canvas) for row in frame.requests[:shown]]
+    lines += [_row(row, canvas, width) for row in frame.requests[:shown]]
     left = frame.num_open - shown
     return [*lines, canvas.style(f"and {left:,} more", FAINT)] if left else lines
 
 
-def _row(row: RequestStatus, canvas: Canvas) -> str:
+def _row(row: RequestStatus, canvas: Canvas, name_width: int) -> str:
     speed = row.generated_tokens / row.decode_s if row.decode_s > 0 else 0.0
     answer = f"{row.generated_tokens:,}/{row.most_tokens:,}"
-    name = f"{cut(clean(row.name), NAME_WIDTH):<{NAME_WIDTH}} "
+    name = f"{cut(clean(row.name), name_width):<{name_width}} "
     stage = f"{row.stage:<9} "
     rest = f"{age(row.age_s):>7} {row.prompt_tokens:>7,} {row.cached_tokens:>7,} {answer:>13} "
     rest += f"{speed:>8.1f}  {cut(clean(row.account), 12):<12} {clean(row.client)}"

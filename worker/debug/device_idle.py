@@ -34,6 +34,9 @@ class DeviceIdle:
         return ordered[(len(ordered) - 1) * percent // 100] if ordered else 0.0
 
     def summary(self) -> str:
-        """Return a line for the log: the number of steps, and three percentiles of the gaps."""
+        """Return a line for the log: the number of steps, and three percentiles of the gaps between
+        them, if there are any."""
+        if not self._gaps_s:
+            return f"{self.num_steps} step{'s' * (self.num_steps != 1)}"
         gaps = ", ".join(f"p{p} {self.percentile_s(p) * 1e3:.3f} ms" for p in (10, 50, 90))
         return f"{self.num_steps} steps, gaps between them: {gaps}"

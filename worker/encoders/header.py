@@ -10,11 +10,16 @@ from typing import Any
 from protocol.config.worker import PoolingOption
 from protocol.encoding import EncodingCard
 from worker.encoders.families.family import EncoderFamily
-from worker.encoders.modules import VectorSpec, read_modules
+from worker.encoders.modules import (
+    VectorSpec,
+    max_input_tokens,
+    read_modules,
+    with_activation,
+)
 from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
 from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields, read_json
+from worker.loading.fields import Fields
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_name, directory_text
@@ -85,7 +90,7 @@ def directory_encoder(
 ) -> EncoderHeader:
     """Return the header of an encoder in a Hugging Face directory. Raises UnusableModel with the
     reason if it cannot be served."""
-    spec = family.spec(config)
+    spec = family.spec(with_activation(config, path))
     paths = weight_files(path)
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
@@ -109,17 +114,8 @@ def directory_encoder(
         {name: kinds[name] for name in used},
         text,
         paths,
-        vectors or replace(DEFAULT_VECTORS, max_tokens=_tokenizer_limit(path, spec)),
+        vectors or replace(DEFAULT_VECTORS, max_tokens=max_input_tokens(path)),
     )
-
-
-def _tokenizer_limit(path: Path, spec: EncoderSpec) -> int:
-    """Return the most tokens of an input by tokenizer_config.json, and at most the model's."""
-    file = path / "tokenizer_config.json"
-    length = read_json(file).get("model_max_length") if file.is_file() else None
-    if isinstance(length, int) and 0 < length < spec.context_tokens:
-        return length
-    return spec.context_tokens
 
 
 def config_encoder(path: Path, config: Mapping[str, Any], family: EncoderFamily) -> EncoderHeader:

@@ -3,14 +3,16 @@
     modules.json                        the modules: Transformer, Pooling, Dense, Normalize
     1_Pooling/config.json               the pooling
     2_Dense/config.json, .safetensors   a dense layer, if there is one
-    config_sentence_transformers.json   prompts, and how vectors are compared
-    sentence_bert_config.json           the most tokens of an input
+    config_sentence_transformers.json   prompts, how vectors are compared, the function of a score
+    sentence_bert_config.json           the most tokens of an input, before version 5.4
+    tokenizer_config.json               the most tokens of an input, since then
 
 Needs no torch. Other modules are refused by name, because they would change the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,8 +23,14 @@ from worker.loading.fields import Fields, parsed_json, read_json
 from worker.loading.safetensors_files import SINGLE, SafetensorsFiles
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json")
-"""Files with `max_seq_length`. The name depends on the family in directories of older versions."""
+TRANSFORMER_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file that describes the module Transformer; the first one that is there is read. The
+name depends on the family in directories of older versions."""
+ONLY_TEXT = ("query_length", "document_length", "query_expansion")
+"""Keys of that file that belong to models with a vector for each token."""
 POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -40,6 +48,8 @@ ACTIVATIONS = {
     "torch.nn.modules.activation.ReLU": "relu",
 }
 """Class of an activation in the config of a dense layer -> its name in pooling.py."""
+VECTOR = "sentence_embedding"
+"""The name of a text's vector in the configs of modules."""
 SIMILARITIES: dict[str, Similarity] = {"cosine": "cosine", "dot": "dot", "dot_product": "dot"}
 
 
@@ -154,8 +164,9 @@ def _inside(path: str) -> str:
 
 def _pooling(file: Path, hidden: int) -> Pooling:
     config = Fields(read_json(file), str(file))
-    if (width := config.integer("word_embedding_dimension", hidden)) != hidden:
-        raise UnusableModel(f"{file}: word_embedding_dimension is {width}; the model has {hidden}")
+    for key in ("embedding_dimension", "word_embedding_dimension"):  # the newer name comes first
+        if (width := config.integer(key, hidden)) != hidden:
+            raise UnusableModel(f"{file}: {key} is {width}; the model has {hidden}")
     if not config.flag("include_prompt", True):
         raise UnusableModel(f"{file}: include_prompt false is not supported")
     named = config.get("pooling_mode")
@@ -179,6 +190,9 @@ def _dense(folder: Path, inputs: int) -> DenseSpec:
     activation = config.text("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
         raise UnusableModel(f"{file}: activation_function {activation!r} is not supported")
+    for key in ("module_input_name", "module_output_name"):
+        if (name := config.text(key, VECTOR)) != VECTOR:
+            raise UnusableModel(f"{file}: {key} {name!r:.80} is not supported")
     spec = DenseSpec(
         file=folder / SINGLE,
         inputs=config.integer("in_features"),
@@ -212,21 +226,60 @@ def _lowers(folder: Path) -> bool:
     )
 
 
-def max_sequence_length(folder: Path) -> int | None:
-    """Return the most tokens of an input that the files of sentence-transformers allow; None if
-    they do not say. Raises UnusableModel if they require lower case that the tokenizer does not
-    make."""
-    longest = None
-    for name in LENGTHS:
-        if (folder / name).is_file():
-            config = Fields(read_json(folder / name), name)
-            if config.flag("do_lower_case", False) and not _lowers(folder):
-                raise UnusableModel(
-                    f"{name}: do_lower_case is only supported if the tokenizer lowers texts itself"
-                )
-            if config.get("max_seq_length") is not None:
-                longest = max(config.integer("max_seq_length"), 1)
-    return longest
+def max_input_tokens(folder: Path) -> int | None:
+    """Return the most tokens of an input that a model's directory allows, as sentence-transformers
+    reads it; None if it does not say. Raises UnusableModel if the module Transformer is described
+    in a way that is not supported."""
+    config = _transformer(folder)
+    processor = config.get("processor_kwargs", config.get("tokenizer_args", {}))
+    tokenizer = folder / "tokenizer_config.json"
+    for values, source, key in (
+        (_text_options(config), "processing_kwargs", "max_length"),
+        (processor, "processor_kwargs", "model_max_length"),
+        (config, "", "max_seq_length"),
+        (read_json(tokenizer) if tokenizer.is_file() else {}, tokenizer.name, "model_max_length"),
+    ):
+        fields = values if isinstance(values, Fields) else Fields(values, source)
+        if fields.get(key) is not None:
+            return max(int(fields.number(key)), 1)
+    return None
+
+
+def _transformer(folder: Path) -> Fields:
+    """Return the fields of the file that describes the module Transformer; they are empty if there
+    is none, or if no modules.json names the module. Raises UnusableModel for values that would
+    change the result and are not supported."""
+    found = (folder / name for name in TRANSFORMER_FILES if (folder / name).is_file())
+    file = next(found, None) if (folder / MODULES).is_file() else None
+    if file is None:
+        return Fields({}, MODULES)
+    config = Fields(read_json(file), file.name)
+    if config.flag("do_lower_case", False) and not _lowers(folder):
+        raise UnusableModel(
+            f"{file.name}: do_lower_case is only supported if the tokenizer lowers texts itself"
+        )
+    for key in ONLY_TEXT:
+        if config.get(key) is not None:
+            raise UnusableModel(f"{file.name}: {key} is not supported")
+    if "text" not in Fields(config.get("modality_config", {"text": {}}), file.name):
+        raise UnusableModel(f"{file.name}: modality_config has no 'text'")
+    return config
+
+
+def _text_options(config: Fields) -> Any:
+    """Return the options with which texts are tokenized."""
+    options = config.get("processing_kwargs", {})
+    return Fields(options, "processing_kwargs").get("text", {})
+
+
+def with_activation(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the config of a model that scores, with the function of its scores that the file
+    SETTINGS names. It takes precedence over that of config.json, where versions before 5.4 of
+    sentence-transformers stored it. Raises UnusableModel if the file is damaged."""
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    if (name := settings.get("activation_fn")) is None:
+        return dict(config)
+    return {**config, "sentence_transformers": {"activation_fn": name}}
 
 
 def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
@@ -245,7 +298,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _with_settings(spec: VectorSpec, folder: Path) -> VectorSpec:
-    spec = replace(spec, max_tokens=max_sequence_length(folder))
+    spec = replace(spec, max_tokens=max_input_tokens(folder))
     if not (folder / SETTINGS).is_file():
         return spec
     prompts, default = read_prompts(folder)

@@ -27,7 +27,13 @@ import msgspec
 
 from protocol.encoding import EncodingCard, PairPrompt
 from worker.encoders.families.family import SCORES, check_one_label, has_sigmoid
-from worker.encoders.modules import MODULES, max_sequence_length, module_kinds, read_prompts
+from worker.encoders.modules import (
+    MODULES,
+    max_input_tokens,
+    module_kinds,
+    read_prompts,
+    with_activation,
+)
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import Fields, parsed_json, read_json
 from worker.loading.gguf_config import Metadata
@@ -91,17 +97,17 @@ def has_logit_score(folder: Path) -> bool:
 
 
 def classifier_scorer(
-    folder: Path, config: Fields, found: Mapping[str, Shape], hidden: int
+    folder: Path, config: Mapping[str, Any], found: Mapping[str, Shape], hidden: int
 ) -> PairScorer:
     """Return the scorer of a decoder with a head that scores. Raises UnusableModel if the head has
     several labels, or if its tensor is missing or has another shape.
 
     found   name -> shape of each tensor in the files
     """
-    check_one_label(config)
+    check_one_label(Fields(config, "config.json"))
     _check_head(SCORE_TENSOR, found.get(SCORE_TENSOR), (1, hidden))
-    scorer = PairScorer(tensor=SCORE_TENSOR, num_rows=1, plus=0, has_sigmoid=has_sigmoid(config))
-    return _with_settings_of(folder, scorer)
+    scorer = PairScorer(tensor=SCORE_TENSOR, num_rows=1, plus=0)
+    return _with_settings_of(folder, scorer, config)
 
 
 def module_scorer(folder: Path, tokenizer: bytes, head: MatrixPart) -> PairScorer:
@@ -119,17 +125,25 @@ def module_scorer(folder: Path, tokenizer: bytes, head: MatrixPart) -> PairScore
             f"{file}: the tokens {given} are not {scorer.rows}, the ids of {YES!r} and {NO!r}; "
             "only Qwen3-Reranker and models that were made from it are supported"
         )
-    return _with_settings_of(folder, scorer)
+    return _with_settings_of(folder, scorer, {})
 
 
-def _with_settings_of(folder: Path, scorer: PairScorer) -> PairScorer:
-    """Return a scorer with the limit and the instruction that the files of sentence-transformers
-    name. Their default prompt is the instruction."""
+def _with_settings_of(folder: Path, scorer: PairScorer, config: Mapping[str, Any]) -> PairScorer:
+    """Return a scorer with the limit, the function of the score and the instruction that the files
+    of sentence-transformers name. Their default prompt is the instruction.
+
+    config   the parsed config.json, if it may name the function
+    """
     prompts, default = read_prompts(folder)
     prompt = scorer.prompt
     if default is not None and prompts[default]:
         prompt = msgspec.structs.replace(prompt, instruction=prompts[default])
-    return replace(scorer, max_tokens=max_sequence_length(folder), prompt=prompt)
+    return replace(
+        scorer,
+        has_sigmoid=has_sigmoid(Fields(with_activation(config, folder), "config.json")),
+        max_tokens=max_input_tokens(folder),
+        prompt=prompt,
+    )
 
 
 def token_scorer(tokenizer: bytes, head: MatrixPart) -> PairScorer:

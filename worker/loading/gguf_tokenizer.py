@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 
-from protocol.model_card import InfillTokens, SamplingDefaults
+from protocol.model_card import SamplingDefaults
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.generation_config import log_unapplied, out_of_bounds
+from worker.loading.gguf_roles import end_tokens, infill_tokens, token_id
 from worker.loading.gguf_tokens import (
     CONTROL,
     SPACE,
@@ -115,6 +117,8 @@ FAMILIES = {
 """Value of `tokenizer.ggml.pre` -> family."""
 
 
+ENCODERS = ("bert", "t5")
+"""Values of `tokenizer.ggml.model` of models that write no answers."""
 CONTINUES = "##"
 """WordPiece's prefix of tokens that continue a word."""
 
@@ -301,62 +305,49 @@ def gguf_text(fields: Fields, vocab_size: int) -> TextFacts:
     tokens: Any = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or len(tokens) > vocab_size:
         raise UnusableModel(f"the tokenizer does not fit a vocabulary of {vocab_size:,}")
-    ids = {name: _token_id(fields, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
-    unknown, padding = (_token_id(fields, n, len(tokens)) for n in ("unknown", "padding"))
-    named = {"bos": ids["bos"], "eos": ids["eos"], "unk": unknown, "pad": padding}
-    ends = [ids[name] for name in ("eos", "eot", "eom")]
+    bos, eos, unknown, padding = (
+        token_id(fields, name, len(tokens)) for name in ("bos", "eos", "unknown", "padding")
+    )
+    named = {"bos": bos, "eos": eos, "unk": unknown, "pad": padding}
+    is_encoder = fields.text("tokenizer.ggml.model") in ENCODERS
     return TextFacts(
         tokenizer=tokenizer_json(fields),
-        eos_token_ids=list(dict.fromkeys(end for end in ends if end is not None)),
-        bos_token_id=ids["bos"],
+        eos_token_ids=[] if is_encoder else end_tokens(fields, tokens),
+        bos_token_id=bos,
         pad_token_id=padding,
         special_tokens={f"{n}_token": tokens[i] for n, i in named.items() if i is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
         tool_use_template=fields.text(f"tokenizer.chat_template.{TOOL_USE}", "") or None,
-        defaults=_defaults(fields),
+        defaults=_defaults(fields, len(tokens)),
         license=fields.text("general.license", "") or None,
-        infill_tokens=_infill_tokens(fields, len(tokens)),
+        infill_tokens=infill_tokens(fields, len(tokens)),
     )
 
 
-INFILL_KEYS = {
-    "prefix": ("fim_pre", "prefix"),
-    "suffix": ("fim_suf", "suffix"),
-    "middle": ("fim_mid", "middle"),
-    "pad": ("fim_pad",),
-    "repository": ("fim_rep",),
-    "file": ("fim_sep",),
-}
-"""Field of InfillTokens -> the names in `tokenizer.ggml.NAME_token_id`, the newest first."""
+UNAPPLIED = ("sequence", "xtc_probability", "penalty_last_n", "mirostat")
+"""Keys of `general.sampling` that are not applied. Those beside them have no effect alone."""
 
 
-def _infill_tokens(fields: Fields, num_tokens: int) -> InfillTokens:
-    found: dict[str, int] = {}
-    for role, names in INFILL_KEYS.items():
-        ids = (_token_id(fields, name, num_tokens) for name in names)
-        if (token_id := next((each for each in ids if each is not None), None)) is not None:
-            found[role] = token_id
-    return InfillTokens(**found)
+def _defaults(fields: Fields, num_tokens: int) -> SamplingDefaults:
+    """Return the sampling defaults, and log in one line which ones are not applied."""
 
-
-def _token_id(fields: Fields, name: str, num_tokens: int) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    token = fields.integer(key, -1)
-    if token >= num_tokens:
-        raise UnusableModel(f"{key} is {token:,}; there are {num_tokens:,} tokens")
-    return token if token >= 0 else None
-
-
-def _defaults(fields: Fields) -> SamplingDefaults:
     def number(name: str) -> float | None:
         key = f"general.sampling.{name}"
         return None if fields.get(key) is None else fields.number(key)
 
     top_k = fields.get("general.sampling.top_k")
-    return SamplingDefaults(
+    suppressed = fields.get("tokenizer.ggml.suppress_tokens", [])
+    if not isinstance(suppressed, list) or not set(map(type, suppressed)) <= {int}:
+        raise UnusableModel("tokenizer.ggml.suppress_tokens is not a list of token ids")
+    defaults, invalid = SamplingDefaults(
         temperature=number("temp"),
         top_p=number("top_p"),
         top_k=None if top_k is None else fields.integer("general.sampling.top_k"),
         min_p=number("min_p"),
         repetition_penalty=number("penalty_repeat"),
-    )
+        bad_words_ids=[[token] for token in suppressed if 0 <= token < num_tokens] or None,
+    ).checked()
+    unapplied = [f"{name} {out_of_bounds(each)}" for name, each in invalid.items()]
+    unapplied += [name for name in UNAPPLIED if fields.get(f"general.sampling.{name}")]
+    log_unapplied("the GGUF file's sampling parameters", unapplied)
+    return defaults

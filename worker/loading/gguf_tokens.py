@@ -7,6 +7,7 @@ from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.gguf_roles import END_TEXTS
 
 Part = dict[str, Any]
 """A part of tokenizer.json."""
@@ -36,7 +37,7 @@ def numbers(fields: Fields, name: str, count: int) -> list[Any]:
 
 def added_tokens(tokens: list[str], kinds: list[int]) -> list[Part]:
     """Return the unknown, control and user-defined tokens, which are matched before the text is
-    split into pieces."""
+    split into pieces. Tokens that end an answer are among them, whatever their type in the file."""
     return [
         {
             "id": index,
@@ -48,7 +49,8 @@ def added_tokens(tokens: list[str], kinds: list[int]) -> list[Part]:
             "special": kind != USER_DEFINED,
         }
         for index, kind in enumerate(kinds)
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
+        if tokens[index] in END_TEXTS
+        or (kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index])
     ]
 
 

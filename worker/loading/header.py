@@ -8,6 +8,7 @@ model is refused here, before a server starts.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -50,7 +51,13 @@ from worker.loading.safetensors_files import (
     weight_files,
 )
 from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.architectures import TransformersArchitecture, TransformersSpec, fallback
+from worker.models.architectures import (
+    BITNET,
+    TransformersArchitecture,
+    TransformersSpec,
+    bitnet_mode,
+    fallback,
+)
 from worker.models.families.registry import find_family
 from worker.models.spec import ModelSpec
 from worker.models.tensor_names import without_prefix
@@ -59,6 +66,8 @@ from worker.models.tensors import ModelTensors, Shape
 log = logging.getLogger(__name__)
 
 MXFP4 = GGMLType.MXFP4.name
+PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
+"""Number types that are not quantised."""
 ADAPTER = "adapter_config.json"
 """transformers would load the adapter that this file describes into the model."""
 
@@ -90,6 +99,17 @@ class ModelHeader:
     @property
     def spec(self) -> ModelSpec:
         return self.tensors.spec
+
+    @property
+    def file_format(self) -> str:
+        """ModelCard.file_format."""
+        return "gguf" if isinstance(self.files, GGUFFile) else "safetensors"
+
+    @property
+    def quantization(self) -> str:
+        """ModelCard.quantization."""
+        counts = Counter(kind for kind in self.kinds.values() if kind not in PLAIN_KINDS)
+        return next((kind for kind, _ in counts.most_common(1)), "")
 
     @property
     def encoding(self) -> EncodingCard | None:
@@ -284,7 +304,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         shapes, kinds = quantized.shapes(), quantized.kinds()
     scorer = None
     if is_scored:
-        scorer = classifier_scorer(path, Fields(config, "config.json"), shapes, spec.hidden)
+        scorer = classifier_scorer(path, config, shapes, spec.hidden)
         shapes = {name: shape for name, shape in shapes.items() if name != scorer.tensor}
     elif has_logits:
         scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
@@ -370,7 +390,8 @@ def _transformers_header(
         raise UnusableModel(f"{path / ADAPTER} describes an adapter, which is not supported")
     paths = weight_files(path)
     kinds = {name: tensor.dtype for name, tensor in SafetensorsFiles(paths).tensors.items()}
-    _check_kinds(kinds, DTYPE_BYTES)
+    is_packed = architecture.name == BITNET and bitnet_mode(config) == "offline"
+    _check_kinds(kinds, (*DTYPE_BYTES, "U8") if is_packed else DTYPE_BYTES)
     if find_spec("transformers") is None:
         raise UnusableModel(
             f"{architecture.name} is computed by transformers, which is not installed",

@@ -12,6 +12,8 @@ import msgspec
 from protocol.model_card import InfillTokens, SamplingDefaults
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
 from worker.loading.fields import Fields, read_json
+from worker.loading.generation_config import FILE as GENERATION
+from worker.loading.generation_config import generation_defaults
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the chat templates that are used: for conversations without and with tools. Templates
@@ -77,10 +79,11 @@ def directory_text(path: Path, config: Fields, vocab_size: int | None = None) ->
     ids = token_ids(read_json(path / "tokenizer.json"))
     settings = _optional_json(path / "special_tokens_map.json")
     settings |= _optional_json(path / "tokenizer_config.json")
-    generation = Fields(_optional_json(path / "generation_config.json"), "generation_config.json")
+    recommended = _optional_json(path / GENERATION)
     special = _special_tokens(settings)
     templates = _chat_templates(path, settings)
-    ends = _id_list(generation, "eos_token_id") or _id_list(config, "eos_token_id")
+    ends = _id_list(Fields(recommended, GENERATION), "eos_token_id")
+    ends = ends or _id_list(config, "eos_token_id")
     if special.get("eos_token") in ids:
         ends.append(ids[special["eos_token"]])
     if vocab_size and (too_large := [end for end in ends if end >= vocab_size]):
@@ -96,7 +99,7 @@ def directory_text(path: Path, config: Fields, vocab_size: int | None = None) ->
         chat_template=templates.get(DEFAULT),
         tool_use_template=templates.get(TOOL_USE),
         response_template=_response_template(settings),
-        defaults=_defaults(generation),
+        defaults=generation_defaults(recommended, vocab_size),
     )
 
 
@@ -173,20 +176,6 @@ def _response_template(settings: dict[str, Any]) -> str | None:
     """Return the response template as JSON text. The gateway checks it."""
     given = settings.get("response_template")
     return None if given is None else json.dumps(given)
-
-
-def _defaults(generation: Fields) -> SamplingDefaults:
-    def number(name: str) -> float | None:
-        return None if generation.get(name) is None else generation.number(name)
-
-    top_k = generation.get("top_k")
-    return SamplingDefaults(
-        temperature=number("temperature"),
-        top_p=number("top_p"),
-        top_k=None if top_k is None else generation.integer("top_k"),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-    )
 
 
 class Vocabulary(Protocol):

@@ -56,6 +56,8 @@ HARMLESS = frozenset(
 that matter only in training."""
 PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which training has not changed the model's own weights."""
+DOT = "\0"
+"""Stands for a dot with a backslash while a pattern is matched."""
 _MODULE_NAME = re.compile(r"\^?(?:\w|\.|\\\.)+\$?")
 
 
@@ -158,10 +160,17 @@ def _pattern(fields: Fields, key: str) -> Mapping[str, Any]:
 
 
 def _matching(patterns: Mapping[str, Any], module: str) -> str:
-    """Return the first pattern that matches a module's name; "" if none does. A pattern matches the
-    whole name, or its end after a dot; only the whole name if it starts with ^."""
-    for pattern in patterns:
-        name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-        if module == name or (not pattern.startswith("^") and module.endswith(f".{name}")):
-            return pattern
-    return ""
+    """Return the first pattern that matches a module's name; "" if none does."""
+    return next((pattern for pattern in patterns if _matches(pattern, module)), "")
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a pattern matches the whole name of a module or its end after a dot; only the
+    whole name if it starts with ^. A dot without a backslash stands for any character, as in
+    PEFT."""
+    end = pattern.removeprefix("^").removesuffix("$").replace("\\.", DOT)
+    start = len(module) - len(end)
+    if start < 0 or (start > 0 and (pattern.startswith("^") or module[start - 1] != ".")):
+        return False
+    pairs = zip(end, module[start:].replace(".", DOT), strict=True)
+    return all(ours in (theirs, ".") for ours, theirs in pairs)

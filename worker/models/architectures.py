@@ -1,7 +1,7 @@
 """The architectures that transformers computes with our paged attention (hf.py), and those that
 cannot be served, each with the reason. Needs no torch.
 
-Each causal decoder of transformers 5.23 is a family of ours (families/), in CHECKED or in REFUSED;
+Each causal decoder of transformers 5.24 is a family of ours (families/), in CHECKED or in REFUSED;
 a test compares the lists. An architecture is served only if a differential test covers it, because
 a class can change the result in ways that its signature does not show.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from worker.loading.errors import UnusableModel
 from worker.models.families.registry import FAMILIES
 
 CHECKED: dict[str, str] = {
     "AfmoeForCausalLM": "afmoe",
+    "Apertus1p5TextForCausalLM": "apertus1p5_text",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "AriaTextForCausalLM": "aria_text",
@@ -75,6 +76,16 @@ CHECKED: dict[str, str] = {
 }
 """Architecture -> its `model_type`, for each architecture that tests/differential checks."""
 
+BORROWED: dict[str, tuple[str, str]] = {
+    "exaone": ("LlamaForCausalLM", "ExaoneForCausalLM"),
+    "internlm3": ("LlamaForCausalLM", "InternLM3ForCausalLM"),
+    "iquestcoder": ("LlamaForCausalLM", "IQuestCoderForCausalLM"),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
+    "sarvam_moe": ("Glm4MoeForCausalLM", "SarvamMoEForCausalLM"),
+}
+"""`model_type` whose models are computed by the class of another one, with a config class and names
+of tensors of their own -> that class, and the architecture that published configs name."""
+
 OWN_ATTENTION: dict[str, str] = {
     "CodeGenForCausalLM": "scale_attn",
     "GPTJForCausalLM": "scale_attn",
@@ -108,7 +119,8 @@ _REFUSED: dict[str, str] = {
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
         BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
-        Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM
+        Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
+        KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
         MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
         Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM
@@ -140,7 +152,7 @@ _REFUSED: dict[str, str] = {
         ReformerModelWithLMHead
     """,
     "it computes a layer's attention more than once, or with experts": """
-        DiffLlamaForCausalLM HrmTextForCausalLM JetMoeForCausalLM
+        DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM
     """,
     "its class computes attention itself, without transformers' attention interface": """
         BloomForCausalLM MptForCausalLM OpenAIGPTLMHeadModel XGLMForCausalLM
@@ -153,10 +165,43 @@ _REFUSED: dict[str, str] = {
         MossTranscribeDiarizeForConditionalGeneration Phi4MultimodalForCausalLM
     """,
 }
+MEDIA, TWO_PARTS = list(_REFUSED)[-1], "it is an encoder-decoder, or the decoder of one"
+"""Two of the reasons, which also hold for architectures without an entry."""
+MEDIA_KEYS = frozenset(
+    f"{medium}{end}"
+    for medium in ("vision", "image", "video", "audio", "speech")
+    for end in ("_config", "_encoder_config", "_token_id", "_token_index")
+)
+"""Keys of the configs of models that take images, videos or sound."""
 REFUSED: dict[str, str] = {
     name: reason for reason, names in _REFUSED.items() for name in names.split()
 }
 """Architecture -> why it cannot be served, as the second half of a sentence."""
+
+
+BITNET = "BitNetForCausalLM"
+BitNetMode = Literal["offline", "online"]
+BITNET_KEYS = {
+    "quant_method": "bitnet",
+    "linear_class": "autobitlinear",
+    "modules_to_not_convert": None,
+    "use_rms_norm": False,
+}
+"""The only supported values of BitNet's `quantization_config`, besides its mode."""
+
+
+def bitnet_mode(config: Mapping[str, Any]) -> BitNetMode | None:
+    """Return how the linear layers of a BitNet model are stored: "offline" as packed weights,
+    "online" as those of the training; None if they are ordinary ones. Raises UnusableModel if they
+    are of another kind than in the published models."""
+    values = config.get("quantization_config")
+    if values is None:
+        return None
+    for mode in get_args(BitNetMode):
+        usual = BITNET_KEYS | {"quantization_mode": mode}
+        if isinstance(values, dict) and usual | values == usual:
+            return mode
+    raise UnusableModel(f"quantization_config {values!r:.160} is not supported for {BITNET}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +248,13 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
 
     Return None if a family of ours has the architecture, or if the architecture is missing,
     ambiguous or unknown: `registry.find_family` then reads or refuses the config. Raises
-    UnusableModel, with the reason, if the architecture is in REFUSED, or if the config contradicts
-    itself or has an unsupported value.
+    UnusableModel, with the reason, if the architecture cannot be served, or if the config
+    contradicts itself or has an unsupported value.
     """
     architectures, model_type = config.get("architectures"), config.get("model_type")
+    borrowed = BORROWED.get(str(model_type))
+    if borrowed is not None and architectures in (None, *([name] for name in borrowed)):
+        return _computed(borrowed[0], str(model_type), config)
     if isinstance(architectures, list) and len(architectures) == 1:
         name = str(architectures[0])
     elif architectures is None:
@@ -215,8 +263,8 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
         return None
     if _has_family(name, config):
         return None
-    if name in REFUSED:
-        raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {REFUSED[name]}")
+    if (reason := _reason(name, config)) is not None:
+        raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {reason}")
     if name not in CHECKED:
         return None
     if model_type not in (None, CHECKED[name]):
@@ -225,8 +273,28 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
             f"{model_type!r:.80}",
             remedy="correct 'architectures' or 'model_type'",
         )
+    return _computed(name, CHECKED[name], config)
+
+
+def _computed(name: str, model_type: str, config: Mapping[str, Any]) -> TransformersArchitecture:
+    """Return the architecture `name` with the config class of `model_type`. Raises UnusableModel if
+    it is in REFUSED, or if a key in UNSUPPORTED has a value that is not supported."""
+    if name in REFUSED:
+        raise UnusableModel(f"model_type {model_type!r} is not supported: {REFUSED[name]}")
     _check_values(config, name)
-    return TransformersArchitecture(name, CHECKED[name])
+    return TransformersArchitecture(name, model_type)
+
+
+def _reason(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return why models of an architecture cannot be served; None if nothing is known against
+    it."""
+    if name in REFUSED or name in CHECKED:
+        return REFUSED.get(name)
+    if not MEDIA_KEYS.isdisjoint(config):
+        return MEDIA
+    if config.get("is_encoder_decoder") is True:
+        return TWO_PARTS
+    return f"{MEDIA}, or {TWO_PARTS}" if name.endswith("ForConditionalGeneration") else None
 
 
 def _has_family(name: str, config: Mapping[str, Any]) -> bool:
@@ -237,6 +305,8 @@ def _has_family(name: str, config: Mapping[str, Any]) -> bool:
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:
     """Raise UnusableModel if a key in UNSUPPORTED has a value that is not supported."""
+    if name == BITNET and bitnet_mode(config) is not None:
+        config = {**config, "quantization_config": None}
     for key, supported in UNSUPPORTED.items():
         if (value := config.get(key)) not in supported:
             raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
@@ -263,9 +333,16 @@ def documented() -> str:
         f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
         for reason, names in _REFUSED.items()
     ]
-    return "\n".join(
-        [checked, "", "| not supported, because | architectures |", "|---|---|", *rows]
+    borrowed = ", ".join(
+        f"`{kind}` (`{name}`)" for kind, (name, _) in BORROWED.items() if name not in REFUSED
     )
+    lines = [
+        *(checked, ""),
+        *(f"These model types are computed by the class of another one: {borrowed}.", ""),
+        *("| not supported, because | architectures |", "|---|---|"),
+        *rows,
+    ]
+    return "\n".join(lines)
 
 
 def _condition(name: str) -> str:

@@ -31,10 +31,14 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.errors import FETCH_AGAIN, UnusableModel
+from worker.loading.safetensors_files import weight_files
 from worker.lora.table import StepAdapters
+from worker.models import hf_bitnet
 from worker.models.architectures import (
+    BITNET,
     TransformersArchitecture,
     TransformersSpec,
+    bitnet_mode,
 )
 from worker.models.hf_attention import (
     PagedFunction,
@@ -186,11 +190,16 @@ def load(
     load the files, or if they do not hold exactly the model's tensors."""
     name, values = spec.architecture, json.loads(spec.config)
     architecture = TransformersArchitecture(name, values["model_type"])
+    mode = bitnet_mode(values) if name == BITNET else None
+    tensors, factors = None, None
     function = PagedFunction(spec)
     _silence()
     try:
+        if mode == "offline":
+            tensors, factors = hf_bitnet.read_packed(weight_files(path), dtype)
         model, found = getattr(transformers, name).from_pretrained(
-            path,
+            path if tensors is None else None,
+            state_dict=tensors,
             config=_config(architecture, values),
             dtype=dtype,
             attn_implementation=initial_attention(name, function.name),
@@ -203,6 +212,8 @@ def load(
     except Exception as error:
         raise UnusableModel(f"transformers cannot load {path}: {_one_line(error)}") from error
     _check_found(found)
+    if mode is not None:
+        hf_bitnet.install(model, factors)
     model = model.eval().requires_grad_(False).to(device)
     return TransformersModel(spec, model, function, _fitting(kernels, spec))
 
@@ -232,8 +243,11 @@ def _check_found(found: Any) -> None:
 def _config(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> Any:
     """Return transformers' config object for a parsed config.json. Raises UnusableModel if
     transformers rejects the values."""
+    own = dict(values)
+    if architecture.name == BITNET:
+        own.pop("quantization_config", None)  # hf_bitnet.py computes the layers
     try:
-        config = transformers.CONFIG_MAPPING[architecture.model_type].from_dict(dict(values))
+        config = transformers.CONFIG_MAPPING[architecture.model_type].from_dict(own)
     except Exception as error:
         raise UnusableModel(f"transformers cannot read config.json: {_one_line(error)}") from error
     for key, value in OUTPUTS.items():

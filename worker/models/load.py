@@ -177,7 +177,9 @@ def _card(
 ) -> ModelCard:
     text, facts = header.text, repr(header.spec)
     generates, encoding, paths = True, None, header.paths
+    file_format, quantization = "safetensors", ""
     if isinstance(header, ModelHeader):
+        file_format, quantization = header.file_format, header.quantization
         if header.quantized is not None:
             facts += repr(header.quantized.quantization)
         generates, encoding = header.generates, header.encoding
@@ -201,6 +203,8 @@ def _card(
         response_template=text.response_template,
         defaults=text.defaults,
         dtype=str(dtype).removeprefix("torch."),
+        file_format=file_format,
+        quantization=quantization,
         num_parameters=num_parameters,
         weights_bytes=weights_bytes,
         license=text.license,

@@ -16,14 +16,13 @@ import msgspec
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
+from worker.loading.gguf_roles import END_KEYS, END_TEXTS
 from worker.loading.gguf_tokenizer import FAMILIES, tokenizer_json
 from worker.loading.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from worker.loading.text import TOOL_USE, TextFacts, token_ids
 
 Values = dict[str, Any]
 PREFIX = "tokenizer.ggml."
-ENDS = ("eos", "eot", "eom")
-"""Roles of the tokens that end an answer, in the order in which they are read."""
 BYTE_LETTERS = frozenset(map(chr, (*range(33, 127), *range(161, 173), *range(174, 324))))
 """Characters that stand for the 256 bytes in byte-level BPE."""
 MATCHING = ("special", "lstrip", "rstrip", "single_word")
@@ -129,18 +128,22 @@ def _ends(text: TextFacts, tokens: list[str]) -> dict[str, int]:
     """Return role -> id of the tokens that end an answer.
 
     The tokenizer's own EOS token comes first, because templates get the text of the first one.
+    Tokens that readers find by their texts come last, because they need no place in the file.
     """
     own = text.special_tokens.get("eos_token")
-    ends = sorted(text.eos_token_ids, key=lambda end: tokens[end] != own)
-    if len(ends) > len(ENDS):
-        names = ", ".join(repr(tokens[end]) for end in ends)
+    ends = sorted(
+        text.eos_token_ids, key=lambda end: (tokens[end] != own, tokens[end] in END_TEXTS)
+    )
+    if beyond := [end for end in ends[len(END_KEYS) :] if tokens[end] not in END_TEXTS]:
+        needed = [*ends[: len(END_KEYS)], *beyond]
+        names = ", ".join(repr(tokens[end]) for end in needed)
         raise UnusableModel(
-            f"a GGUF file cannot store {len(ends)} tokens that end an answer, only {len(ENDS)}: "
-            f"{names}",
+            f"a GGUF file cannot store {len(needed)} tokens that end an answer, only "
+            f"{len(END_KEYS)}: {names}",
             remedy="remove those that the model does not need from eos_token_id in "
             "generation_config.json",
         )
-    return dict(zip(ENDS, ends, strict=False))
+    return dict(zip(END_KEYS, ends, strict=False))
 
 
 def _ids(text: TextFacts, ends: dict[str, int]) -> Values:
@@ -149,7 +152,20 @@ def _ids(text: TextFacts, ends: dict[str, int]) -> Values:
 
 
 def _texts(text: TextFacts) -> Values:
+    """Return the templates, the license and the sampling defaults. Raises UnusableModel, naming a
+    default, if a GGUF file cannot store it."""
     defaults = text.defaults
+    words = defaults.bad_words_ids or []
+    for name, is_stored in (
+        ("min_new_tokens", not defaults.min_tokens),
+        ("sequence_bias", not defaults.logit_bias),
+        ("bad_words_ids of several tokens", all(len(word) == 1 for word in words)),
+    ):
+        if not is_stored:
+            raise UnusableModel(
+                f"a GGUF file cannot store the {name} of generation_config.json",
+                remedy="remove it from a copy of the file",
+            )
     found = {
         "tokenizer.chat_template": text.chat_template,
         f"tokenizer.chat_template.{TOOL_USE}": text.tool_use_template,
@@ -159,6 +175,7 @@ def _texts(text: TextFacts) -> Values:
         "general.sampling.top_k": defaults.top_k,
         "general.sampling.min_p": defaults.min_p,
         "general.sampling.penalty_repeat": defaults.repetition_penalty,
+        f"{PREFIX}suppress_tokens": [word[0] for word in words] or None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -67,6 +67,10 @@ def assemble(
     `on_tokenizer` is called with the model's tokenizer before the weights are loaded.
     """
     devices.set_threads(_threads(config))
+    if warning := machine.thread_warning(
+        config.threads, cores=machine.allowed_cores(), quota=machine.cpu_quota()
+    ):
+        log.warning("%s", warning)
     device = _device(config)
     if (header := encoder_header(Path(config.model))) is not None:
         return assemble_encoder(config, timing, header, device, on_tokenizer)

@@ -65,6 +65,8 @@ def choose_device(wanted: str, visible: str | None = None, local_rank: int = 0) 
 
 def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[str, str] | None:
     """Return why torch cannot use the GPU `index`, and a remedy; None if it can."""
+    if driver.problem:  # first: without a driver, another torch would not help
+        return driver.problem, driver.remedy
     if not build.gpu:
         version = build.version.partition("+")[0]
         return (
@@ -72,8 +74,6 @@ def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[
             f"install a build for CUDA: {sys.executable} -m pip --isolated install "
             f"--force-reinstall torch=={version}",
         )
-    if driver.problem:
-        return driver.problem, driver.remedy
     if driver.cuda[0] < build.toolkit[0]:
         return (
             f"the installed torch ({build.version}) needs a driver for CUDA {build.toolkit[0]}, "

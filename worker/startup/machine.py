@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.config.worker import Dtype
+from protocol.control_groups import CGROUPS, PROC, own_groups
 from worker.kernels.cpuinfo import CPUINFO, first_of
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names of CPU features in /proc/cpuinfo; the last one is ARM's. Without any of them bfloat16 is
 emulated and slow."""
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
@@ -43,6 +43,19 @@ def choose_threads(wanted: int, *, cores: int, quota: float | None, local_size: 
     return max(1, available // local_size)
 
 
+def thread_warning(wanted: int, *, cores: int, quota: float | None) -> str:
+    """Return what to log about more threads than cores; "" if there are enough cores. The arguments
+    are those of `choose_threads`."""
+    available = choose_threads(0, cores=cores, quota=quota)
+    if wanted <= available:
+        return ""
+    noun = "core" if available == 1 else "cores"
+    return (
+        f"--threads {wanted} is more than the {available} {noun} that this process may use; more "
+        "threads than cores make each step slower"
+    )
+
+
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     """Return the processor's name as the system spells it; empty if the system does not list it."""
     return first_of(cpuinfo, "model name")
@@ -62,13 +75,20 @@ def allowed_cores() -> int:
     return os.cpu_count() or 1
 
 
-def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """Return the CPU limit of the control group (version 2, then 1) in cores; None if unlimited."""
+def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Return the lowest CPU limit of this process's control groups, in cores; None if there is
+    none."""
+    quotas = [_quota(group) for group in own_groups("cpu", proc, cgroups)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(group: Path) -> float | None:
+    """Return the CPU limit of one control group (version 2, then 1) in cores; None if unlimited."""
     try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
+        limit, period = (group / "cpu.max").read_text().split()
     except (OSError, ValueError):
-        limit = _text(cgroup / "cpu" / "cpu.cfs_quota_us")
-        period = _text(cgroup / "cpu" / "cpu.cfs_period_us")
+        limit = _text(group / "cpu.cfs_quota_us")
+        period = _text(group / "cpu.cfs_period_us")
     if not limit.isdigit() or not period.isdigit() or not int(period):
         return None  # "max", "-1" or missing
     return int(limit) / int(period)
@@ -83,7 +103,7 @@ def _text(path: Path) -> str:
 
 def free_host_bytes() -> int:
     """Return the memory that can still be allocated, in bytes: the smaller of what is free on the
-    machine and in this container."""
+    machine and in the control groups of this process."""
     machine = available_bytes()
     container = cgroup_free_bytes()
     return machine if container is None else min(machine, container)
@@ -99,26 +119,28 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise OSError(f"{meminfo} has no line MemAvailable")
 
 
-def cgroup_free_bytes(cgroup: Path = CGROUP) -> int | None:
-    """Return the control group's memory limit minus its use, in bytes (version 2, then 1); None if
-    there is no limit.
+def cgroup_free_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Return the memory that this process's control groups still allow, in bytes; None if none has
+    a limit."""
+    free = [_free_bytes(group) for group in own_groups("memory", proc, cgroups)]
+    return min((size for size in free if size is not None), default=None)
+
+
+def _free_bytes(group: Path) -> int | None:
+    """Return the memory limit of one control group minus its use, in bytes (version 2, then 1);
+    None if there is no limit.
 
     The kernel counts file pages that can be dropped as used memory. This function counts them as
     free.
     """
-    for limit, used, stat, dropped in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
+    for limit, used, dropped in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            max_bytes = (cgroup / limit).read_text().strip()
-            used_bytes = int((cgroup / used).read_text())
-            pages = _statistic((cgroup / stat).read_text(), dropped)
+            max_bytes = (group / limit).read_text().strip()
+            used_bytes = int((group / used).read_text())
+            pages = _statistic((group / "memory.stat").read_text(), dropped)
         except (OSError, ValueError):
             continue
         return max(0, int(max_bytes) - used_bytes + pages) if max_bytes.isdigit() else None

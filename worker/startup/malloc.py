@@ -7,9 +7,8 @@ five sixths of the time of sampling 64 rows.
 
 from __future__ import annotations
 
-import ctypes
+from protocol.malloc import set_malloc
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST_PIECE_BYTES = 32 << 20
 """Pieces up to this size come from the heap; glibc allows no higher limit. Larger pieces are
 mapped, and returned to the system when they are freed."""
@@ -19,8 +18,4 @@ KEPT_BYTES = 256 << 20
 
 def keep_pages() -> bool:
     """Apply the settings to all later frees. Return False if the C library is not glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    wanted = ((M_MMAP_THRESHOLD, LARGEST_PIECE_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
-    return all([bool(mallopt(*pair)) for pair in wanted])
+    return set_malloc(mmap_threshold=LARGEST_PIECE_BYTES, trim_threshold=KEPT_BYTES)

@@ -27,6 +27,7 @@ from protocol.sampling import (
 from worker.kernels import sizes
 from worker.loading import quantization
 from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.loading.header import PLAIN_KINDS
 from worker.lora.targets import adapter_bytes
 from worker.models.architectures import TransformersSpec
 from worker.models.compiled import is_fitting, why_not
@@ -52,8 +53,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
 """Quantised types whose matrices stay packed -> the block type that they are packed as."""
 DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
-PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
-"""Number types that are not quantised."""
 PROCESS_BYTES = 256 << 20
 """Memory of all processes without a model. It was measured with a model of a few thousand weights,
 and excludes file pages."""

@@ -64,8 +64,12 @@ class _ConversationWriter:
         #: (call id, path of the tool_use block) of the calls of the last turn without a result.
         #: Some models repeat ids, so a result answers the first call with its id.
         self.unanswered: list[tuple[str, str]] = []
-        #: Role -> type of block -> the method that adds such a block.
-        self.blocks: Mapping[str, Mapping[str, Callable[[Block, str], None]]] = {
+
+    @property
+    def blocks(self) -> Mapping[str, Mapping[str, Callable[[Block, str], None]]]:
+        """Role -> type of block -> the method that adds such a block. It is no attribute, because
+        the methods hold this object, which would then hold itself."""
+        return {
             "user": {
                 **dict.fromkeys((*_CONVERTERS, "image"), partial(self._text, "user")),
                 "tool_result": self._tool_result,
@@ -92,10 +96,11 @@ class _ConversationWriter:
     def turn(self, message: Any, at: str) -> None:
         message = as_object(message, at)
         role = message.get("role")
-        kinds = self.blocks.get(role) if isinstance(role, str) else None
+        by_role = self.blocks
+        kinds = by_role.get(role) if isinstance(role, str) else None
         if kinds is None:
             raise InvalidRequest.at(
-                f"{at}.role", f"must be one of {', '.join(self.blocks)}; got {role!r}"
+                f"{at}.role", f"must be one of {', '.join(by_role)}; got {role!r}"
             )
         blocks = blocks_of(message.get("content"), f"{at}.content")
         if role == "assistant":

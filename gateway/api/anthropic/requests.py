@@ -29,6 +29,7 @@ from gateway.api.openai.requests import (
     Timeout,
     object_schema,
 )
+from gateway.http.text_fields import Name, TemplateText
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.sampling import MaxTokens
 
@@ -127,7 +128,7 @@ class CountBody(FormFields, frozen=True, kw_only=True):
     """
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    model: str | None = None
+    model: Name | None = None
     system: System | None = None
     max_tokens: MaxTokens | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -146,7 +147,7 @@ class CountBody(FormFields, frozen=True, kw_only=True):
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     queue_timeout_s: Timeout | None = None
-    chat_template: str | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: Object | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
     enable_thinking: Any = None

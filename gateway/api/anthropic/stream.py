@@ -65,19 +65,14 @@ class EventWriter:
         self._finish = finish
         self._on_start = on_start
         self._has_started = False
-        self._blocks = ContentBlocks(self, shows_thinking=envelope.shows_thinking)
-        self._frames: list[bytes] = []
-        self._index = 0
-        self._make_delta = _DELTAS["text"]
-
-    # ---- called by the choice group
+        self._frames = _BlockFrames()
+        self._blocks = ContentBlocks(self._frames, shows_thinking=envelope.shows_thinking)
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
         for item in delta.events:
             self._blocks.push(item)
-        if self._frames:
-            self._write(self._opening() + b"".join(self._frames))
-            self._frames.clear()
+        if frames := self._frames.pop():
+            self._write(self._opening() + frames)
 
     def end(self) -> None:
         finished = self._blocks.finished
@@ -103,7 +98,20 @@ class EventWriter:
         self._on_start()
         return frame(responses.MessageStart(self._envelope.message_at_start(self._group))) + PING
 
-    # ---- called by `ContentBlocks`
+
+class _BlockFrames:
+    """The `BlockSink` that collects the frames of blocks."""
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+        self._index = 0
+        self._make_delta = _DELTAS["text"]
+
+    def pop(self) -> bytes:
+        """Return the frames since the last call."""
+        frames = b"".join(self._frames)
+        self._frames.clear()
+        return frames
 
     def start(self, index: int, kind: BlockKind, call: ToolCall | None) -> None:
         self._index = index

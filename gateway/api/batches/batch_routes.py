@@ -30,7 +30,7 @@ from protocol.errors import InvalidRequest
 routes = Routes("Files and batches", ErrorAnswer)
 ONE = "/v1/batches/<batch_id>"
 ID = Parameter("batch_id", "The id of a batch.", place="path")
-STORED = (400, 404, 405, 500)
+STORED = (400, 404, 405, 500, 503)
 DEFAULT_LIST, MAX_LIST = 20, 100
 
 
@@ -104,7 +104,7 @@ def read(service: Service, context: RequestContext, batch_id: str) -> Response:
     about="Cancel a batch.\nIt is `cancelling` until its open lines have been aborted. Then it is "
     "`cancelled`, and its files have the results so far.",
     gives=BatchObject,
-    statuses=(*STORED, 503),
+    statuses=STORED,
     parameters=(ID,),
 )
 def cancel(service: Service, context: RequestContext, batch_id: str) -> Response:

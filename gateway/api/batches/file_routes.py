@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
-from werkzeug.exceptions import NotFound, RequestEntityTooLarge, ServiceUnavailable
+from werkzeug.exceptions import NotFound, RequestEntityTooLarge
 
 from gateway.api.batches.requests import FileUpload, file_expiry_s
 from gateway.api.batches.responses import FileDeleted, FileList, FileObject, file_list, file_object
@@ -31,13 +31,13 @@ from gateway.store.batch_database import (
 )
 from gateway.store.batch_queries import NewFile, StoredFile
 from gateway.store.runs import DAY_S
-from gateway.store.sqlite_file import Store, is_disk_full
+from gateway.store.sqlite_file import Store
 from protocol.errors import InvalidRequest
 
 routes = Routes("Files and batches", ErrorAnswer)
 ONE = "/v1/files/<file_id>"
 ID = Parameter("file_id", "The id of a file.", place="path")
-STORED = (400, 404, 405, 500)
+STORED = (400, 404, 405, 500, 503)
 READ_BYTES = 1 << 19
 """Size of the pieces of a file that a download reads at a time, and holds if the client is slow."""
 MAX_FORM_BYTES = 1 << 16
@@ -186,7 +186,7 @@ def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[i
     ONE,
     about="Delete a file.\nThe input file of a batch can be deleted when the batch has ended.",
     gives=FileDeleted,
-    statuses=(*STORED, 503),
+    statuses=STORED,
     parameters=(ID,),
 )
 def delete(service: Service, context: RequestContext, file_id: str) -> Response:
@@ -206,17 +206,12 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
 
 @contextlib.contextmanager
 def refuse_if_full() -> Iterator[None]:
-    """Refuse the request if the `with` block finds no room: in the store (413), or on its disk
-    (503)."""
+    """Refuse the request (413) if the `with` block finds no room in the store."""
     try:
         yield
     except StoreFull:
         message = "the file store is full; delete files (see --file-store-mib)"
         raise RequestEntityTooLarge(message) from None
-    except sqlite3.OperationalError as error:
-        if not is_disk_full(error):
-            raise
-        raise ServiceUnavailable("the disk of the file store is full; try again later") from None
 
 
 def file_store(service: Service) -> Store[BatchDatabase]:

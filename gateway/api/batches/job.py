@@ -8,6 +8,7 @@ no room for results.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import time
 import uuid
@@ -20,12 +21,15 @@ from typing import TypeVar
 import gevent
 import msgspec
 from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 from gevent.pool import Group
 
 from gateway.api.batches.responses import BatchProblem
 from gateway.api.batches.result_buffer import ResultBuffer
 from gateway.auth.caller import Caller
 from gateway.context import REQUEST_ID_HEADER
+from gateway.http.body import SMALL_BYTES
+from gateway.http.body_memory import BodyMemory, BodyReservation
 from gateway.http.internal_call import InternalAnswer, InternalOrigin
 from gateway.store.batch_database import BatchDatabase, LineResult
 from gateway.store.batch_queries import StoredBatch
@@ -42,6 +46,7 @@ from protocol.batches import (
     read_line,
     split_lines,
 )
+from protocol.errors import Overloaded
 
 FLUSH_S = 0.1
 """Interval at which new results are stored."""
@@ -105,23 +110,59 @@ class LineSlots:
 
 
 class LineSlot:
-    """The slot of one line, which is given back while the line waits to be tried again."""
+    """The slot and the memory of one line. Both are given back while the line waits to be tried
+    again. Initially, neither is held.
 
-    def __init__(self, slots: LineSlots) -> None:
+    owner      whose share of the memory the line uses
+    num_bytes  length of the line
+    """
+
+    def __init__(self, slots: LineSlots, memory: BodyMemory, owner: str, num_bytes: int) -> None:
         self._slots = slots
-        self._is_held = True
+        self._memory = memory
+        self._owner = owner
+        self._num_bytes = num_bytes
+        self._reservation: BodyReservation | None = None
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Wait for a slot, and then for memory. Return False if there was none in time."""
+        if not self._slots.acquire(timeout_s):
+            return False
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._slots.release)
+            reservation = self._memory.reservation(self._owner, self._num_bytes)
+            on_failure.callback(reservation.close)
+            with contextlib.suppress(Overloaded):
+                reservation.grow(self._num_bytes, timeout_s)
+                reservation.keep()
+                self._reservation = reservation
+                on_failure.pop_all()
+        return self._reservation is not None
 
     def release(self) -> None:
-        """Give the slot back. May be called twice."""
-        if self._is_held:
-            self._is_held = False
+        """Give both back. May be called twice."""
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
             self._slots.release()
 
-    def acquire(self) -> None:
-        """Wait until the slot is held again."""
-        while not self._slots.acquire(SLOT_WAIT_S):
-            pass
-        self._is_held = True
+
+@dataclass(slots=True, eq=False)
+class InputLine:
+    """A line of the input file. Its text is read again when it is needed again, because many lines
+    may wait for a slot, for memory, or to be tried again."""
+
+    number: int
+    #: The text; None: it must be read again.
+    data: bytes | None
+    #: The number of the last piece of the file that ends before the line.
+    after: int
+    num_bytes: int
+    digest: bytes
+
+    @classmethod
+    def read(cls, number: int, data: bytes, after: int) -> InputLine:
+        return cls(number, data, after, len(data), _digest(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +174,10 @@ class JobContext:
     #: Returns the caller with this key name and owner; None if the key is not valid any more.
     caller: Callable[[str, str], Caller | None]
     slots: LineSlots
+    #: The memory for open lines.
+    memory: BodyMemory
+    #: Held while a line is read, so that the parts of only one line are in memory.
+    reading: BoundedSemaphore
     #: Counts the results that were stored.
     on_stored: Callable[[Sequence[LineResult]], None]
     max_lines: int
@@ -183,16 +228,44 @@ class BatchJob:
 
     # ---- the lines
 
-    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
-        return split_lines(self._pieces(), self._context.max_line_bytes)
+    def _input_lines(self, start: int = -1) -> Iterator[InputLine]:
+        """Yield the lines that begin after the piece `start` of the file, and before them the rest
+        of a line that begins earlier, if there is one."""
+        after = last = start
 
-    def _pieces(self) -> Iterator[bytes]:
-        after = -1
+        def pieces() -> Iterator[bytes]:
+            nonlocal last
+            for number, data in self._pieces(start):
+                last = number
+                yield data
+
+        lines = split_lines(pieces(), self._context.max_line_bytes)
+        while True:
+            with self._context.reading:
+                found = next(lines, None)
+            if found is None:
+                return
+            yield InputLine.read(*found, after)
+            del found
+            after = last - 1  # the next line begins in the piece in which this one ends
+
+    def _pieces(self, after: int) -> Iterator[tuple[int, bytes]]:
         while found := self._call(partial(_some_pieces, self.batch.input_file, after)):
             after = found[-1][0]
-            for _, data in found:
-                yield data
+            for piece in found:
+                yield piece
                 gevent.sleep(0)  # other greenlets run between two pieces
+
+    def _text_of(self, line: InputLine) -> bytes:
+        """Return the text of a line, which `line` then no longer holds. Raises LookupError if the
+        input file does not have the line any more."""
+        data, line.data = line.data, None
+        if data is not None:
+            return data
+        for found in self._input_lines(line.after):
+            if found.digest == line.digest and found.data is not None:
+                return found.data
+        raise LookupError(f"line {line.number} is not in the input file any more")
 
     def _validate(self) -> BatchStatus | None:
         """Check all lines. Return the new status; None if the batch was lost or cancelled."""
@@ -200,11 +273,11 @@ class BatchJob:
         ids: set[bytes] = set()
         num_lines = 0
         try:
-            for number, data in self._numbered_lines():
+            for line in self._input_lines():
                 if self._is_stopping:
                     return None
                 num_lines += 1
-                problem = self._problem(number, data, ids)
+                problem = self._problem(line.number, self._text_of(line), ids)
                 if problem is not None:
                     problems.append(problem)
                 if len(problems) >= MAX_PROBLEMS or num_lines > self._context.max_lines:
@@ -247,8 +320,8 @@ class BatchJob:
         flusher.link_exception(self._on_exception)
         try:
             done = self._call(partial(_done_lines, self.batch))
-            for number, data in self._numbered_lines():
-                if number not in done and not self._start(number, data):
+            for line in self._input_lines():
+                if line.number not in done and not self._start(line):
                     break
             self._lines.join()
             while not self._buffer.is_empty and not self._is_closing:
@@ -264,29 +337,34 @@ class BatchJob:
             return None
         return self._move(BatchEvent.WINDOW_OVER if self._is_over() else BatchEvent.ALL_DONE)
 
-    def _start(self, number: int, data: bytes) -> bool:
-        """Wait for a slot, and for room for results, and start a line. After the window, its result
-        is an error instead. Return False if the job stops."""
-        slots = self._context.slots
+    def _start(self, line: InputLine) -> bool:
+        """Wait for a slot, for memory, and for room for results, and start a line. After the
+        window, its result is an error instead. Return False if the job stops."""
+        slots, memory = self._context.slots, self._context.memory
+        slot = LineSlot(slots, memory, f"key {self.batch.caller}", line.num_bytes)
+        wait_s = 0.0
         while not self._is_stopping and not self._is_over():
             if self._buffer.is_paused or len(self._lines) >= OPEN_PER_SLOT * slots.size:
                 gevent.sleep(FLUSH_S)  # many lines wait to be tried again
-            elif slots.acquire(FLUSH_S):
+            elif slot.acquire(wait_s):
                 if not (self._is_stopping or self._buffer.is_paused):
-                    self._spawn(number, data, LineSlot(slots))
+                    self._spawn(line, slot)
                     return True
-                slots.release()  # a line that was aborted, or has no room, has given it back
+                slot.release()  # a line that was aborted, or has no room, has given it back
+            wait_s = FLUSH_S
+            if line.num_bytes > SMALL_BYTES:
+                line.data = None
         while self._buffer.is_paused and not self._is_stopping:
             gevent.sleep(FLUSH_S)
         if not self._is_stopping:
-            self._add(number, _result(data, error=EXPIRED))
+            self._add(line.number, _result(self._text_of(line), error=EXPIRED))
         return not self._is_stopping
 
-    def _spawn(self, number: int, data: bytes, slot: LineSlot) -> None:
-        line = gevent.spawn(self._run_line, number, data, slot)
-        line.link(lambda _: slot.release())
-        line.link_exception(self._on_exception)
-        self._lines.add(line)
+    def _spawn(self, line: InputLine, slot: LineSlot) -> None:
+        greenlet = gevent.spawn(self._run_line, line, slot)
+        greenlet.link(lambda _: slot.release())
+        greenlet.link_exception(self._on_exception)
+        self._lines.add(greenlet)
 
     def _is_over(self) -> bool:
         """Return whether the window of the batch has ended."""
@@ -296,29 +374,35 @@ class BatchJob:
         self._failure = failed.exception
         self.close()
 
-    def _run_line(self, number: int, data: bytes, slot: LineSlot) -> None:
+    def _run_line(self, line: InputLine, slot: LineSlot) -> None:
         """Compute a line until it has a result, or until the job stops."""
-        line = read_line(data)
         policy = RetryPolicy(random.Random())
         while True:
             caller = self._context.caller(self.batch.caller, self.batch.owner)
             if caller is None:
-                self._add(number, _result(data, error=NO_KEY))
+                self._add(line.number, _result(self._text_of(line), error=NO_KEY))
                 return
-            origin = InternalOrigin(caller, is_background=True)
-            outcome = _outcome(self._context.answer(line.url, bytes(line.body), origin))
+            name, outcome = self._answer(line, InternalOrigin(caller, is_background=True))
             pause_s = policy.pause_after(outcome)
             if pause_s is None:
-                self._add(number, _result(data, outcome.response))
+                self._add(line.number, _result_of(name, outcome.response))
                 return
             if self._is_stopping:
                 return
             if self._is_over():
-                self._add(number, _result(data, error=EXPIRED))
+                self._add(line.number, _result_of(name, error=EXPIRED))
                 return
             slot.release()  # others are computed meanwhile
             gevent.sleep(pause_s)
-            slot.acquire()
+            while not slot.acquire(SLOT_WAIT_S):
+                pass
+
+    def _answer(self, line: InputLine, origin: InternalOrigin) -> tuple[str, LineOutcome]:
+        """Compute a line once. Return its id and the outcome. The line's text is not held."""
+        request = read_line(self._text_of(line))
+        name, url, body = request.custom_id, request.url, bytes(request.body)
+        del request
+        return name, _outcome(self._context.answer(url, body, origin))
 
     def _add(self, number: int, result: BatchResult) -> None:
         self._buffer.add(LineResult(number, result.to_line(), result.has_failed))
@@ -353,11 +437,18 @@ def _outcome(answer: InternalAnswer) -> LineOutcome:
     return LineOutcome(response, float(retry_after) if retry_after.isdigit() else None)
 
 
-def _result(
-    data: bytes, response: BatchResponse | None = None, error: BatchFailure | None = None
+def _result(data: bytes, error: BatchFailure) -> BatchResult:
+    return _result_of(read_line(data).custom_id, error=error)
+
+
+def _result_of(
+    name: str, response: BatchResponse | None = None, error: BatchFailure | None = None
 ) -> BatchResult:
-    name = read_line(data).custom_id
     return BatchResult(f"batch_req_{uuid.uuid4().hex}", name, response=response, error=error)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _some_pieces(file: str, after: int, database: BatchDatabase) -> list[tuple[int, bytes]]:

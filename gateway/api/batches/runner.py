@@ -14,8 +14,10 @@ from pathlib import Path
 
 import gevent
 from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 
 from gateway.api.batches.job import Answer, BatchJob, JobContext, LineSlots
+from gateway.http.body_memory import BodyMemory
 from gateway.service import Service
 from gateway.store.batch_database import BatchDatabase, LineResult, StoreFacts
 from gateway.store.batch_states import BatchStatus
@@ -42,6 +44,8 @@ class BatchRunner:
             answer,
             service.keys.caller_named,
             LineSlots(self._num_slots),
+            BodyMemory(service.config.body_memory_bytes),
+            BoundedSemaphore(),
             self._count_lines,
             service.config.batch_max_lines,
             service.config.max_body_mib << 20,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.openai.requests import TEXT_SCHEMA, Priority, Timeout, object_schema
+from gateway.http.text_fields import Label, Name, PromptText
 from protocol.sampling import MAX_TOKENS
 
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -54,12 +55,12 @@ class EncodeFields(msgspec.Struct, frozen=True, kw_only=True):
     strict_params            refuse fields that have no effect
     """
 
-    model: str | None = None
+    model: Name | None = None
     truncate_prompt_tokens: Truncation | None = None
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     queue_timeout_s: Timeout | None = None
-    user: str | None = None
+    user: Label | None = None
     strict_params: bool | None = None
 
     #: What `RequestOptions.from_body` also reads. No answer of these routes depends on it.
@@ -86,7 +87,7 @@ class EmbeddingsBody(EncodeFields, frozen=True, kw_only=True):
     input: Input
     encoding_format: EncodingFormat | None = None
     dimensions: Count | None = None
-    prompt_name: str | None = None
+    prompt_name: Name | None = None
     add_special_tokens: bool | None = None
 
 
@@ -98,8 +99,8 @@ class PairFields(EncodeFields, frozen=True, kw_only=True):
     instruct      another name for instruction
     """
 
-    instruction: str | None = None
-    instruct: str | None = None
+    instruction: PromptText | None = None
+    instruct: PromptText | None = None
 
 
 class RerankBody(PairFields, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class RerankBody(PairFields, frozen=True, kw_only=True):
     max_tokens_per_doc  another name of truncate_prompt_tokens, which counts the query as well
     """
 
-    query: str
+    query: PromptText
     documents: Documents
     top_n: Count | None = None
     return_documents: bool | None = None

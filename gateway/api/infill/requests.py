@@ -20,6 +20,7 @@ from gateway.api.openai.requests import (
     Stop,
     Timeout,
 )
+from gateway.http.text_fields import Name, PromptText
 from gateway.prompt.infill import InfillFile
 from protocol.sampling import (
     MAX_TOKENS,
@@ -52,8 +53,8 @@ _PATHS = {
 class ExtraFile(msgspec.Struct, frozen=True):
     """Another file of the project, as context."""
 
-    text: str
-    filename: str = "tmp"
+    text: PromptText
+    filename: Name = "tmp"
 
 
 class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +71,11 @@ class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt     accepted without effect: every prompt is cached
     """
 
-    input_prefix: str
-    input_suffix: str
+    input_prefix: PromptText
+    input_suffix: PromptText
     input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
-    prompt: str | None = None
-    model: str | None = None
+    prompt: PromptText | None = None
+    model: Name | None = None
     stream: bool | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     temperature: Temperature | None = None

@@ -54,11 +54,11 @@ def details_of(card: ModelCard) -> ModelDetails:
     is_loaded = card.num_parameters > 0
     return ModelDetails(
         parent_model="",
-        format="",
+        format=card.file_format,
         family=family,
         families=[family],
         parameter_size=_rounded(card.num_parameters) if is_loaded else "",
-        quantization_level=card.dtype if is_loaded else "",
+        quantization_level=(card.quantization or card.dtype) if is_loaded else "",
     )
 
 
@@ -115,7 +115,9 @@ def shown(facts: ListedModel) -> ShownModel:
 
 def _parameters(facts: ListedModel) -> str:
     """Return the parameters in effect, one per line, in the form of a Modelfile."""
-    values: dict[str, Any] = {"num_ctx": facts.max_len, **facts.defaults.effective_values()}
+    in_effect = facts.defaults.effective_values()
+    numbers = {name: value for name, value in in_effect.items() if isinstance(value, int | float)}
+    values = {"num_ctx": facts.max_len, **numbers}
     values["repeat_penalty"] = values.pop("repetition_penalty")
     return "\n".join(f"{name:<30} {json.dumps(value)}" for name, value in values.items())
 

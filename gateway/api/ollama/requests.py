@@ -22,6 +22,7 @@ from gateway.api.openai.requests import (
     Stop,
     object_schema,
 )
+from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from protocol.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
@@ -64,7 +65,9 @@ _FORMAT: JsonSchemaDict = {"anyOf": [{"enum": ["", "json"]}, {"type": ["object",
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
 Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
 Format = Annotated[Any, Meta(extra_json_schema=_FORMAT)]
-Images = list[Annotated[str, Meta(description="An image in base64. This server reads no images.")]]
+Images = list[
+    Annotated[PromptText, Meta(description="An image in base64. This server reads no images.")]
+]
 
 
 # ---- bodies
@@ -101,12 +104,12 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs  with `logprobs`, the number of most likely tokens to report
     """
 
-    model: str
+    model: Name
     format: Format | None = None
     options: OllamaOptions | None = None
     stream: bool | None = None
-    think: bool | str | None = None
-    keep_alive: float | str | None = None
+    think: bool | Label | None = None
+    keep_alive: float | Label | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -130,11 +133,11 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     images    not supported; refused if set
     """
 
-    prompt: str | None = None
-    suffix: str | None = None
+    prompt: PromptText | None = None
+    suffix: PromptText | None = None
     images: Images | None = None
-    system: str | None = None
-    template: str | None = None
+    system: PromptText | None = None
+    template: TemplateText | None = None
     raw: bool | None = None
     context: list[TokenId] | None = None
 
@@ -146,8 +149,8 @@ class OllamaEncodeBody(msgspec.Struct, frozen=True, kw_only=True):
     options     without effect
     """
 
-    model: str
-    keep_alive: float | str | None = None
+    model: Name
+    keep_alive: float | Label | None = None
     options: dict[str, Any] | None = None
 
 
@@ -167,7 +170,7 @@ class OllamaPromptEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
     """The body of POST /api/embeddings, which is older. Without a prompt, the model is only
     loaded."""
 
-    prompt: str | None = None
+    prompt: PromptText | None = None
 
 
 class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,8 +179,8 @@ class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
     name  older spelling of `model`
     """
 
-    model: str | None = None
-    name: str | None = None
+    model: Name | None = None
+    name: Name | None = None
 
 
 class OllamaPullBody(NamedModelBody, frozen=True, kw_only=True):

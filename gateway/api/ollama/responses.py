@@ -170,7 +170,9 @@ def nanoseconds(seconds: float) -> int:
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a model. They are empty if the model has not been loaded yet.
 
-    quantization_level  type of the weights in memory
+    format              format of the model's files: gguf or safetensors
+    quantization_level  type of most quantised weights in the files, such as Q4_1; without any, the
+                        type of the weights in memory
     """
 
     parent_model: str

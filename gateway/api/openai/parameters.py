@@ -17,7 +17,12 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.errors import InvalidRequest
 from protocol.model_card import SamplingDefaults
-from protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.sampling import (
+    MAX_BAD_SEQUENCES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS,
+    SamplingParams,
+)
 
 T = TypeVar("T")
 Body = ChatBody | BatchBody | CompletionBody
@@ -39,6 +44,7 @@ def choices_of(
     tokenizer  encodes `bad_words`; None: `bad_words` are ignored
     """
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
+    bad = _with_model_words(bad, model.bad_words_ids or [])
     try:
         return [_params(body, model, place, bad) for place in range(body.n or 1)]
     except ValueError as error:  # the message begins with the field's name
@@ -57,12 +63,32 @@ def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     return [list(ids) for ids in dict.fromkeys(spellings) if ids]
 
 
+def _with_model_words(bad: list[list[int]], model: list[list[int]]) -> list[list[int]]:
+    """Return the bad sequences of a request and those of its model. Raise InvalidRequest if they
+    are too many."""
+    words = [*bad, *(each for each in model if each not in bad)]
+    if len(words) > MAX_BAD_SEQUENCES:
+        raise InvalidRequest.at(
+            "bad_words",
+            f"{len(bad)} token sequences, and the {len(words) - len(bad)} that this model never "
+            f"writes, exceed the limit of {MAX_BAD_SEQUENCES}",
+        )
+    return words
+
+
+def _min_tokens(body: Body, model: SamplingDefaults) -> int:
+    """Return the fewest tokens of an answer. The model's default is at most `max_tokens`."""
+    if body.min_tokens is not None:
+        return body.min_tokens
+    return min(model.min_tokens or 0, first(body.answer_tokens, default=MAX_TOKENS))
+
+
 def _params(
     body: Body, model: SamplingDefaults, place: int, bad: list[list[int]]
 ) -> SamplingParams:
     return SamplingParams(
         max_tokens=body.answer_tokens,
-        min_tokens=body.min_tokens or 0,
+        min_tokens=_min_tokens(body, model),
         temperature=first(body.temperature, model.temperature, default=1.0),
         top_p=first(body.top_p, model.top_p, default=1.0),
         top_k=first(body.top_k, model.top_k, default=0),
@@ -73,7 +99,7 @@ def _params(
         seed=nth_seed(body.seed, place),
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
-        logit_bias=body.logit_bias or {},
+        logit_bias=first(body.logit_bias, model.logit_bias, default={}),
         bad_words=bad,
         allowed_token_ids=body.allowed_token_ids,
         logprob_token_ids=body.logprob_token_ids or [],
@@ -131,15 +157,22 @@ def with_stop_tokens(params: SamplingParams, token_ids: Sequence[int]) -> Sampli
 
 
 def read_options(
-    body: GenerationBody, *, continues: bool, end_token_ids: Sequence[int] = ()
+    body: GenerationBody,
+    params: SamplingParams,
+    *,
+    continues: bool,
+    end_token_ids: Sequence[int] = (),
 ) -> ReadOptions:
-    """Return the options of the parsers. `end_token_ids` are ends of the answer that the request
-    does not name."""
+    """Return the options of the parsers.
+
+    params         sampling parameters of one of the choices
+    end_token_ids  ends of the answer that the request does not name
+    """
     named = body.stop_token_ids or ()
     return ReadOptions(
         stop=body.stop_strings,
         include_stop=bool(body.include_stop_str_in_output),
-        min_tokens=body.min_tokens or 0,
+        min_tokens=params.min_tokens,
         skip_special_tokens=first(body.skip_special_tokens, default=True),
         continues=continues,
         end_token_ids=[token_id for token_id in end_token_ids if token_id not in named],

@@ -30,8 +30,6 @@ from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
-from gateway.prompt import tool_prompt
-from gateway.prompt.fit import Description
 from gateway.prompt.infill import InfillFile, InfillFormat
 from gateway.prompt.kwargs import thinking_budget
 from gateway.prompt.render import PromptConversation, RenderedPrompt, TemplateOptions
@@ -140,7 +138,7 @@ class Preparation:
             messages=messages,
             param=param,
             template=self._template,
-            describes=self._describes,
+            tool_format=self.model.output_format.tools,
             tools=self.plan.shown or None,
             documents=body.documents,
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
@@ -150,14 +148,6 @@ class Preparation:
         if not rendered.ids:
             raise empty_prompt(param)
         return Prompt(rendered.text, rendered.ids, rendered.kwargs, rendered.template_s)
-
-    @property
-    def _describes(self) -> Description | None:
-        """How to describe the tools, if the template does not render them."""
-        format = self.model.output_format.tools
-        if format is None:
-            return None
-        return "with_syntax" if format in tool_prompt.FORMATS else "without_syntax"
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
@@ -189,11 +179,14 @@ class Preparation:
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
+        choices = choices_of(body, model.defaults, model.tokenizer)
         return PromptRequest(
             prompt.ids,
-            choices_of(body, model.defaults, model.tokenizer),
+            choices,
             ParserFactory(
-                model.tokenizer, read_options(body, continues=False), self._parser_options(start)
+                model.tokenizer,
+                read_options(body, choices[0], continues=False),
+                self._parser_options(start),
             ),
             new_reasoning_counter=new_counter,
             tool_choice_check=ToolChoiceCheck(plan.name) if plan.demands_call else None,
@@ -250,8 +243,8 @@ class Completion:
         self._prompts = prompts_of(body, max_prompts)
         fills_gap = bool(body.suffix) or files is not None
         ends = model.infill.ends if fills_gap and model.infill is not None else ()
-        self._options = read_options(body, continues=True, end_token_ids=ends)
         choices = choices_of(body, model.defaults, model.tokenizer)
+        self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)
         if ends:
             choices = [with_stop_tokens(params, ends) for params in choices]
         form = answer_form(body)

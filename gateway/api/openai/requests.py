@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from gateway.prompt.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.errors import InvalidRequest
@@ -215,7 +216,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     timings             include how long each stage took
     """
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Count | None = None
@@ -230,7 +231,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     queue_timeout_s: Timeout | None = None
-    user: str | None = None
+    user: Label | None = None
     kv_transfer_params: Object | None = None
     best_of: Any = None
     response_format: Any = None
@@ -259,10 +260,10 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | Object | None = None
+    tool_choice: Label | Object | None = None
     parallel_tool_calls: bool | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
-    chat_template: str | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: Object | None = None
     return_effective_kwargs: bool | None = None
     reasoning_effort: Any = None
@@ -328,11 +329,11 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     suffix  the text after the completion, for models that can fill in the middle; empty: none
     """
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: PromptText | list[PromptText | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: PromptText | None = None
 
     @property
     def num_logprobs(self) -> int | None:

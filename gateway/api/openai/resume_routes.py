@@ -55,7 +55,7 @@ routes = Routes("OpenAI", ErrorAnswer)
     "Returns the events after `Last-Event-ID` of a chat or completion stream that was "
     "requested with the header `X-Resume: 1` and the same API key.",
     streams=Stream(dict[str, Any], ends_with="[DONE]"),
-    statuses=(400, 404, 405, 500),
+    statuses=(400, 404, 405, 500, 503),
     parameters=(
         Parameter("stream_id", "The value of the response header `X-Resume`.", place="path"),
         Parameter("Last-Event-ID", "The `id` of the last event received.", place="header"),

@@ -3,8 +3,9 @@
 `response_format` is OpenAI's field, and `structured_outputs` is vLLM's. The other fields are those
 of older vLLM, SGLang and llama.cpp. A request may set only one of them.
 
-Only the shape of the fields and the keywords of schemas are checked here. The engine compiles the
-grammar. If it cannot enforce the grammar, it refuses the request before any header is sent.
+Only the shape and size of the fields and the keywords of schemas are checked here. The engine
+compiles the grammar. If it cannot enforce the grammar, it refuses the request before any header is
+sent.
 
 A keyword of a schema falls into one of four groups:
 
@@ -34,13 +35,16 @@ from protocol.grammar import (
     Body,
     ChoiceGrammar,
     Gbnf,
+    Grammar,
     JsonObject,
     JsonSchema,
     Lark,
     Regex,
     Structural,
     Tag,
+    check_grammar,
 )
+from protocol.schema_literals import SchemaPlace, check_literals
 
 _LARK_START = "start:"
 _FORMATS: Mapping[str, Set[str]] = {
@@ -76,7 +80,7 @@ def answer_form(body: GenerationBody) -> AnswerForm | None:
         value, reader = getattr(body, field), FormReader()
         form = None if value is None else read(reader, value, field)
         if form is not None:
-            found.append(AnswerForm(field, form, reader.ignored))
+            found.append(_checked(AnswerForm(field, form, reader.ignored)))
     if len(found) > 1:
         first, second = found[0].field, found[1].field
         raise InvalidRequest.at(second, f"cannot be combined with {first}; set only one of them")
@@ -93,7 +97,17 @@ def structured_form(value: Any, at: str) -> AnswerForm | None:
     if value is None:
         return None
     reader = FormReader()
-    return AnswerForm(at, reader.structured_outputs(value, at), reader.ignored)
+    return _checked(AnswerForm(at, reader.structured_outputs(value, at), reader.ignored))
+
+
+def _checked(form: AnswerForm) -> AnswerForm:
+    """Return a form. Raise InvalidRequest, naming its field, if the engine would refuse its size.
+    So a text that is too long never travels to the engine."""
+    try:
+        check_grammar(Grammar(body=form.body))
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param=form.field) from None
+    return form
 
 
 class FormReader:
@@ -177,6 +191,7 @@ class FormReader:
         schemas `true` and `false` are refused."""
         schema = as_object(_from_text(value, at), at)
         check_keywords(schema, at, strict=strict)
+        check_literals(schema, at)
         for path in unknown_keywords(schema, at):
             self._note(path, at)
         return msgspec.json.encode(schema).decode()
@@ -305,23 +320,6 @@ SILENT = ANNOTATIONS | {"id", "$vocabulary", "contentSchema", "xml", "externalDo
 
 MAX_UNKNOWN = 16
 """Maximum number of unknown members and keywords that a response lists."""
-MAX_SEGMENT_CHARS = 100
-"""Names longer than this are truncated in a path."""
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """A segment of a path, linked to its parent. The path is built only when it is reported."""
-
-    parent: _Place | None
-    segment: str
-
-    def __str__(self) -> str:
-        segments = []
-        place: _Place | None = self
-        while place is not None:
-            segments.append(place.segment[:MAX_SEGMENT_CHARS])
-            place = place.parent
-        return "".join(reversed(segments))
 
 
 def check_keywords(schema: Any, at: str, *, strict: bool) -> None:
@@ -347,8 +345,8 @@ def unknown_keywords(schema: Any, at: str) -> list[str]:
     return [_path(parent, keyword) for parent, keyword in islice(found, MAX_UNKNOWN)]
 
 
-def _path(parent: _Place, keyword: str) -> str:
-    return str(_Place(parent, f".{keyword}"))
+def _path(parent: SchemaPlace, keyword: str) -> str:
+    return str(SchemaPlace(parent, f".{keyword}"))
 
 
 def _is_unknown(keyword: str) -> bool:
@@ -356,10 +354,10 @@ def _is_unknown(keyword: str) -> bool:
     return not known and not keyword.startswith("x-")
 
 
-def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
+def _keywords(schema: Any, at: str) -> Iterator[tuple[SchemaPlace, str]]:
     """Yield (place of its schema, keyword) for each keyword of the schema and of the schemas inside
     it. Skip malformed schemas, which the engine refuses."""
-    waiting = [(schema, _Place(None, at))]
+    waiting = [(schema, SchemaPlace(None, at))]
     while waiting:
         schema, place = waiting.pop()
         if not isinstance(schema, Mapping):
@@ -367,10 +365,10 @@ def _keywords(schema: Any, at: str) -> Iterator[tuple[_Place, str]]:
         for keyword, value in schema.items():
             yield place, keyword
             if keyword in _SUBSCHEMA_MAP and isinstance(value, Mapping):
-                inner = _Place(place, f".{keyword}")
-                waiting += [(one, _Place(inner, f".{name}")) for name, one in value.items()]
+                inner = SchemaPlace(place, f".{keyword}")
+                waiting += [(one, SchemaPlace(inner, f".{name}")) for name, one in value.items()]
             elif keyword in _SUBSCHEMA_LIST and isinstance(value, list):
-                inner = _Place(place, f".{keyword}")
-                waiting += [(one, _Place(inner, f"[{n}]")) for n, one in enumerate(value)]
+                inner = SchemaPlace(place, f".{keyword}")
+                waiting += [(one, SchemaPlace(inner, f"[{n}]")) for n, one in enumerate(value)]
             elif keyword in _SUBSCHEMA:
-                waiting.append((value, _Place(place, f".{keyword}")))
+                waiting.append((value, SchemaPlace(place, f".{keyword}")))

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from gateway.api.openai.requests import ChatBody, CompletionBody, Object
 from gateway.api.tokens.responses import GenerateChunk, GenerateResponse
+from gateway.http.text_fields import Name
 from protocol.sampling import MAX_TOKENS, TokenId
 
 MAX_STATE_CHARS = 1 << 18
@@ -37,7 +38,7 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stream: bool | None = None
-    model: str | None = None
+    model: Name | None = None
     generate_chunk: GenerateChunk | None = None
     stream_state: State | None = None
 

@@ -33,6 +33,7 @@ from gateway.api.openai.requests import (
 )
 from gateway.api.openai.tools import tool_type_hint
 from gateway.http.json_values import as_object, check_depth
+from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from protocol.errors import InvalidRequest
 from protocol.sampling import MaxTokens, NumLogprobs
 
@@ -107,7 +108,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=MAX_METADATA),
 ]
-Input = str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+Input = PromptText | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
@@ -127,8 +128,8 @@ class ResponseReasoningOptions(msgspec.Struct, frozen=True):
     """
 
     effort: Any = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
 
 
 class ResponseTextOptions(msgspec.Struct, frozen=True):
@@ -139,7 +140,7 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
     """
 
     format: Object | None = None
-    verbosity: str | None = None
+    verbosity: Label | None = None
 
 
 class ResponsesBody(FormFields, frozen=True, kw_only=True):
@@ -159,30 +160,30 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
     """
 
     input: Input
-    model: str | None = None
-    instructions: str | None = None
+    model: Name | None = None
+    instructions: PromptText | None = None
     previous_response_id: Id | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | Object | None = None
+    tool_choice: Label | Object | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     reasoning: ResponseReasoningOptions | None = None
     text: ResponseTextOptions | None = None
-    include: Annotated[list[str], Meta(max_length=16)] | None = None
+    include: Annotated[list[Label], Meta(max_length=16)] | None = None
     top_logprobs: NumLogprobs | None = None
     max_output_tokens: MaxTokens | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
     prompt_cache_options: Object | None = None
-    service_tier: str | None = None
+    service_tier: Label | None = None
     stop: Stop | None = None
     strict_params: bool | None = None
     timings: bool | None = None
@@ -191,7 +192,7 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
     timeout_s: Timeout | None = None
     queue_timeout_s: Timeout | None = None
     documents: Annotated[list[Object], Meta(max_length=MAX_TOOLS)] | None = None
-    chat_template: str | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: Object | None = None
     return_effective_kwargs: bool | None = None
     thinking: Any = None

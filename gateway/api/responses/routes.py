@@ -237,8 +237,8 @@ class _Creation:
         final = msgspec.structs.replace(record, body=msgspec.json.encode(response))
         try:
             persistence.store.call(lambda database: database.put(final, time.time()))
-        except sqlite3.Error:  # the response is sent anyway
-            log.exception("could not store a response")
+        except sqlite3.Error as error:  # the response is sent anyway
+            log.warning("could not store a response: %s", error)
             return msgspec.structs.replace(response, store=False)
         return response
 
@@ -255,7 +255,7 @@ CANCEL_POLL_S = 0.05
 _TRUE = ("true", "1")
 ONE = "/v1/responses/<response_id>"
 ID = Parameter("response_id", "The id of a stored response.", place="path")
-STORED = (400, 404, 405, 500)
+STORED = (400, 404, 405, 500, 503)
 _INT = {"type": "integer", "minimum": 0}
 _ORDER = {"enum": ["asc", "desc"]}
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}

@@ -27,6 +27,7 @@ from gateway.api.openai.requests import (
     StreamOptions,
     Timeout,
 )
+from gateway.http.text_fields import Name, PromptText
 from protocol.grammar import Grammar
 from protocol.sampling import (
     MAX_TOKENS,
@@ -124,7 +125,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: GenerateSampling
     request_id: RequestId | None = None
     token_offsets: Any = None
-    model: str | None = None
+    model: Name | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: ReasoningParserKwargs | None = None
     reads_calls: bool | None = None
@@ -179,8 +180,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs  include each token as the vocabulary spells it
     """
 
-    prompt: str
-    model: str | None = None
+    prompt: PromptText
+    model: Name | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -196,4 +197,4 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /detokenize."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
-    model: str | None = None
+    model: Name | None = None

@@ -4,8 +4,11 @@
 // } calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
 
 import { streamEvents } from "./api.js";
+import { fetchModels, isAsleep } from "./models.js";
 
 const PATH = "v1/chat/completions";
+const LOOK_MS = 1000; // an answer that has not begun by then may wait for its model
+export const LOADING = "The model is loading …";
 const FINISHED = {
   length: "The answer reached its token limit.",
   abort: "The server ended the answer.",
@@ -27,6 +30,8 @@ export function newAnswer(model, settings) {
     calls: [],
     finish: null,
     tokens: 0,
+    isLoading: false, // waits until its model is loaded
+    hasLoaded: false, // has waited for that
   };
 }
 
@@ -37,9 +42,18 @@ export function newAnswer(model, settings) {
  */
 export async function streamAnswer(message, body, signal, onChange) {
   const started = performance.now();
+  let hasBegun = false;
+  const look = () => {
+    if (hasBegun) return;
+    message.isLoading = isAsleep(message.model);
+    onChange();
+  };
+  const later = setTimeout(() => fetchModels().then(look, () => {}), LOOK_MS);
+  look();
   try {
     for await (const { data, requestId } of streamEvents(PATH, body, { signal })) {
       message.requestId = requestId;
+      hasBegun = true;
       applyChunk(message, data, performance.now() - started);
       onChange();
     }
@@ -49,11 +63,16 @@ export async function streamAnswer(message, body, signal, onChange) {
     if (error.name === "AbortError" || signal.aborted) message.finish = "stopped";
     else message.error = plainError(error);
   }
+  hasBegun = true;
+  clearTimeout(later);
+  message.isLoading = false;
   message.tookMs = performance.now() - started;
   onChange();
 }
 
 function applyChunk(message, chunk, nowMs) {
+  message.hasLoaded ||= message.isLoading;
+  message.isLoading = false;
   if (chunk.usage) {
     message.usage = chunk.usage;
     message.tokens = chunk.usage.completion_tokens;
@@ -97,8 +116,8 @@ export function describeSpeed(message) {
     timings?.predicted_per_second ??
     (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
   if (perSecond) facts.push(`${perSecond.toFixed(perSecond < 100 ? 1 : 0)} tokens/s`);
-  const first = timings?.first_token_ms ?? firstMs;
-  if (first !== undefined && first !== null) facts.push(`first token after ${inWords(first)}`);
+  const first = describeFirstToken(message);
+  if (first) facts.push(`first token after ${first}`);
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     facts.push(
@@ -106,6 +125,12 @@ export function describeSpeed(message) {
     );
   }
   return facts;
+}
+
+/** Return the time to the first token, and whether the model was loaded in it; "" if there is none. */
+export function describeFirstToken({ timings, firstMs, hasLoaded }) {
+  const ms = timings?.first_token_ms ?? firstMs ?? null;
+  return ms === null ? "" : `${inWords(ms)}${hasLoaded ? ", with the loading of the model" : ""}`;
 }
 
 function counted(number) {

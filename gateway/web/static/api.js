@@ -120,7 +120,8 @@ export async function request(path, options = {}) {
       // Several requests may be refused at the same time. The user is asked once.
       asking ??= askForKey(key ? error.message : "").finally(() => (asking = null));
       const given = await asking;
-      if (given === null) throw error;
+      if (given === null)
+        throw new ApiError("The server needs an API key, and none was entered.", { status: 401 });
       storeKey(given);
     }
   }

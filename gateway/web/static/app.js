@@ -239,14 +239,14 @@ function keyButton() {
 // ---- shortcuts
 
 function showShortcuts() {
-  const rows = SHORTCUTS.map(({ keys, about }) =>
+  const rows = SHORTCUTS.map(({ keys, about, isEither }) =>
     h(
       "tr",
       {},
       h(
         "td",
         {},
-        keys.map((key, place) => [place ? " + " : null, h("kbd", {}, key)]),
+        keys.map((key, place) => [place ? (isEither ? " or " : " + ") : null, h("kbd", {}, key)]),
       ),
       h("td", {}, about),
     ),

@@ -4,16 +4,20 @@ import { asPython, chatCurl, streamed } from "./requests.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
 import { ConversationList } from "./conversation-list.js";
+import { loadFields } from "./fields.js";
 import { fetchModels, fillModelSelect, knownModels, stateOf } from "./models.js";
 import { messageView } from "./message-view.js";
 import { chats } from "./session.js";
-import { SettingsForm } from "./settings.js";
+import { describeSettings, SettingsForm } from "./settings.js";
+import { readDraft, writeDraft } from "./store.js";
 
 const SUGGESTIONS = [
   "Name three fruits, with a table of their colours.",
   "Write a haiku about the sea.",
   "Explain what a tide is to a child.",
 ];
+const NO_CONVERSATION =
+  "This browser has no conversation with this address. It was deleted, or is in another browser.";
 const RETRY_S = 1;
 const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
@@ -62,6 +66,7 @@ class ChatTab {
       placeholder: "Write a message",
       "aria-label": "Message",
       enterkeyhint: "send",
+      value: readDraft(),
     });
     this.sendButton = h(
       "button",
@@ -69,6 +74,7 @@ class ChatTab {
       icon("send"),
     );
     this.problem = h("div", { class: "problem" });
+    this.changed = h("p", { class: "changed" });
     this.form = new SettingsForm({}, () => this.saveSettings());
     const composer = h("form", { class: "composer" }, this.input, this.sendButton);
     const settingsButton = iconButton("sliders", "Settings", () => this.toggle("settings"), {
@@ -120,6 +126,7 @@ class ChatTab {
         "div",
         { class: "bottom" },
         this.problem,
+        this.changed,
         composer,
         h("p", { class: "hint muted" }, "Conversations stay in this browser."),
       ),
@@ -151,7 +158,7 @@ class ChatTab {
     on(chats, "list", () => this.list.draw(this.conversation));
     on(document, "keydown", (event) => this.onKey(event));
     on(this.input, "keydown", (event) => this.onInputKey(event, composer));
-    on(this.input, "input", () => this.resize());
+    on(this.input, "input", () => this.onInput());
     on(this.thread, "scroll", () => this.onScroll());
     on(window, KEY_CHANGED, () => this.loadModels());
     on(document, "visibilitychange", () => document.hidden || this.loadModels());
@@ -162,6 +169,7 @@ class ChatTab {
     this.onPath(this.context.path);
     await this.loadModels();
     if (matchMedia("(hover: hover)").matches) this.input.focus();
+    this.resize();
   }
 
   close() {
@@ -179,6 +187,7 @@ class ChatTab {
     const found = chats.get(id);
     if (found && found === this.conversation) return;
     this.openConversation(found ?? chats.draft(this.model.value || knownModels()[0]?.id || ""));
+    if (id && !found) this.showProblem(new Error(NO_CONVERSATION));
   }
 
   create() {
@@ -199,11 +208,11 @@ class ChatTab {
   }
 
   async send(text) {
-    // The visitor may be faster than the list of models.
-    if (!this.conversation.model) await this.loading;
-    if (!text.trim() || !this.tryTo(() => chats.send(this.conversation, text))) return;
+    if (!text.trim()) return;
+    if (!this.conversation.model) await this.awaitModels();
+    if (!this.tryTo(() => chats.send(this.conversation, text))) return;
     this.input.value = "";
-    this.resize();
+    this.onInput();
     this.scrollToEnd();
   }
 
@@ -215,7 +224,7 @@ class ChatTab {
   tryTo(act) {
     try {
       this.showProblem(null);
-      if (!this.conversation.model) throw new Error("No model is available.");
+      if (!this.conversation.model) throw this.modelsProblem ?? new Error("No model is available.");
       act();
       this.context.setPath(this.conversation.id);
       this.context.announce("Answering.");
@@ -227,6 +236,7 @@ class ChatTab {
   }
 
   showProblem(error) {
+    this.shownProblem = error;
     fill(this.problem, error ? errorBox(error) : null);
   }
 
@@ -236,14 +246,19 @@ class ChatTab {
     const text = message.error?.message ?? (message.content || "The answer has no text.");
     this.context.announce(text.slice(0, ANNOUNCED_CHARS));
     this.list.draw(conversation);
-    if (stateOf(this.modelEntry())) this.loadModels(); // the message has loaded the model
+    if (message.hasLoaded) this.loadModels(); // others may have been unloaded for it
   }
 
   // ---- models and settings
 
   loadModels() {
-    this.loading = this.fetchModels();
+    this.loading = this.fetchModels().finally(() => (this.loading = null));
     return this.loading;
+  }
+
+  /** Wait for the list of models. If it could not be fetched, try again, which may ask for a key. */
+  awaitModels() {
+    return this.loading ?? this.loadModels();
   }
 
   /** Fetch the models and show them. While the server is not ready, try again and again. */
@@ -252,9 +267,12 @@ class ChatTab {
     const before = JSON.stringify(knownModels());
     try {
       const models = await fetchModels();
-      this.showProblem(null);
+      await loadFields(); // not before: it may need the same key
+      if (this.modelsProblem && this.shownProblem === this.modelsProblem) this.showProblem(null);
+      this.modelsProblem = null;
       if (!this.model.value || JSON.stringify(models) !== before) this.showModels();
     } catch (error) {
+      this.modelsProblem = error;
       this.showProblem(error);
       const waitMs = 1000 * (error.retryAfterS ?? RETRY_S);
       if (error.status === 503 && !this.abort.signal.aborted) {
@@ -268,7 +286,25 @@ class ChatTab {
     conversation.model =
       fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
     this.form.show(conversation.settings, this.modelEntry());
+    this.drawChangedSettings();
     this.drawEmpty();
+  }
+
+  /** Say which settings apply to the next message, as a new conversation has those of the last one. */
+  drawChangedSettings() {
+    const words = describeSettings(this.conversation.settings);
+    const action = (label, onclick) =>
+      h("button", { type: "button", class: "button small ghost", onclick }, label);
+    fill(
+      this.changed,
+      ...(words.length
+        ? [
+            h("span", {}, `Settings: ${words.join(", ")}`),
+            action("Change", () => this.toggle("settings", true)),
+            action("Use the defaults", () => this.form.reset()),
+          ]
+        : []),
+    );
   }
 
   /** Return the entry of GET /v1/models for the conversation's model, or null. */
@@ -283,6 +319,7 @@ class ChatTab {
   }
 
   saveSettings() {
+    this.drawChangedSettings();
     if (this.conversation.messages.length) chats.save(this.conversation);
   }
 
@@ -371,6 +408,11 @@ class ChatTab {
 
   onScroll() {
     this.toEnd.hidden = this.distanceToEnd() < NEAR_END_PX;
+  }
+
+  onInput() {
+    writeDraft(this.input.value);
+    this.resize();
   }
 
   resize() {

@@ -1,11 +1,19 @@
 // The compare tab: one prompt and one seed, two models or two settings, answered at the same time.
 
-import { describeEnd, inWords, newAnswer, streamAnswer } from "./answer.js";
+import {
+  describeEnd,
+  describeFirstToken,
+  inWords,
+  LOADING,
+  newAnswer,
+  streamAnswer,
+} from "./answer.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, loadStyle, oncePerFrame } from "./dom.js";
+import { loadFields, NUMBERS } from "./fields.js";
 import { fetchModels, fillModelSelect, knownModels } from "./models.js";
 import { chatBody, streamed } from "./requests.js";
-import { SettingsForm } from "./settings.js";
+import { numberInput, SettingsForm } from "./settings.js";
 
 const STORED = "tidegate.compare";
 const SHARED = ["seed", "max_tokens", "logprobs", "tools"];
@@ -42,27 +50,15 @@ class CompareTab {
       placeholder: "The message that both answer",
       value: values.prompt,
     });
-    this.seed = h("input", {
-      id: "compare-seed",
-      type: "number",
-      min: 0,
-      step: 1,
-      value: values.seed,
-    });
-    this.maxTokens = h("input", {
-      id: "compare-max",
-      type: "number",
-      min: 1,
-      step: 1,
-      value: values.maxTokens,
-    });
+    this.seed = numberField("seed", "compare-seed", values.seed);
+    this.maxTokens = numberField("max_tokens", "compare-max", values.maxTokens);
     this.button = h("button", { type: "submit", class: "button primary" });
     this.problem = h("div", {});
     this.verdict = h("p", { class: "verdict" });
     this.table = h("table", { class: "plain facts-table" });
     const dice = h(
       "button",
-      { type: "button", class: "button", onclick: () => (this.seed.value = newSeed()) },
+      { type: "button", class: "button", onclick: () => this.drawSeed() },
       "New seed",
     );
     const form = h(
@@ -72,7 +68,12 @@ class CompareTab {
       h(
         "div",
         { class: "row" },
-        h("div", { class: "field inline" }, h("label", { for: "compare-seed" }, "Seed"), this.seed),
+        h(
+          "div",
+          { class: "field inline" },
+          h("label", { for: "compare-seed" }, "Seed"),
+          this.seed,
+        ),
         dice,
         h(
           "div",
@@ -148,6 +149,8 @@ class CompareTab {
   async loadModels() {
     try {
       const models = await fetchModels();
+      await loadFields(); // not before: it may need the same key
+      fill(this.problem);
       this.sides.forEach((side, place) => {
         side.values.model = fillModelSelect(
           side.model,
@@ -173,11 +176,16 @@ class CompareTab {
 
   async start() {
     const { values } = this;
-    const [prompt, seed, maxTokens] = [this.prompt.value, this.seed.value, this.maxTokens.value];
+    const [prompt, seed, maxTokens] = [this.prompt, this.seed, this.maxTokens].map(
+      ({ value }) => value,
+    );
     Object.assign(values, { prompt, seed, maxTokens });
     write(values);
     fill(this.problem);
     if (!prompt.trim()) return this.prompt.focus();
+    const isReady = () => this.sides.every((side) => side.values.model);
+    if (!isReady()) await this.loadModels(); // it may ask for a key
+    if (!isReady()) return undefined; // its error is shown
     let bodies;
     try {
       const messages = [{ role: "user", content: prompt }];
@@ -203,12 +211,19 @@ class CompareTab {
     this.run = null;
     this.drawButton();
     this.drawResults();
+    // Others may have been unloaded for a model.
+    if (this.sides.some(({ answer }) => answer.hasLoaded)) await this.loadModels();
     return this.context.announce(this.verdict.textContent);
   }
 
   close() {
     this.run?.abort();
     this.abort.abort();
+  }
+
+  drawSeed() {
+    this.seed.value = newSeed();
+    this.seed.dispatchEvent(new Event("input"));
   }
 
   // ---- results
@@ -231,6 +246,7 @@ class CompareTab {
         h("span", {}, texts[place].slice(0, common)),
         rest ? h("span", { class: differ ? "differs" : null }, rest) : null,
         answer.error ? errorBox(answer.error) : null,
+        answer.isLoading ? h("p", { class: "note" }, LOADING) : null,
         describeEnd(answer) ? h("p", { class: "note" }, describeEnd(answer)) : null,
       );
     });
@@ -276,7 +292,7 @@ const speedOf = ({ timings }) =>
 const FIGURES = [
   ["Tokens", ({ tokens }) => String(tokens)],
   ["Speed", speedOf],
-  ["First token", ({ timings, firstMs }) => inWordsOrDash(timings?.first_token_ms ?? firstMs)],
+  ["First token", (answer) => describeFirstToken(answer) || "–"],
   ["Whole answer", ({ timings, tookMs }) => inWordsOrDash(timings?.total_ms ?? tookMs)],
   ["Prompt tokens", ({ usage }) => (usage ? String(usage.prompt_tokens) : "–")],
   ["End", ({ finish, error }) => (error ? "error" : (finish ?? "–"))],
@@ -314,6 +330,14 @@ function textOf({ reasoning, content, calls }) {
   const called = calls.map(({ name, args }) => `${name}(${args})`).join("\n");
   const answer = [content, called].filter(Boolean).join("\n");
   return reasoning ? `Reasoning:\n${reasoning.trim()}\n\nAnswer:\n${answer}` : answer;
+}
+
+/** Return the input of a number that both sides share. `start` refuses what it does not accept. */
+function numberField(name, id, value) {
+  const field = NUMBERS.find((each) => each.name === name);
+  const { input } = numberInput(field, { value, onChange: () => {} });
+  input.id = id;
+  return input;
 }
 
 // ---- what the tab remembers

@@ -59,11 +59,11 @@ class Reference {
 
   build() {
     const { info } = this.spec;
-    const search = h("input", {
+    this.search = h("input", {
       type: "search",
       placeholder: "Search routes and fields",
       "aria-label": "Search routes and fields",
-      oninput: () => this.filter(search.value),
+      oninput: () => this.filter(this.search.value),
     });
     this.none = h("p", { class: "muted", hidden: true }, "No route or field matches.");
     const menu = this.groups.map(({ tag, entries }) =>
@@ -90,7 +90,7 @@ class Reference {
     const base = BASE.href.replace(/\/$/, "");
     fill(
       this.root,
-      h("nav", { class: "docs-menu", "aria-label": "Routes" }, search, this.none, menu),
+      h("nav", { class: "docs-menu", "aria-label": "Routes" }, this.search, this.none, menu),
       h(
         "div",
         { class: "docs-body" },
@@ -183,6 +183,10 @@ class Reference {
   openPath(id) {
     const found = this.entries.find(({ operation }) => operation.operationId === id);
     if (!found) return;
+    if (found.details.hidden) {
+      this.search.value = "";
+      this.filter("");
+    }
     found.draw();
     found.details.open = true;
     found.details.scrollIntoView({ block: "start" });

@@ -6,10 +6,14 @@
 // addresses only, and pictures are shown as links, because loading one would send data to another
 // host.
 //
+// Formulas ($...$, $$...$$, \(...\) and \[...\]) are shown as they were written, so that the backslashes
+// and underscores in them are not taken for markdown.
+//
 // The time is proportional to the length of the text: searches that fail are not repeated, and
 // nesting deeper than MAX_DEPTH is shown as it is.
 
 import { copyButton, h } from "./dom.js";
+import { displayEnd, formulaEnd } from "./formulas.js";
 
 const MAX_DEPTH = 12;
 const SAFE_PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
@@ -84,6 +88,7 @@ function typeAt(lines, at) {
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line)) return "list";
   if (isTable(lines, at)) return "table";
+  if (displayEnd(lines, at) !== null) return "formula";
   return "paragraph";
 }
 
@@ -108,6 +113,7 @@ const ENDS = {
     return lines.length;
   },
   heading: (lines, at) => at + 1,
+  formula: displayEnd,
   rule: (lines, at) => at + 1,
   quote(lines, at) {
     let end = at + 1;
@@ -196,6 +202,7 @@ const RENDERERS = {
     if (end === 0 || text[end - 1] === " ") text = text.slice(0, end).trim();
     return h(`h${Math.min(level + 2, 6)}`, {}, inline(text)); // the page has h1 and h2 itself
   },
+  formula: (lines) => h("p", { class: "formula" }, lines.join("\n")),
   rule: () => h("hr"),
   quote: (lines, depth) =>
     h(
@@ -286,7 +293,7 @@ export function codeBlock(text, language = "") {
 
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
-const SPECIAL = /[\\`*_~[!<\nh]/;
+const SPECIAL = /[\\`*_~[!<\nh$]/;
 const LINK = /https?:\/\/[^\s<>"'`]+/y;
 
 /** Return the nodes of a line or paragraph. */
@@ -322,7 +329,10 @@ function inline(text, depth = 0) {
 
 /** First character of a construct -> function that returns { node, end }, or null if there is none. */
 const READERS = {
-  "\\"(text, at) {
+  $: formula,
+  "\\"(text, at, depth, failed) {
+    const found = formula(text, at, depth, failed);
+    if (found !== null) return found;
     const next = text[at + 1] ?? "";
     if (next === "\n") return { node: h("br"), end: at + 2 };
     return PUNCTUATION.test(next) ? { node: next, end: at + 2 } : null;
@@ -413,6 +423,12 @@ function codeEnd(text, at, failed) {
   return null;
 }
 
+/** Return a formula as it was written, or null. */
+function formula(text, at, depth, failed) {
+  const end = formulaEnd(text, at, failed);
+  return end === null ? null : { node: text.slice(at, end), end };
+}
+
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
 
 function emphasis(text, at, depth, failed) {
@@ -436,7 +452,8 @@ function emphasis(text, at, depth, failed) {
 /** Return the place of the delimiter that ends an emphasis whose text begins at `from`, or null. */
 function closingRun(text, from, letter, size, failed) {
   for (let at = from; at < text.length;) {
-    if (text[at] === "\\") at += 2;
+    if (text[at] === "\\") at = formulaEnd(text, at, failed) ?? at + 2;
+    else if (text[at] === "$") at = formulaEnd(text, at, failed) ?? at + 1;
     else if (text[at] === "`") at = codeEnd(text, at, failed) ?? at + runLength(text, at);
     else if (text[at] !== letter) at += 1;
     else {

@@ -1,6 +1,6 @@
 // Shows one message of a conversation, and changes with it while it is streamed.
 
-import { describeEnd, describeSpeed } from "./answer.js";
+import { describeEnd, describeSpeed, LOADING } from "./answer.js";
 import { errorBox } from "./api.js";
 import { copyButton, fill, h, icon } from "./dom.js";
 import { MarkdownView, codeBlock } from "./markdown.js";
@@ -114,6 +114,7 @@ class AnswerView {
       h("span"),
       h("span"),
     );
+    this.loading = h("p", { class: "muted", hidden: true }, LOADING);
     this.foot = h("div", { class: "foot" });
     this.tools = h("div", { class: "tools" });
     this.element = h(
@@ -123,6 +124,7 @@ class AnswerView {
       this.text.element,
       this.tokens.element,
       this.calls,
+      this.loading,
       this.waiting,
       this.foot,
       this.tools,
@@ -144,6 +146,7 @@ class AnswerView {
     this.tokens.element.hidden = !this.text.element.hidden;
     if (hasTokens && this.showsTokens) this.tokens.update(message.logprobs);
     else this.text.update(message.content);
+    this.loading.hidden = !isRunning || !message.isLoading;
     this.waiting.hidden = !isRunning || Boolean(message.content || message.calls.length);
     this.element.setAttribute("aria-busy", String(isRunning));
     this.element.classList.toggle("running", isRunning);

@@ -24,6 +24,11 @@ export function knownModels() {
   return last;
 }
 
+/** Return whether a model has to be loaded before it answers, as far as is known. */
+export function isAsleep(id) {
+  return stateOf(last.find((model) => model.id === id)) !== "";
+}
+
 /** Return what a model does if it is not ready, such as "loading"; "" if it is ready. */
 export function stateOf(model) {
   return model && model.state !== "ready" ? (STATES[model.state] ?? model.state) : "";

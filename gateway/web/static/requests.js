@@ -1,19 +1,9 @@
 // Builds the bodies of chat requests, and the same requests for curl and for Python.
 
 import { BASE, storedKey } from "./api.js";
+import { NUMBERS, numberOf, problemOf, STOP, stopOf } from "./fields.js";
 
 const PATH = "v1/chat/completions";
-const NUMBERS = [
-  "temperature",
-  "top_p",
-  "top_k",
-  "min_p",
-  "frequency_penalty",
-  "presence_penalty",
-  "repetition_penalty",
-  "max_tokens",
-  "seed",
-];
 const TOP_LOGPROBS = 5;
 
 /** Return the JSON that a text holds. Raises Error with a message for the user. "" is `undefined`. */
@@ -43,7 +33,7 @@ export const parseExtra = (text) =>
  * Return the body of a chat request. Settings that are "" are left out, so the model's defaults
  * apply.
  *
- * Raises Error if the tools or the other fields are not JSON.
+ * Raises Error if the server would refuse a setting, or if the tools or the other fields are not JSON.
  */
 export function chatBody(model, messages, settings) {
   const body = {
@@ -52,16 +42,24 @@ export function chatBody(model, messages, settings) {
       ? [{ role: "system", content: settings.system }, ...messages]
       : messages,
   };
-  for (const name of NUMBERS) {
-    if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
+  for (const field of NUMBERS) {
+    const value = checked(field, numberOf(settings[field.name]), settings[field.name]);
+    if (value !== undefined) body[field.name] = value;
   }
-  const stop = (settings.stop ?? "").split("\n").filter(Boolean);
+  const stop = checked(STOP, stopOf(settings.stop));
   if (stop.length) body.stop = stop;
   if (settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
   const tools = parseTools(settings.tools);
   if (tools?.length) body.tools = tools;
   return { ...body, ...parseExtra(settings.extra) };
+}
+
+/** Return the value of a field. Raises Error with its bounds if the server would refuse it. */
+function checked({ name, label }, value, text) {
+  const problem = problemOf(name, value);
+  if (problem) throw new Error(`${label} ${problem}${text ? `, not ${text.trim()}` : ""}.`);
+  return value;
 }
 
 /** Return the fields that this page adds to show progress, speed and token counts. */

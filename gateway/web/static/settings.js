@@ -1,32 +1,9 @@
 // The form of the settings of a chat. An empty field means the model's default, which it shows.
 
 import { fill, h } from "./dom.js";
+import { NUMBERS, numberOf, problemOf, STOP, stopOf } from "./fields.js";
 import { parseExtra, parseTools } from "./requests.js";
 
-const NUMBERS = [
-  {
-    name: "temperature",
-    label: "Temperature",
-    min: 0,
-    max: 2,
-    step: 0.1,
-    about: "0: always the most likely token",
-  },
-  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05 },
-  { name: "top_k", label: "Top k", min: 0, step: 1, about: "0: no limit" },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01 },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1 },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1 },
-  {
-    name: "repetition_penalty",
-    label: "Repetition penalty",
-    min: 0.01,
-    step: 0.05,
-    about: "1: none",
-  },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, fallback: "as many as fit" },
-  { name: "seed", label: "Seed", min: 0, step: 1, fallback: "random" },
-];
 const EFFORTS = [
   ["", "Default"],
   ["none", "None"],
@@ -75,7 +52,10 @@ export class SettingsForm {
         numbers.map((field) => this.number(field)),
       ),
       reasons ? this.effort() : null,
-      this.area("stop", "Stop sequences, one per line", { rows: 1 }),
+      this.area(STOP.name, `${STOP.label}, one per line`, {
+        rows: 1,
+        problem: (text) => problemOf(STOP.name, stopOf(text)),
+      }),
       this.without.has("logprobs")
         ? null
         : this.check("logprobs", "Show the probability of each token"),
@@ -86,7 +66,7 @@ export class SettingsForm {
         h("summary", {}, "Other fields"),
         this.area("extra", "A JSON object that is added to the request", {
           rows: 3,
-          parse: parseExtra,
+          problem: raised(parseExtra),
           mono: true,
         }),
       ),
@@ -111,35 +91,27 @@ export class SettingsForm {
     this.onChange();
   }
 
-  field(name, label, input, ...more) {
+  field(name, label, input, error = null) {
     input.id = `${this.prefix}-${name}`;
     input.name = name;
-    return h("div", { class: "field" }, h("label", { for: input.id }, label), input, more);
+    if (error) {
+      error.id = `${input.id}-error`;
+      input.setAttribute("aria-describedby", error.id);
+    }
+    return h("div", { class: "field" }, h("label", { for: input.id }, label), input, error);
   }
 
-  number({ name, label, min, max, step, about, fallback = "" }) {
-    const usual = this.model?.default_sampling?.[name];
-    const placeholder = usual === undefined ? fallback : String(usual);
-    const input = h("input", {
-      type: "number",
-      min,
-      max,
-      step: step === 1 ? 1 : "any",
-      placeholder,
-      title: about ?? null,
-      inputmode: "decimal",
-      value: this.settings[name] ?? "",
-      oninput: () => {
-        const isWrong = !input.validity.valid;
-        input.setAttribute("aria-invalid", String(isWrong));
-        if (!isWrong) this.set(name, input.value);
-      },
-      onkeydown: (event) => step && stepOnArrow(event, input, step, usual),
+  number(field) {
+    const usual = this.model?.default_sampling?.[field.name];
+    const { input, error } = numberInput(field, {
+      usual,
+      value: this.settings[field.name],
+      onChange: (text) => this.set(field.name, text),
     });
-    return this.field(name, label, input);
+    return this.field(field.name, field.label, input, error);
   }
 
-  area(name, label, { rows, parse, mono }) {
+  area(name, label, { rows, problem = () => "", mono }) {
     const error = h("p", { class: "error", role: "alert" });
     const input = h("textarea", {
       rows,
@@ -148,11 +120,8 @@ export class SettingsForm {
       value: this.settings[name] ?? "",
     });
     input.addEventListener("input", () => this.set(name, input.value));
-    input.addEventListener("change", () => {
-      error.textContent = parse ? problemOf(() => parse(input.value)) : "";
-      input.setAttribute("aria-invalid", String(Boolean(error.textContent)));
-    });
-    return this.field(name, label, input, parse ? error : null);
+    input.addEventListener("change", () => mark(input, error, problem(input.value)));
+    return this.field(name, label, input, error);
   }
 
   effort() {
@@ -194,7 +163,7 @@ export class SettingsForm {
       h("summary", {}, "Tools"),
       this.area("tools", "Definitions of functions, as a JSON list", {
         rows: 6,
-        parse: parseTools,
+        problem: raised(parseTools),
         mono: true,
       }),
       example,
@@ -202,24 +171,74 @@ export class SettingsForm {
   }
 }
 
-/** Change a number field by its own step, beginning at the default. The browser would begin at 0. */
-function stepOnArrow(event, input, step, usual) {
+/** Return the settings that differ from the defaults, in words: ["temperature 0.5", "tools"]. */
+export function describeSettings(settings) {
+  const named = (label, value) => `${label.toLowerCase()} ${value.trim()}`;
+  return [
+    ...(settings.system?.trim() ? ["system message"] : []),
+    ...NUMBERS.filter(({ name }) => settings[name]?.trim()).map(({ name, label }) =>
+      named(label, settings[name]),
+    ),
+    ...(settings.reasoning_effort ? [named("Reasoning effort", settings.reasoning_effort)] : []),
+    ...(stopOf(settings.stop).length ? ["stop sequences"] : []),
+    ...(settings.logprobs ? ["probabilities"] : []),
+    ...(settings.tools?.trim() ? ["tools"] : []),
+    ...(settings.extra?.trim() ? ["other fields"] : []),
+  ];
+}
+
+/**
+ * Return a field for a number and the element of its error. What was typed is kept even if the server
+ * would refuse it, so that it is not lost without a word.
+ *
+ * field    an entry of NUMBERS
+ * options  value (text), usual (the model's default), onChange(text)
+ */
+export function numberInput({ name, unit, about, fallback = "" }, { value, usual, onChange }) {
+  const error = h("p", { class: "error", role: "alert" });
+  const input = h("input", {
+    inputmode: "decimal",
+    autocomplete: "off",
+    placeholder: usual === undefined ? fallback : String(usual),
+    title: about ?? null,
+    value: value ?? "",
+    oninput: () => {
+      check();
+      onChange(input.value);
+    },
+    onkeydown: (event) => stepOnArrow(event, input, { name, unit, usual }),
+  });
+  const check = () => mark(input, error, problemOf(name, numberOf(input.value)));
+  check();
+  return { input, error };
+}
+
+/** Change a number by its own unit, beginning at the default, as far as the bounds allow. */
+function stepOnArrow(event, input, { name, unit, usual }) {
   const direction = { ArrowUp: 1, ArrowDown: -1 }[event.key];
   if (!direction) return;
   event.preventDefault();
-  const from = input.value === "" ? Number(usual ?? 0) : Number(input.value);
-  const next = Number((from + direction * step).toFixed(4));
-  const min = input.min === "" ? -Infinity : Number(input.min);
-  const max = input.max === "" ? Infinity : Number(input.max);
-  input.value = String(Math.min(max, Math.max(min, next)));
+  const from = numberOf(input.value) ?? Number(usual ?? 0);
+  const next = Number((from + direction * unit).toFixed(4));
+  if (problemOf(name, next)) return;
+  input.value = String(next);
   input.dispatchEvent(new Event("input"));
 }
 
-function problemOf(check) {
-  try {
-    check();
-    return "";
-  } catch (error) {
-    return error.message;
-  }
+/** Show what is wrong with a field; "": nothing. */
+function mark(input, error, problem) {
+  error.textContent = problem && `${problem[0].toUpperCase()}${problem.slice(1)}`;
+  input.setAttribute("aria-invalid", String(Boolean(problem)));
+}
+
+/** Return a function that returns the message that `check` raises; "" if it raises none. */
+function raised(check) {
+  return (text) => {
+    try {
+      check(text);
+      return "";
+    } catch (error) {
+      return error.message;
+    }
+  };
 }

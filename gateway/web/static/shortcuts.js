@@ -8,6 +8,6 @@ export const SHORTCUTS = [
   { keys: ["Alt", "N"], about: "Start a new conversation" },
   { keys: ["Alt", "R"], about: "Generate the last answer again" },
   { keys: ["Alt", "S"], about: "Show or hide the settings" },
-  { keys: ["←", "→"], about: "In an answer's tokens: go to the next token" },
+  { keys: ["←", "→"], isEither: true, about: "In an answer's tokens: go to the next token" },
   { keys: ["Alt", "/"], about: "Show this list" },
 ];

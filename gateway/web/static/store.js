@@ -4,6 +4,7 @@
 // deleted. If the browser has no IndexedDB, as in some private windows, conversations last until
 // the page is closed.
 
+const DRAFT = "tidegate.draft";
 const NAME = "tidegate";
 const STORE = "conversations";
 export const MAX_CONVERSATIONS = 200;
@@ -51,6 +52,25 @@ export class ConversationStore {
 
   table(mode) {
     return this.database.transaction(STORE, mode).objectStore(STORE);
+  }
+}
+
+/** Return the text that was written in this browser tab but not sent. */
+export function readDraft() {
+  try {
+    return sessionStorage.getItem(DRAFT) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+/** Keep a text that is not sent yet for a reload of the page; "": forget it. */
+export function writeDraft(text) {
+  try {
+    if (text) sessionStorage.setItem(DRAFT, text);
+    else sessionStorage.removeItem(DRAFT);
+  } catch {
+    // Storage is disabled or full: the text is lost when the page is loaded again.
   }
 }
 

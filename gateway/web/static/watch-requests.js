@@ -13,7 +13,7 @@ export class RequestTable {
     this.selected = "";
     this.rows = new Map(); // name -> { root, button, cells }
     this.body = h("tbody", {});
-    this.note = h("p", { class: "muted" }, "No open request.");
+    this.note = h("p", { class: "muted" }); // until the first frame, nothing is known
     const head = h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)));
     const table = h("table", { class: "plain watch-table" }, h("thead", {}, head), this.body);
     this.root = h("div", {}, h("div", { class: "watch-scroll" }, table), this.note);
@@ -30,6 +30,12 @@ export class RequestTable {
     }
     for (const request of shown) this.row(request.name).update(request);
     this.note.textContent = open > shown.length ? `and ${count(open - shown.length)} more` : open ? "" : "No open request.";
+  }
+
+  /** Show no requests, and do not say that there are none. */
+  forget() {
+    this.draw([]);
+    this.note.textContent = "";
   }
 
   select(name) {

@@ -118,7 +118,12 @@ class WatchTab {
   refuse(error) {
     this.state.textContent = "Watching needs an API key with the scope admin, or a browser on the server's machine.";
     const other = h("button", { type: "button", class: "button", onclick: () => storeKey("") }, "Use another key");
-    fill(this.problem, errorBox(error), error.status === 403 ? other : null);
+    fill(this.problem, errorBox(error), error.status === 403 ? h("div", { class: "row" }, other) : null);
+    this.frame = null;
+    this.engines.clear();
+    fill(this.places);
+    this.words.textContent = "";
+    this.table.forget();
   }
 
   show(frame) {

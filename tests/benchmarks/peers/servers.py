@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.peers.plan import STREAMS
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tools.http.web import WebServer
 
 MAX_LEN = 4096

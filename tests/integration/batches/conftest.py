@@ -10,6 +10,7 @@ from openai import OpenAI
 from protocol.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, scripted_card
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(scope="package")
@@ -33,7 +34,7 @@ def gateway(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
 
 
 def client_of(gateway: GatewayProcess, key: str = "k1") -> OpenAI:
-    return OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=20)
+    return OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=HANG_S)
 
 
 @pytest.fixture

@@ -197,7 +197,11 @@ def test_a_batch_is_cancelled_and_keeps_its_results_so_far(
         client.batches.cancel(batch.id)
 
 
-def test_refusals_are_retried_and_never_results(engine: ScriptedEngine, client: OpenAI) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 300_000], ids=["short", "long"])
+def test_refusals_are_retried_and_never_results(
+    engine: ScriptedEngine, client: OpenAI, num_bytes: int
+) -> None:
+    """Long lines are read again from the file, whose pieces are shorter."""
     refused: set[tuple[int, ...]] = set()
 
     def refuse_once(generate: Generate) -> Reply:
@@ -208,9 +212,16 @@ def test_refusals_are_retried_and_never_results(engine: ScriptedEngine, client: 
         return ErrorInfo(code="overloaded", message="full", retry_after_s=0.01)
 
     engine.script = refuse_once
-    lines = completion_lines(4)
+    lines = completion_lines(4, max_tokens=64)
+    for line in lines:
+        line["body"]["unknown"] = "x" * num_bytes
     done = awaited(client, created(client, lines).id)
-    assert complaints(lines, rows_of(client, done.output_file_id)) == []
+    rows = rows_of(client, done.output_file_id)
+    assert complaints(lines, rows) == []
+    texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
+    assert texts == {
+        line["custom_id"]: f"answer to {len(line['body']['prompt'])} tokens" for line in lines
+    }
     assert len(refused) == 4
 
 

@@ -127,12 +127,16 @@ def test_a_batch_waits_for_room_on_a_full_disk_and_computes_each_line_once(
         ballast = fill(disk, except_bytes=512 * KIB)
         batch = created(client, lines).id
         line = gateway.line_with(f"the batch {batch} pauses", on_stderr=True)
-        assert "its results cannot be stored: database or disk is full" in line
+        assert (
+            "its results cannot be stored: the file store cannot be used: its disk is full" in line
+        )
         assert eventually(lambda: metric(gateway, "tidegate_paused_batches") == 1)
         paused = client.batches.retrieve(batch)
         assert (paused.status, paused.errors) == ("in_progress", None)
         assert paused.request_counts.completed < NUM_LINES
-        with pytest.raises(Exception, match="the disk of the file store is full") as refused:
+        with pytest.raises(
+            Exception, match="the file store cannot be used: its disk is full"
+        ) as refused:
             client.files.create(file=("in.jsonl", b"x" * MIB), purpose="batch")
         assert refused.value.status_code == 503  # type: ignore[attr-defined]
         assert not gateway.process.poll()

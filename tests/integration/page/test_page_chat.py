@@ -43,7 +43,7 @@ def test_an_answer_is_shown_while_it_is_streamed(visit: Visitor, engine: Scripte
     lengths = [0]
     for _ in range(3):
         page.wait_for_function(
-            "shown => document.querySelector('.answer .markdown').textContent.length > shown",
+            "shown => document.querySelector('.answer .markdown')?.textContent.length > shown",
             arg=lengths[-1],
         )
         lengths.append(len(answer.inner_text()))
@@ -55,6 +55,16 @@ def test_an_answer_is_shown_while_it_is_streamed(visit: Visitor, engine: Scripte
     assert re.search(
         r"\d+ tokens · [\d.]+ tokens/s · first token after", answer.locator("..").inner_text()
     )
+
+
+@pytest.mark.parametrize("slow", ["/v1/models", "/openapi.json"])
+def test_a_visitor_may_send_before_the_models_are_known(visit: Visitor, slow: str) -> None:
+    visitor = visit()
+    release = visitor.hold(slow)
+    page = visitor.open()
+    send(page, "hi")
+    release()
+    await_answer(page, "Hello, world!")
 
 
 def test_stop_ends_the_request_in_the_engine(visit: Visitor, engine: ScriptedEngine) -> None:
@@ -145,6 +155,19 @@ def test_conversations_survive_a_reload(visit: Visitor, engine: ScriptedEngine) 
     assert titles.all_inner_texts() == ["Name a fruit.", "What is a tide?"]
     page.get_by_role("button", name="What is a tide?", exact=True).click()
     await_answer(page, "About tides.")
+
+
+def test_the_address_of_an_unknown_conversation_is_named(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    page = visit().open("/#chat/0000")
+    page.locator(".problem").get_by_text("no conversation with this address").wait_for()
+    page.locator("option[value=scripted]").wait_for(state="attached")
+    assert page.locator(".problem [role=alert]").count() == 1, "the models do not hide it"
+    assert page.evaluate("location.hash") == "#chat"
+    send(page, "hi")
+    await_answer(page, "Hello, world!")
+    assert page.locator(".problem [role=alert]").count() == 0
 
 
 def test_conversations_can_be_renamed_exported_and_deleted(

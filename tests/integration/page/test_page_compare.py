@@ -65,6 +65,17 @@ def test_equal_settings_give_identical_answers(visit: Visitor) -> None:
     page.locator(".verdict", has_text="The answers are identical.").wait_for()
 
 
+@pytest.mark.parametrize("slow", ["/v1/models", "/openapi.json"])
+def test_a_visitor_may_compare_before_the_models_are_known(visit: Visitor, slow: str) -> None:
+    visitor = visit()
+    release = visitor.hold(slow)
+    page = visitor.open("/#compare")
+    page.get_by_label("Prompt").fill("hi")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    release()
+    page.locator(".verdict", has_text="The answers are identical.").wait_for()
+
+
 def test_two_models_are_compared(visit: Visitor, two_models: GatewayProcess) -> None:
     page = visit(two_models.url).open("/#compare")
     page.get_by_label("Model of B").wait_for()

@@ -67,6 +67,14 @@ def test_operations_are_found_by_path_and_by_field(visit: Visitor) -> None:
     page.get_by_text("No route or field matches.").wait_for()
 
 
+def test_a_link_to_a_route_that_the_search_has_hidden_shows_it(visit: Visitor) -> None:
+    page = visit().open("/docs")
+    page.get_by_label("Search routes and fields").fill("no such thing")
+    page.evaluate("location.hash = 'post_v1_chat_completions'")
+    page.locator("details#post_v1_chat_completions[open]").wait_for()
+    assert page.get_by_label("Search routes and fields").input_value() == ""
+
+
 def test_a_request_is_tried_and_its_stream_is_shown(visit: Visitor, engine: ScriptedEngine) -> None:
     page = visit(refused=(400,)).open("/docs#post_v1_chat_completions")
     form = page.locator("#post_v1_chat_completions form.try")

@@ -104,6 +104,14 @@ def test_markdown_is_rendered(visit: Visitor) -> None:
         assert page.evaluate(render, text) == html, text
 
 
+FORMULAS = [
+    r"$$\int_0^1 x\,dx$$",
+    r"$a_1*b_2*c\_d$",
+    r"\(x\!\! = \#1 \* 2\)",
+    r"\[\left\{ a_i \right\}\]",
+    r"$E=mc^2$",
+]
+"""Formulas as models write them, in all four ways. Their text is not markdown."""
 MARKDOWN = [
     ("plain", "<p>plain</p>"),
     ("a\nb\n\nc", "<p>a<br>b</p><p>c</p>"),
@@ -163,6 +171,16 @@ MARKDOWN = [
     ("[no](javascript:x) [1] [a][b] ](", "<p><span>no</span> [1] [a][b] ](</p>"),
     ("<b>x</b> & <br> y", "<p>&lt;b&gt;x&lt;/b&gt; &amp; <br> y</p>"),
     ("a <- b\n1986. A year", "<p>a &lt;- b<br>1986. A year</p>"),
+    *((formula, f"<p>{formula}</p>") for formula in FORMULAS),
+    *(
+        (f"**so** {formula} *then*", f"<p><strong>so</strong> {formula} <em>then</em></p>")
+        for formula in FORMULAS
+    ),
+    *((f"- *x {formula} y*", f"<ul><li><em>x {formula} y</em></li></ul>") for formula in FORMULAS),
+    ("so\n\\[\na_1*b_2\n- c\\,d\n\\]\nend", "<p>so</p><p>\\[\na_1*b_2\n- c\\,d\n\\]</p><p>end</p>"),
+    ("$$\n# a\\!b\n$$", "<p>$$\n# a\\!b\n$$</p>"),
+    ("$$\nnot *closed*\n\nend", "<p>$$<br>not <em>closed</em></p><p>end</p>"),
+    ("$5 *or* $6, \\$7 *or* $ 8", "<p>$5 <em>or</em> $6, $7 <em>or</em> $ 8</p>"),
     ("", ""),
 ]
 
@@ -170,7 +188,7 @@ MARKDOWN = [
 REPEATED = [
     *("*", "**a", "_a ", "`", "``a`", "[", "[a](", "![", "<", "<http://", "http://a.", "|", "|-"),
     *("> ", "- ", "1. ", "#", " ", "-", "~", "~~~", "```", "\\", "\n", "* *", "a*b_c`"),
-    *("\n- a\n  - b\n", "|a|\n|-|\n"),
+    *("\n- a\n  - b\n", "|a|\n|-|\n", "$", "$a ", "$$", "$$\n", "\\(", "\\[\n", "*$a_"),
 ]
 """Parts of texts whose repetition takes quadratic time in careless renderers."""
 
@@ -222,7 +240,17 @@ def test_without_a_key_the_page_says_what_is_missing(
     page = visit(locked.url, refused=(401,)).open()
     page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
-    page.locator(".problem").get_by_text("an API key is required").wait_for()
+    page.locator(".problem").get_by_text(
+        "The server needs an API key, and none was entered."
+    ).wait_for()
+    send(page, "hi")
+    page.get_by_role("dialog").wait_for()  # it asks again
+    page.keyboard.press("Escape")
+    page.locator(".problem").get_by_text("The server needs an API key").wait_for()
+    page.keyboard.press("Enter")
+    page.get_by_label("Key", exact=True).fill(KEY)
+    page.keyboard.press("Enter")
+    await_answer(page, "Hello, world!")
 
 
 def test_the_page_works_below_the_path_of_a_proxy(visit: Visitor, gateway: GatewayProcess) -> None:

@@ -202,6 +202,7 @@ def test_a_key_without_the_scope_is_refused_and_another_is_asked_for(
         page.get_by_label("Key", exact=True).fill(f"tg-{'plain':x<43}")
         page.keyboard.press("Enter")
         page.get_by_text("this API key lacks the scope").wait_for()
+        assert page.get_by_text("No open request.").count() == 0, "nothing is known about requests"
         page.get_by_role("button", name="Use another key").click()
         page.get_by_label("Key", exact=True).fill(f"tg-{'root':x<43}")
         page.keyboard.press("Enter")

@@ -9,6 +9,7 @@ from openai import OpenAI
 
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import THINKING_TEMPLATE, ScriptedEngine, thinking_card
+from tests.support.waiting import HANG_S
 
 REASONING_TEMPLATE = THINKING_TEMPLATE.replace(
     "{{ m.content }}",
@@ -45,19 +46,23 @@ def twin(engine: ScriptedEngine, store: str) -> Iterator[GatewayProcess]:
 
 @pytest.fixture
 def client(gateway: GatewayProcess) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{gateway.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
+    with OpenAI(
+        base_url=f"{gateway.url}/v1", api_key="k1", max_retries=0, timeout=HANG_S
+    ) as client:
         yield client
 
 
 @pytest.fixture
 def elsewhere(twin: GatewayProcess) -> Iterator[OpenAI]:
     """A client of `twin`, with the same API key as `client`."""
-    with OpenAI(base_url=f"{twin.url}/v1", api_key="k1", max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=f"{twin.url}/v1", api_key="k1", max_retries=0, timeout=HANG_S) as client:
         yield client
 
 
 @pytest.fixture
 def stranger(gateway: GatewayProcess) -> Iterator[OpenAI]:
     """A client with another API key."""
-    with OpenAI(base_url=f"{gateway.url}/v1", api_key="k2", max_retries=0, timeout=20) as client:
+    with OpenAI(
+        base_url=f"{gateway.url}/v1", api_key="k2", max_retries=0, timeout=HANG_S
+    ) as client:
         yield client

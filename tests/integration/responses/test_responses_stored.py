@@ -229,8 +229,8 @@ def test_an_unusable_store_does_not_prevent_answers(engine: ScriptedEngine, tmp_
         assert (made["status"], made["store"]) == ("completed", False)
         _, _, data = exchange(gateway.port, RESPONSES, {"input": "hi", "stream": True})
         assert typed_events(data)[-1]["response"]["store"] is False
-        assert gateway.post(RESPONSES, {"input": "hi", "background": True}).status_code == 500
+        assert gateway.post(RESPONSES, {"input": "hi", "background": True}).status_code == 503
         engine.await_idle()
         answer = gateway.post(RESPONSES, {"input": "hi", "previous_response_id": made["id"]})
-        assert answer.status_code == 500
+        assert answer.status_code == 503
         assert str(tmp_path) not in answer.text

@@ -23,7 +23,7 @@ from protocol.client import Client
 from protocol.cluster_key import ClusterKey, read_cluster_key, write_cluster_key
 from protocol.messages import Drain, Profile
 from tests.support.engine_view import is_free
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.tiny_engine import tiny_engine
 from tests.support.waiting import eventually
 from tests.torture.fuzz.decisions import check_answer, send_to_engine, wire_errors

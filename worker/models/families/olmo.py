@@ -47,7 +47,11 @@ def read_exaone4(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of EXAONE 4 describes. If there are windows, layers with full
     attention have no rotary embeddings."""
     window, mlp, rope = config.window, config.mlp(), config.rope()
-    pattern = every(config.integer("sliding_window_pattern")) if window is not None else _full
+
+    def kind_of(index: int) -> str:
+        # Published configs have "LLLG" here. It is not read beside their layer_types.
+        return FULL if window is None else every(config.integer("sliding_window_pattern"))(index)
+
     layers = [
         LayerSpec(
             attention=config.attention(
@@ -58,13 +62,9 @@ def read_exaone4(config: ConfigFields) -> ModelSpec:
             mlp=mlp,
             order="post",
         )
-        for kind in config.layer_types(pattern)
+        for kind in config.layer_types(kind_of)
     ]
     return config.model(layers, config.rms_norm())
-
-
-def _full(index: int) -> str:
-    return FULL
 
 
 NAMES = {
@@ -101,7 +101,7 @@ FAMILIES = (
             "sliding_window_pattern": 4,
             "layer_types": None,
         },
-        nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+        nullable=frozenset({"sliding_window", "sliding_window_pattern", "num_key_value_heads"}),
         read=read_exaone4,
         names=lambda spec: names_of(NAMES),
     ),

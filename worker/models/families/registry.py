@@ -15,6 +15,10 @@ FAMILIES: tuple[ModelFamily, ...] = tuple(
     for family in module.FAMILIES
 )
 
+AND_OTHERS = (
+    ", and through transformers (the extra tidegate[transformers]) those that docs/models.md lists"
+)
+
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a parsed config.json. Raises UnusableModel if no family supports its
@@ -32,7 +36,9 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
                 remedy="correct 'architectures' or 'model_type'",
             )
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise UnusableModel(f"architecture {architectures!r:.80} is not supported; supported: {known}")
+    raise UnusableModel(
+        f"architecture {architectures!r:.80} is not supported; supported: {known}{AND_OTHERS}"
+    )
 
 
 def _with_model_type(model_type: Any) -> ModelFamily:
@@ -42,4 +48,6 @@ def _with_model_type(model_type: Any) -> ModelFamily:
     if model_type is None:
         raise UnusableModel("config.json has neither 'architectures' nor 'model_type'")
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise UnusableModel(f"model_type {model_type!r:.80} is not supported; supported: {known}")
+    raise UnusableModel(
+        f"model_type {model_type!r:.80} is not supported; supported: {known}{AND_OTHERS}"
+    )
