@@ -273,11 +273,6 @@ CANNOT_RETURN = {
 """Templates that write this number of calls in another way than they ask the model to."""
 
 
-CALLS_AS_TEXT = ("llamacpp__llama-cpp-deepseek-r1",)
-"""Templates for which the server writes calls as text, because they cannot render requests with
-tools."""
-
-
 def rendered(name: str, messages: Sequence[Any], **options: Any) -> str | None:
     """Return the prompt; None if the template cannot render the messages."""
     try:
@@ -353,8 +348,6 @@ def conversations(num_calls: int) -> list[list[dict[str, Any]]]:
 def test_calls_that_a_template_writes_are_parsed_as_these_calls(name: str, num_calls: int) -> None:
     written = model_text(name).renderer.written
     if found(name).tools is None or (written.calls if num_calls == 2 else written.call) is None:
-        return
-    if name in CALLS_AS_TEXT:
         return
     value = ("Saint", "Paris")[num_calls - 1]
     answers = (
