@@ -298,8 +298,8 @@ def _by_rendered(
     _, rule, part = max(found, key=lambda each: each[0])
     part = part.replace(CALLS[0][0], "NAME")
     signs = rule.texts if rule.shape else rule.texts[1:]
-    others = f" and writes {_listed(list(map(seen.written, signs)))}" if signs else ""
-    why = f"as the chat template renders {rendered.kind} with {part}{others}"
+    others = f" and has {_listed(list(map(seen.written, signs)))}" if signs else ""
+    why = f"as the chat template writes {part} in rendered {rendered.kind}{others}"
     return _Choice(rule.name, why + _in_vocabulary(rule, rules, seen), written=True)
 
 

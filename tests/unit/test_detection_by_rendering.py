@@ -108,7 +108,8 @@ def test_the_format_of_rendered_calls_is_found_whatever_else_is_mentioned(
 ) -> None:
     found = output_format(source)
     assert found.tools == tools, found.why
-    assert f"tool calls: {tools}, as the chat template renders calls with" in found.why
+    assert f"tool calls: {tools}, as the chat template writes " in found.why
+    assert " in rendered calls" in found.why
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_a_served_model_has_the_format_that_its_templates_render(field: str) -> 
     found = ModelText.from_card(card, options, UnlimitedTemplates()).output_format
     assert found.tools == "minicpm5", found.why
     if field == "tool_use_template":
-        assert "reasoning: qwen3, as the chat template renders reasoning" in found.why
+        assert "reasoning: qwen3, as the chat template writes </think> in rendered" in found.why
 
 
 def test_a_format_that_the_operator_names_keeps_its_default() -> None:
