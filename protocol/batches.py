@@ -165,7 +165,8 @@ def split_lines(
     The numbers start at 1 and count blank lines. A byte-order mark, which some editors write, is
     not part of the first line. Raises BadLine if a line is longer than `max_bytes`.
     """
-    number, parts, length = 1, [], 0
+    number, length = 1, 0
+    parts: list[bytes] = []
 
     def joined() -> bytes:
         line = b"".join(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def gateway(
         yield it.await_ready()
 
 
-def post(path: str, body: Any, status: int = 200, **headers: str) -> Send:
+def post(path: str, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Send:
     def send(gateway: GatewayProcess, _engine: ScriptedEngine) -> None:
         answer = gateway.post(path, body, headers=headers)
         assert answer.status_code == status, answer.text
@@ -128,7 +128,9 @@ ANSWERED: dict[str, Send] = {
     "an unknown model": chat(404, model="nosuch"),
     "a chat": chat(),
     "a stream": chat(stream=True),
-    "a stream that is resumable": post(CHAT, {"messages": HI, "stream": True}, **{"X-Resume": "1"}),
+    "a stream that is resumable": post(
+        CHAT, {"messages": HI, "stream": True}, headers={"X-Resume": "1"}
+    ),
     "a client that leaves": send_and_leave,
     "a completion": post("/v1/completions", {"prompt": "hi", "n": 2}),
     "a message": post(MESSAGES, {"messages": HI, "max_tokens": 9}),
@@ -213,7 +215,7 @@ def test_a_large_body_counts_until_its_answer_has_ended(
         else (RESPONSES, {"input": "hi", "background": True, **large})
     )
     store = str(tmp_path / "responses.db")
-    config = {"max_body_mib": 1, "body_memory_mib": 2, "response_store": store}
+    config: dict[str, Any] = {"max_body_mib": 1, "body_memory_mib": 2, "response_store": store}
     with (
         GatewayProcess(engine=engine.address, **config) as gateway,
         ThreadPoolExecutor(3) as pool,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from gateway.http import body
@@ -14,7 +16,7 @@ from tests.support.processes import ROOT
 TEXT = " ".join((ROOT / "docs" / "security.md").read_text().split())
 CONFIG = GatewayConfig()
 BODY_MIB, MEMORY_MIB = CONFIG.max_body_mib, CONFIG.body_memory_bytes >> 20
-LENGTHS = [kind.__metadata__[0].max_length for kind in (Label, Name, TemplateText)]
+LENGTHS = [get_args(kind)[1].max_length for kind in (Label, Name, TemplateText)]
 
 
 @pytest.mark.parametrize(
