@@ -18,6 +18,9 @@ from tests.torture.witnesses import AttackerResult, Witnessed
 SOME = (
     "token ids",
     "an unknown field",
+    "a regular expression",
+    "a user",
+    "template arguments",
     "derender: strings",
     "a chunk without a size",
     "no request",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def gateway(
         yield it.await_ready()
 
 
-def post(path: str, body: Any, status: int = 200, **headers: str) -> Send:
+def post(path: str, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Send:
     def send(gateway: GatewayProcess, _engine: ScriptedEngine) -> None:
         answer = gateway.post(path, body, headers=headers)
         assert answer.status_code == status, answer.text
@@ -127,7 +128,9 @@ ANSWERED: dict[str, Send] = {
     "an unknown model": chat(404, model="nosuch"),
     "a chat": chat(),
     "a stream": chat(stream=True),
-    "a stream that is resumable": post(CHAT, {"messages": HI, "stream": True}, **{"X-Resume": "1"}),
+    "a stream that is resumable": post(
+        CHAT, {"messages": HI, "stream": True}, headers={"X-Resume": "1"}
+    ),
     "a client that leaves": send_and_leave,
     "a completion": post("/v1/completions", {"prompt": "hi", "n": 2}),
     "a message": post(MESSAGES, {"messages": HI, "max_tokens": 9}),
@@ -198,3 +201,33 @@ def check_nothing_stays(gateway: GatewayProcess, engine: ScriptedEngine, send: S
 def alive(gateway: GatewayProcess) -> dict[str, int]:
     counts: dict[str, int] = requests.get(gateway.url + OBJECTS, timeout=20).json()
     return {kind: count for kind, count in counts.items() if OWN.match(kind)}
+
+
+@pytest.mark.parametrize("kind", ["a stream", "a background response"])
+def test_a_large_body_counts_until_its_answer_has_ended(
+    engine: ScriptedEngine, tmp_path: Path, kind: str
+) -> None:
+    """Two bodies of one client do not fit into its share, so the second waits for the first."""
+    large = {"chat_template_kwargs": {"x": "x" * 700_000}}
+    first = (
+        (CHAT, {"messages": HI, "stream": True, **large})
+        if kind == "a stream"
+        else (RESPONSES, {"input": "hi", "background": True, **large})
+    )
+    store = str(tmp_path / "responses.db")
+    config: dict[str, Any] = {"max_body_mib": 1, "body_memory_mib": 2, "response_store": store}
+    with (
+        GatewayProcess(engine=engine.address, **config) as gateway,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        gateway.await_ready()
+        engine.is_paused = True
+        sent = [pool.submit(gateway.post, first[0], {**first[1], "seed": 1})]
+        engine.await_generates(1)
+        sent.append(pool.submit(gateway.post, CHAT, {"messages": HI, "seed": 2, **large}))
+        sent.append(pool.submit(gateway.post, CHAT, {"messages": HI, "seed": 3}))
+        engine.await_generates(2)
+        assert [generate.params.seed for generate in engine.generates] == [1, 3]
+        engine.is_paused = False
+        assert [each.result().status_code for each in sent] == [200] * 3
+        assert [generate.params.seed for generate in engine.generates] == [1, 3, 2]

@@ -145,8 +145,22 @@ def descendants_of(pid: int) -> list[tuple[int, str]]:
 
 def rss_mib(pid: int) -> int:
     """Return the resident memory of a process in MiB; 0 if it does not exist."""
+    return _status_mib(pid, "VmRSS")
+
+
+def peak_mib(pid: int) -> int:
+    """Return the most resident memory that a process has had, in MiB, since `reset_peak`."""
+    return _status_mib(pid, "VmHWM")
+
+
+def reset_peak(pid: int) -> None:
+    """Start `peak_mib` of a process anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status_mib(pid: int, field: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
+    return sum(int(line.split()[1]) >> 10 for line in lines if line.startswith(field))

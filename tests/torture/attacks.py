@@ -5,8 +5,9 @@ ZeroMQ clients that never read. The target is `tidegate serve` with a tiny model
 
 During an attack, other clients stream answers, one after the other, and /livez is requested all the
 time. Each invalid request must be refused with an error, no stream may be lost, /livez must answer
-in time, and no process may grow. The command prints a row for each attack and exits with 1 if there
-is any complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
+in time, and no process may grow. Meanwhile the gateway may hold no more than docs/security.md says.
+The command prints a row for each attack and exits with 1 if there is any complaint. `make torture`
+runs all; tests/e2e/test_torture_attacks.py runs a few.
 """
 
 from __future__ import annotations
@@ -14,35 +15,44 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import msgspec
 import requests
 import zmq
 
+from gateway.app import operations
 from protocol import wire
 from protocol.arrays import Int32
 from protocol.messages import PROTOCOL_VERSION, Generate, GetStatus, Hello, Message, Ping
 from protocol.sampling import SamplingParams
 from tests.support.http import connect, exchange, read_body, read_head
-from tests.support.processes import rss_mib
+from tests.support.processes import peak_mib, reset_peak, rss_mib
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.torture.table import print_table
 from tests.torture.witnesses import Witnessed, Witnesses, run_attacker
 
 MODULE = "tests.torture.attacks"
-FLAT_MIB = 96
-"""Most MiB that a process may gain. It has just started, so its pools still fill up."""
-BODY_BYTES = 16 << 20
+FLAT_MIB = 60
+"""Most MiB that a process may have gained after an attack."""
+BODY_MIB = 16
+"""The default of --max-body-mib."""
+HELD_MIB, REQUEST_MIB = 4 * (8 * BODY_MIB // 2) + 4 * BODY_MIB, 2
+"""Most MiB that one client's large bodies, and each of its requests, may take in a gateway during
+an attack: docs/security.md, with the default options."""
+BODY_BYTES = BODY_MIB << 20
 NUM_WITNESSES, WITNESS_TOKENS = 3, 100
 NUM_UNREAD = 2000
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES = "/v1/responses"
 HI = b'"messages":[{"role":"user","content":"hi"}]'
 
 
@@ -67,6 +77,34 @@ class AttackBody:
             status, _, answer = exchange(port, self.path, data)
             assert status in self.statuses, (status, answer[:200])
             assert status == 200 or "error" in json.loads(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryRoute:
+    """A body for each route that takes one. All of its fields that accept any text share
+    BODY_BYTES. No response may be an error of the server."""
+
+    def send(self, port: int, _address: str) -> None:
+        for operation in operations():
+            for body in operation.takes:
+                self._send_to(port, operation.rule, body)
+
+    def _send_to(self, port: int, rule: str, body: type) -> None:
+        fields = msgspec.structs.fields(body)
+        names = [field.encode_name for field in fields if _takes_text(field.type)]
+        path = re.sub("<.*?>", "x", rule)
+        text = "x" * ((BODY_BYTES - 4096) // max(1, len(names)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was not read
+            status, _, answer = exchange(port, path, dict.fromkeys(names, text))
+            assert status < 500, (path, status, answer[:200])
+
+
+def _takes_text(kind: Any) -> bool:
+    """Return whether a field of this type accepts a text, whatever its length is."""
+    try:
+        return bool(msgspec.convert("x" * 17, kind))
+    except msgspec.ValidationError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +145,7 @@ class UnreadAnswers:
             time.sleep(1)
 
 
-Attack = AttackBody | RawBytes | UnreadAnswers
+Attack = AttackBody | EveryRoute | RawBytes | UnreadAnswers
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ATTACKS: dict[str, Attack] = {
     "token ids": AttackBody(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
@@ -133,6 +171,21 @@ ATTACKS: dict[str, Attack] = {
     ),
     "blanks": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":1', b" ", b"}", (200,)),
     "digits": AttackBody(COMPLETIONS, b'{"prompt":"w5","max_tokens":', b"1", b"}"),
+    "a regular expression": AttackBody(
+        COMPLETIONS, b'{"prompt":"w5","structured_outputs":{"regex":"', b"abc", b'"}}'
+    ),
+    "a schema": AttackBody(
+        CHAT, b"{" + HI + b',"guided_json":{"type":"string","pattern":"', b"abc", b'"}}'
+    ),
+    "a user": AttackBody(RESPONSES, b'{"input":"w5","background":true,"user":"', b"abc", b'"}'),
+    "template arguments": AttackBody(
+        CHAT,
+        b"{" + HI + b',"max_tokens":64,"ignore_eos":true,"chat_template_kwargs":{"x":"',
+        b"abc",
+        b'"}}',
+        (200, 400, 429),
+    ),
+    "every route": EveryRoute(),
     "a chunk without a size": RawBytes(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
     "a chunk without an end": RawBytes(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}xx"),
     "a compressed body": RawBytes(
@@ -158,22 +211,36 @@ ATTACKS: dict[str, Attack] = {
 class AttackResult:
     """The result of an attack.
 
-    failure   why the attack was not refused; "" if it was
+    failure    why the attack was not refused; "" if it was
+    held_mib   how much more memory the gateway needed during the attack than before
+    most_mib   how much it may need
     """
 
     name: str
     failure: str
     witnessed: Witnessed
+    held_mib: int
+    most_mib: int
 
     def complaints(self, slack: float | None = 1.0) -> list[str]:
         """Return what is wrong. `slack` stretches time limits; None: times are not checked."""
         found = [f"not refused: {self.failure}"] if self.failure else []
+        if self.held_mib > self.most_mib:
+            found.append(f"gateway: held {self.held_mib} MiB; {self.most_mib} are allowed")
         return found + self.witnessed.complaints(slack)
 
     def cells(self) -> tuple[str, ...]:
         seen = self.witnessed
         livez_ms = f"{seen.livez_ms:.0f}"
-        return (self.name, livez_ms, *seen.sizes(), str(seen.num_streams), str(len(seen.lost)))
+        held = str(self.held_mib)
+        return (
+            self.name,
+            livez_ms,
+            *seen.sizes(),
+            held,
+            str(seen.num_streams),
+            str(len(seen.lost)),
+        )
 
 
 COLUMNS = {
@@ -181,6 +248,7 @@ COLUMNS = {
     "/livez ms": 10,
     "gateway MiB": 14,
     "engine MiB": 14,
+    "held MiB": 8,
     "streams": 8,
     "lost": 0,
 }
@@ -209,9 +277,15 @@ class AttackTarget(Server):
         )
         options = ("--attack", name, "--at-once", str(at_once))
         server = ("--port", str(self.port), "--address", self.address)
+        gateway = self._pids["gateway"]
+        reset_peak(gateway)
+        before = rss_mib(gateway)
         with witnesses as witnessed:
             attacker = run_attacker(MODULE, *options, *server)
-        return AttackResult(name, attacker.failure, witnessed)
+            held = peak_mib(gateway) - before
+        return AttackResult(
+            name, attacker.failure, witnessed, held, HELD_MIB + at_once * REQUEST_MIB
+        )
 
     def _sizes(self) -> dict[str, int]:
         return {name: rss_mib(pid) for name, pid in self._pids.items()}

@@ -10,6 +10,7 @@ import flask
 import gevent
 import msgspec
 import pytest
+from gevent.event import Event
 from gunicorn.http.errors import InvalidChunkSize, NoMoreData
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 from werkzeug.test import EnvironBuilder
@@ -167,7 +168,7 @@ class DrippingStream:
     def read(self, size: int) -> bytes:
         if not (data := self._arrived.read(size)):
             self.is_waiting = True
-            gevent.sleep(HANG_S)
+            Event().wait(HANG_S)
         return data
 
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.http.connections import MAX_CONNECTIONS, ClientConnections, connections_within
 
 
-class Clients:
+class FakeClients:
     """Connections to a server that accepts at most `max_open`. Each has a name."""
 
     def __init__(self, max_open: int, stack: contextlib.ExitStack) -> None:
@@ -48,12 +48,12 @@ def _is_closed(client: gevent.socket.socket) -> bool:
 
 
 @pytest.fixture
-def clients() -> Iterator[Clients]:
+def clients() -> Iterator[FakeClients]:
     with contextlib.ExitStack() as stack:
-        yield Clients(4, stack)
+        yield FakeClients(4, stack)
 
 
-def test_the_connection_that_was_idle_for_longest_is_closed_first(clients: Clients) -> None:
+def test_the_connection_that_was_idle_for_longest_is_closed_first(clients: FakeClients) -> None:
     for number, name in enumerate("abcd"):
         clients.connect(name, f"peer {number}")
     clients.send("a")
@@ -63,7 +63,7 @@ def test_the_connection_that_was_idle_for_longest_is_closed_first(clients: Clien
     assert clients.closed == ["b"]
 
 
-def test_a_connection_with_a_request_is_not_closed(clients: Clients) -> None:
+def test_a_connection_with_a_request_is_not_closed(clients: FakeClients) -> None:
     for number, name in enumerate("abcd"):
         clients.connect(name, f"peer {number}")
         clients.send(name)
@@ -71,7 +71,7 @@ def test_a_connection_with_a_request_is_not_closed(clients: Clients) -> None:
     assert clients.closed == ["e"], "the only idle one"
 
 
-def test_a_peer_with_half_of_the_connections_loses_its_own(clients: Clients) -> None:
+def test_a_peer_with_half_of_the_connections_loses_its_own(clients: FakeClients) -> None:
     clients.connect("x", "modest")
     for name in "abc":
         clients.connect(name, "greedy")
