@@ -121,6 +121,37 @@ def test_scores_have_the_function_of_the_settings(
     assert float((found - torch.stack(wanted)).abs().max()) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("settings", "has_types"),
+    [
+        ({"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}, True),
+        ({"model_input_names": ["input_ids", "attention_mask"]}, False),
+        ({"model_input_names": None, "tokenizer_class": "TokenizersBackend"}, False),
+        ({"model_input_names": None, "tokenizer_class": "BertTokenizer"}, True),
+    ],
+    ids=str,
+)
+def test_the_tokenizer_decides_whether_the_second_text_has_a_type_of_its_own(
+    settings: dict[str, Any], has_types: bool, tmp_path: Path
+) -> None:
+    model = random_encoder("bert", scores=True, num_labels=1)
+    write_newer_modules(write_encoder(tmp_path, model), None, LIMIT)
+    wanted = []
+    for pair in PAIRS:
+        values = truncated(tmp_path, pair)
+        if not has_types:
+            del values["token_type_ids"]
+        with torch.no_grad():
+            wanted.append(model(**values).logits[0].sigmoid())
+    file = tmp_path / "tokenizer_config.json"
+    changed = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({key: each for key, each in changed.items() if each is not None}))
+    if settings.get("tokenizer_class") != "BertTokenizer":  # it would need another vocabulary
+        assert ("token_type_ids" in AutoTokenizer.from_pretrained(tmp_path)("a", "b")) == has_types
+    found = computed(tmp_path, list(PAIRS))
+    assert float((found - torch.stack(wanted)).abs().max()) < TOLERANCE
+
+
 LIMITS: dict[str, tuple[str, dict[str, Any], int]] = {
     "the tokenizer's": ("tokenizer_config.json", {"model_max_length": 30}, 30),
     "a placeholder": ("tokenizer_config.json", {"model_max_length": int(1e30)}, 320),

@@ -139,6 +139,7 @@ def write_encoder(path: Path, model: transformers.PreTrainedModel) -> Path:
         "pad_token": "[PAD]",
         "unk_token": "[UNK]",
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
@@ -242,10 +243,7 @@ def write_newer_modules(
     else:
         settings |= {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
-    tokenizer |= {
-        "model_max_length": max_tokens,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-    }
+    tokenizer |= {"model_max_length": max_tokens}
     files = {
         "modules.json": modules,
         "sentence_bert_config.json": transformer,

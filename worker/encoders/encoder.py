@@ -154,8 +154,8 @@ class Encoder:
         weights, spec = self.weights, self.spec
         x = weights.embedding.index_select(0, batch.token_ids)
         if weights.token_types is not None:
-            # A table with one row has no second type, whatever the tokenizer says.
-            if batch.types is None or len(weights.token_types) == 1:
+            has_second = spec.types_texts and len(weights.token_types) > 1
+            if batch.types is None or not has_second:
                 x.add_(weights.token_types[0])
             else:
                 x.add_(weights.token_types.index_select(0, batch.types))

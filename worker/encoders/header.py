@@ -19,7 +19,7 @@ from worker.encoders.modules import (
 from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
 from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
+from worker.loading.fields import Fields, read_json
 from worker.loading.gguf_file import GGUFFile
 from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
 from worker.loading.text import TextFacts, directory_name, directory_text
@@ -28,6 +28,9 @@ from worker.models.tensor_names import without_prefix
 DEFAULT_VECTORS = VectorSpec(pooling="mean")
 """The vectors of an encoder whose files do not describe them. The pooling is that of
 sentence-transformers, and the vectors have length 1."""
+
+WITHOUT_TYPES = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Values of `tokenizer_class` of tokenizers that belong to no family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def directory_encoder(
 ) -> EncoderHeader:
     """Return the header of an encoder in a Hugging Face directory. Raises UnusableModel with the
     reason if it cannot be served."""
-    spec = family.spec(with_activation(config, path))
+    spec = replace(family.spec(with_activation(config, path)), types_texts=_types_texts(path))
     paths = weight_files(path)
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
     files = SafetensorsFiles(paths)
@@ -116,6 +119,18 @@ def directory_encoder(
         paths,
         vectors or replace(DEFAULT_VECTORS, max_tokens=max_input_tokens(path)),
     )
+
+
+def _types_texts(path: Path) -> bool:
+    """Return whether the tokenizer of a directory tells the two texts of a pair apart: if it names
+    the model's inputs, token types must be among them; otherwise its class decides, as in version 5
+    of transformers."""
+    file = path / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    names = settings.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return settings.get("tokenizer_class") not in WITHOUT_TYPES
 
 
 def config_encoder(path: Path, config: Mapping[str, Any], family: EncoderFamily) -> EncoderHeader:

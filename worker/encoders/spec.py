@@ -90,6 +90,8 @@ class EncoderSpec:
     first_position: int = 0
     #: Rows of the table of token types; 0: there is no table.
     token_types: int = 0
+    #: Whether the second text of a pair has a type of its own, if there are several.
+    types_texts: bool = True
     #: Whether scores are lowered in proportion to the distance of two tokens (ALiBi).
     has_alibi: bool = False
     #: Whether a learned number for each head and bucket of offsets is added to scores.
