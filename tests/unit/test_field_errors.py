@@ -74,10 +74,10 @@ def test_a_message_of_another_shape_is_kept() -> None:
 
 
 WRONG: list[Any] = [None, True, -1, 1 << 60, -1.5, 1e30, "", "x" * 20_000, [], [[]], {}, {"x": {}}]
-BODIES = {body for operation in operations() for body in operation.takes}
+BODIES: set[type] = {body for operation in operations() for body in operation.takes}
 
 
-@pytest.mark.parametrize("body", sorted(BODIES, key=lambda body: body.__name__))
+@pytest.mark.parametrize("body", sorted(BODIES, key=str))
 def test_no_refusal_of_a_body_names_a_type_of_python(body: type) -> None:
     names = [field.encode_name for field in msgspec.structs.fields(body)]
     refusals = [refusal({name: value}, body) for name in names for value in WRONG]

@@ -88,9 +88,9 @@ def test_a_number_out_of_bounds_is_not_sent_and_the_bounds_are_named(
         assert is_marked(field), value
         assert page.locator(".message").count() == 0
         assert len(engine.generates) == before
-    for value in (1, high, *([] if name == "top_p" else [low])):
-        field.fill(str(value))
-        assert not is_marked(field), value
+    for number in (1, high, *([] if name == "top_p" else [low])):
+        field.fill(str(number))
+        assert not is_marked(field), number
 
 
 def test_too_many_or_too_long_stop_sequences_are_not_sent(
