@@ -91,7 +91,7 @@ class BodyReader:
 
     def __init__(self, max_bytes: int, memory: BodyMemory) -> None:
         self._max_bytes = max_bytes
-        self._memory = memory
+        self.memory = memory
         self._decoding = BoundedSemaphore()  # large bodies are decoded one at a time
 
     def parse(self, request: Request, kind: type[T], bounds: JsonBounds = USUAL_BOUNDS) -> T:
@@ -169,7 +169,7 @@ class BodyReader:
                 if large is None:
                     size = self._max_bytes if length is None else length
                     owner = request.environ.get(OWNER, "")
-                    reservation = self._memory.reservation(owner, size)
+                    reservation = self.memory.reservation(owner, size)
                     request.environ[RESERVATION] = reservation
                     large = held.enter_context(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS))
                 while reservation.num_held < num_bytes:

@@ -1,4 +1,4 @@
-"""The gateway's application without garbage collection, and with a route that counts its objects.
+"""The gateway's application without garbage collection, and with routes that count its memory.
 
 gunicorn serves it in place of `gateway.app:create_app()`. Objects that only a reference cycle keeps
 are never collected, so they are counted, too.
@@ -14,22 +14,29 @@ from typing import Any
 
 import flask
 
-from gateway.app import create_app
+from gateway.app import EXTENSION, create_app
 
-OBJECTS = "/_objects"
-"""Path of the route that returns the number of objects of each type in the process."""
+OBJECTS, BODY_BYTES = "/_objects", "/_body_bytes"
+"""Paths of the routes that return the number of objects of each type in the process, and the number
+of bytes that large bodies have reserved."""
 
 
 def create_counted_app() -> flask.Flask:
     """Return the application. Garbage collection is off in the process that calls this."""
     app = create_app()
     answer = app.wsgi_app
+    memory = app.extensions[EXTENSION].bodies.memory
+    counts: dict[str, Callable[[], object]] = {
+        OBJECTS: num_objects,
+        BODY_BYTES: lambda: memory.num_held,
+    }
 
     def wsgi_app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["PATH_INFO"] != OBJECTS:
+        count = counts.get(environ["PATH_INFO"])
+        if count is None:
             return answer(environ, start_response)
         start_response("200 OK", [("Content-Type", "application/json")])
-        return [json.dumps(num_objects()).encode()]
+        return [json.dumps(count()).encode()]
 
     app.wsgi_app = wsgi_app  # type: ignore[method-assign]
     gc.disable()

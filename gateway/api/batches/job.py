@@ -245,8 +245,9 @@ class BatchJob:
                 found = next(lines, None)
             if found is None:
                 return
-            yield InputLine.read(*found, after)
-            del found
+            line = InputLine.read(*found, after)
+            del found  # only `line` holds the text, which may be dropped
+            yield line
             after = last - 1  # the next line begins in the piece in which this one ends
 
     def _pieces(self, after: int) -> Iterator[tuple[int, bytes]]:
