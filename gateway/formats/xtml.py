@@ -108,7 +108,7 @@ class XtmlParser(AnswerParser):
             case "tools" | "call":
                 self._spill(text)
             case "":
-                if text.strip(BLANKS):
+                if text := text.lstrip(BLANKS):
                     self._begin("response")
                     self.builder.content(text)
             case _:
@@ -118,7 +118,9 @@ class XtmlParser(AnswerParser):
     def _spill(self, text: str) -> None:
         """Emit text between calls, unless it is blank. Drop text between arguments."""
         s = self.s
-        if self._in == "call" or not (s.spilt or text.strip(BLANKS)):
+        if not s.spilt:
+            text = text.lstrip(BLANKS)
+        if self._in == "call" or not text:
             return
         if not s.spilt:
             s.spilt = True
@@ -135,8 +137,8 @@ class XtmlParser(AnswerParser):
     def _was_text(self) -> None:
         """Handle an unknown tag as text of the element that contains it."""
         tag, self.s.tag, self.s.at = self.s.tag, "", "text"
-        if self._in in ("", "response") and OF_CALLS.search(tag):
-            self.builder.found_markup(tag)
+        if self._in in ("", "response") and (found := OF_CALLS.search(tag)):
+            self.builder.found_markup(tag[: found.end()])
         self.on_text(tag)
 
     # ---- tags
