@@ -33,7 +33,7 @@ answers use the grammar."""
 MAX_TEMPLATE_BYTES = 48 << 20
 """Largest size that a compiled grammar counts with. Measured sizes above it include the memory of
 other compilations, because the limits on grammars allow no more."""
-MAX_KEPT_BYTES = 32 << 20
+MAX_KEPT_BYTES = 24 << 20
 MAX_USED_BYTES = 256 << 20
 MAX_PENDING = 256
 """Maximum number of different grammars that wait to be compiled."""

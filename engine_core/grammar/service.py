@@ -65,7 +65,7 @@ class GrammarService:
         self._clock = clock
         self._compiler: Future[Compiler] = Future()
         self._heap = CHeap()
-        self._meter = CompileMeter(lambda: self._heap.size().used_bytes)
+        self._meter = CompileMeter(self._heap.used_bytes)
         #: Protects the attributes below, and prevents writes to `fd` after it is closed. Threads
         #: without a job wait for it.
         self._changed = threading.Condition()
@@ -73,8 +73,8 @@ class GrammarService:
         self._results: deque[CompiledGrammar] = deque()
         self._is_closed = False
         self._must_trim = False
-        #: Free bytes of the heap after the last trim.
-        self._free_bytes = self._heap.size().free_bytes
+        #: Slack of the heap after the last trim.
+        self._slack_bytes = self._heap.slack_bytes()
         #: `num_dropped_bytes` at the last call of `trim` that had an effect.
         self._trimmed_at = 0
 
@@ -83,6 +83,7 @@ class GrammarService:
 
         Call it once, before there are requests, because building the compiler holds the GIL.
         """
+        self._heap.limit_fragments()
         with large_stacks():
             for n in range(NUM_THREADS):
                 arguments = (model if n == 0 else None,)
@@ -141,7 +142,7 @@ class GrammarService:
             result = self._compile(job)
             self._finish(job, result, self._meter.finish(job.digest))
             del result  # the thread must not keep what the engine drops
-            if self._heap.size().free_bytes - self._free_bytes >= TRIM_BYTES:
+            if self._heap.slack_bytes() - self._slack_bytes >= TRIM_BYTES:
                 self._trim()
 
     def _next_job(self) -> CompileJob | None:
@@ -172,10 +173,9 @@ class GrammarService:
                 os.eventfd_write(self.fd, 1)
 
     def _trim(self) -> None:
-        """Return freed memory to the system. It stays free on the heap, so it is not counted as
-        freed again."""
+        """Return freed memory to the system."""
         self._heap.trim()
-        self._free_bytes = self._heap.size().free_bytes
+        self._slack_bytes = self._heap.slack_bytes()
 
     def _prepare(self, model: ModelCard | TokenizerRead) -> None:
         started = perf_counter()

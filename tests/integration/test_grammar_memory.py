@@ -18,7 +18,7 @@ from engine_core.grammar.cache import MAX_KEPT_BYTES
 from protocol.grammar import JsonSchema
 
 ROOT = Path(__file__).parents[2]
-SLACK_BYTES = 28 << 20
+SLACK_BYTES = 33 << 20
 """Space for fragments of the heap, and for what llguidance computes once for a vocabulary."""
 
 FLOOD = """
