@@ -150,7 +150,7 @@ def _optional_text(message: dict[str, Any], field: str, at: str) -> str | None:
 def _reasoning(message: dict[str, Any], at: str) -> str | None:
     """Remove the members that may hold the message's reasoning. Return the reasoning."""
     values = [_optional_text(message, name, at) for name in REASONING_MEMBERS]
-    return next((value for value in values if value is not None), None)
+    return next((value for value in values if value), None)
 
 
 def _texts(content: Any, at: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Brings a conversation into the form that a chat template needs, without losing any of it.
 
-Each step below changes the turns of a conversation as one member of `TemplateTraits` demands. The
-order of the steps matters: splitting a turn and moving a system message both make neighbours that a
-later step may have to join.
+Each step below changes the turns of a conversation as one member of `TemplateTraits` demands.
+Moving a system message can put two turns of one role next to each other; `_join_neighbours` joins
+them. `_move_text` comes after it, because the turns that it makes must stay apart.
 
 Some templates drop the reasoning of turns before the last user message on purpose. Nothing here
 changes that.
@@ -16,10 +16,10 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.prompt.content import ChatTurn, TurnCall, checked_turns, to_json
-from gateway.prompt.tool_prompt import describe_tools, in_words
+from gateway.prompt.tool_prompt import calls_as_text, describe_tools
 from gateway.prompt.traits import TemplateTraits
 
 SYSTEM_ROLES = ("system", "developer")
@@ -64,9 +64,9 @@ def fitted_messages(
     tool_format  as in `template_messages`
     """
     turns = [_with_known_role(turn, traits) for turn in turns]
-    writes_words = traits.calls == "words" or not (tools or traits.calls_without_tools)
-    if writes_words and any(turn.calls or turn.role == "tool" for turn in turns):
-        turns = in_words(turns, tool_format, keeps_results=traits.results_of_words)
+    writes_text = traits.calls == "text" or not (tools or traits.calls_without_tools)
+    if writes_text and any(turn.calls or turn.role == "tool" for turn in turns):
+        turns = calls_as_text(turns, tool_format, keeps_results=traits.keeps_results)
     if tools and describes_tools(traits, tool_format):
         turns = describe_tools(turns, tools, tool_format or "", traits.call_example)
     elif tools and traits.tools_need_system and turns[0].role not in SYSTEM_ROLES:
@@ -96,16 +96,20 @@ def _described_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
-    function = {"description": "", **function}
+    function = _described(function)
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
         described = {
-            name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+            name: _described(schema) if isinstance(schema, Mapping) else schema
             for name, schema in properties.items()
         }
         function["parameters"] = {**parameters, "properties": described}
     return {**tool, "function": function}
+
+
+def _described(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "description": schema.get("description", "")}
 
 
 def fitted_list(values: Sequence[Any] | None, traits: TemplateTraits) -> Sequence[Any] | None:
@@ -122,45 +126,61 @@ def _with_known_role(turn: ChatTurn, traits: TemplateTraits) -> ChatTurn:
 # ---- tool calls
 
 
+class _OpenCall(NamedTuple):
+    """A call without a result: the client's id, the new id, and the name of the tool."""
+
+    own_id: str | None
+    new_id: str
+    name: str
+
+
 def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Give each call the id that the template needs, and each result the id of its call.
+    """Give each call an id as the template needs it. Give each result the id of its call and the
+    name of its tool.
 
     The ids depend only on the calls so far, so they are the same in each request of a conversation.
     """
-    if traits.call_ids == "any":
-        return turns
     identified: list[ChatTurn] = []
-    #: (the client's id, the new id) of the calls without a result, and of all calls.
-    unanswered: list[tuple[str | None, str]] = []
-    known: dict[str | None, str] = {}
+    unanswered: list[_OpenCall] = []
+    #: Each call by the client's id.
+    known: dict[str | None, _OpenCall] = {}
     count = 0
     for turn in turns:
         if turn.calls:
-            unanswered = []
-            for call in turn.calls:
-                unanswered.append((call.id, _new_id(call, count, traits)))
-                count += 1
-            known |= dict(unanswered)
+            unanswered = [
+                _OpenCall(call.id, _new_id(call, count + place, traits), call.name)
+                for place, call in enumerate(turn.calls)
+            ]
+            count += len(turn.calls)
+            known |= {call.own_id: call for call in unanswered}
             calls = [
-                replace(call, id=new) for call, (_, new) in zip(turn.calls, unanswered, strict=True)
+                replace(call, id=found.new_id)
+                for call, found in zip(turn.calls, unanswered, strict=True)
             ]
             turn = replace(turn, calls=calls)
         elif turn.role == "tool":
-            turn = replace(turn, call_id=_answered_id(turn.call_id, unanswered, known))
+            turn = _identified_result(turn, _pop_call(turn, unanswered) or known.get(turn.call_id))
         identified.append(turn)
     return identified
 
 
-def _answered_id(
-    own: str | None, unanswered: list[tuple[str | None, str]], known: Mapping[str | None, str]
-) -> str:
-    """Return the new id of the call that a result with the id `own` answers, and remove the call
-    from `unanswered`. A result without an id answers the first call without a result."""
-    for place, (call_id, new) in enumerate(unanswered):
-        if own is None or call_id == own:
-            del unanswered[place]
-            return new
-    return known.get(own) or _nine(own or "")
+def _pop_call(result: ChatTurn, unanswered: list[_OpenCall]) -> _OpenCall | None:
+    """Remove the call that a result answers from `unanswered`, and return it. If one of both has no
+    id, the result answers the first such call."""
+    own_id = result.call_id
+    found = [call for call in unanswered if call.own_id == own_id and own_id is not None]
+    found += [call for call in unanswered if own_id is None or call.own_id is None]
+    if not found:
+        return None
+    unanswered.remove(found[0])
+    return found[0]
+
+
+def _identified_result(result: ChatTurn, call: _OpenCall | None) -> ChatTurn:
+    if call is None:
+        return result
+    extra = {"name": call.name, **result.extra}
+    return replace(result, call_id=call.new_id, extra=extra)
 
 
 def _new_id(call: TurnCall, count: int, traits: TemplateTraits) -> str:
@@ -180,25 +200,6 @@ def _nine(call_id: str) -> str:
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest())
     return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
-
-
-def _name_results(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Give each result the name of its tool, if the template needs it."""
-    if not traits.result_names:
-        return turns
-    named: list[ChatTurn] = []
-    names: dict[str | None, str] = {}
-    unanswered: list[str] = []
-    for turn in turns:
-        if turn.calls:
-            names |= {call.id: call.name for call in turn.calls if call.id}
-            unanswered = [call.name for call in turn.calls]
-        elif turn.role == "tool":
-            in_order = unanswered.pop(0) if unanswered else ""
-            name = turn.extra.get("name") or names.get(turn.call_id, in_order)
-            turn = replace(turn, extra={**turn.extra, "name": name})
-        named.append(turn)
-    return named
 
 
 def _split_calls(turns: Turns, traits: TemplateTraits) -> Turns:
@@ -226,16 +227,15 @@ def _split_calls(turns: Turns, traits: TemplateTraits) -> Turns:
 
 
 def _pop_result(results: list[ChatTurn], call: TurnCall) -> ChatTurn | None:
-    """Remove the result of a call and return it; None if there is none. A result without an id
-    belongs to the first call without a result."""
+    """Remove the result of a call and return it; None if there is none."""
     for place, result in enumerate(results):
-        if result.call_id is None or call.id is None or result.call_id == call.id:
+        if result.call_id == call.id:
             return results.pop(place)
     return None
 
 
 def _move_text(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Move the text of a turn that has calls, too, if the template drops it there."""
+    """Give the text of a turn with calls a turn of its own, if the template drops it there."""
     if traits.text_with_calls == "beside":
         return turns
     return [part for turn in turns for part in _text_first(turn, traits)]
@@ -256,6 +256,7 @@ def _text_first(turn: ChatTurn, traits: TemplateTraits) -> Iterator[ChatTurn]:
 
 
 def _as_reasoning(turn: ChatTurn) -> ChatTurn:
+    """Return the turn with its text appended to its reasoning."""
     texts = [text for text in (turn.reasoning, turn.text) if text]
     return replace(turn, texts=[], has_parts=False, reasoning=BETWEEN_TURNS.join(texts))
 
@@ -270,11 +271,13 @@ def _join_systems(turns: Turns, traits: TemplateTraits) -> Turns:
     if not start:
         return turns
     is_last = turns[-1].role == "user" and not any(turn.calls for turn in turns)
-    if traits.system == "user" or (traits.system == "user_unless_last" and not is_last):
+    if traits.leading_system == "user" or (
+        traits.leading_system == "user_unless_last" and not is_last
+    ):
         start = [replace(_joined(start), role="user")]
         if rest and rest[0].role == "user":
             start, rest = [_joined([*start, rest[0]])], rest[1:]
-    elif traits.systems == "joined":
+    elif traits.leading_systems == "joined":
         start = [_joined(start)]
     return [*start, *rest]
 
@@ -282,7 +285,7 @@ def _join_systems(turns: Turns, traits: TemplateTraits) -> Turns:
 def _move_late_systems(turns: Turns, traits: TemplateTraits) -> Turns:
     """Write later system messages as the user's, at their place: the prompt before them is then the
     same in each request of a conversation, so it is found in the prefix cache."""
-    if traits.late_system == "kept":
+    if traits.later_system == "kept":
         return turns
     num_first = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))
     return [
@@ -295,7 +298,7 @@ def _move_late_systems(turns: Turns, traits: TemplateTraits) -> Turns:
 
 
 def _join_neighbours(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Join turns that the template does not take one after the other."""
+    """Join neighbouring turns that the template does not render one after the other."""
     joined: list[ChatTurn] = []
     for turn in turns:
         last = joined[-1] if joined else None
@@ -334,7 +337,6 @@ def _joined(turns: Turns) -> ChatTurn:
 
 _STEPS: tuple[Callable[[Turns, TemplateTraits], Turns], ...] = (
     _identify_calls,
-    _name_results,
     _split_calls,
     _move_late_systems,
     _join_systems,
@@ -361,7 +363,7 @@ def _message(turn: ChatTurn, traits: TemplateTraits) -> dict[str, Any]:
 
 def _without_text(traits: TemplateTraits) -> dict[str, Any]:
     """Return the content of a message that has only calls."""
-    match traits.no_text:
+    match traits.empty_content:
         case "text":
             return {"content": ""}
         case "null":
@@ -399,8 +401,8 @@ def _with_reasoning(
             return message | {"thinking": turn.reasoning}
         case "thinking_only":
             if turn.calls and turn.text:
-                whole = _as_reasoning(turn)
-                return {**message, **_without_text(traits), "thinking": whole.reasoning}
+                del message["content"]
+                return message | _without_text(traits) | {"thinking": _as_reasoning(turn).reasoning}
             return message | {"thinking": turn.reasoning}
         case "part":
             content = message.get("content") or []

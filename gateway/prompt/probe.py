@@ -11,6 +11,7 @@ does not support that role, and one that does not contain `content` renders no t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product, takewhile
 from typing import Any
@@ -50,6 +51,8 @@ _PYTHON = (
     *("'thinking':", '"thinking":', "'type': 'text'", '"type": "text"', "'text':", '"text":'),
 )
 """Signs that the template has written an object or a list instead of what is in it."""
+_UNFINISHED_MARKER = re.compile(r"[<\[][^<>\[\]\s]*$")
+_MARKER_START = re.compile(r"[<\[]")
 _LONG_ID = "call_abcdefghijklmnopqrstuvwx"
 
 
@@ -60,20 +63,16 @@ def _turn(role: str, *texts: str) -> ChatTurn:
     return ChatTurn(role, list(texts), has_parts=len(texts) > 1)
 
 
-def _called(
-    *indexes: int, text: str = "", reasoning: str | None = None, ids: bool = True
-) -> ChatTurn:
+def _called(*indexes: int, text: str = "", reasoning: str | None = None) -> ChatTurn:
     """Return an assistant's turn with the tool calls of these indexes."""
-    calls = [
-        TurnCall(_NAMES[i], {_KEYS[i]: _VALUES[i]}, id=_id(i) if ids else None) for i in indexes
-    ]
+    calls = [TurnCall(_NAMES[i], {_KEYS[i]: _VALUES[i]}, id=_id(i)) for i in indexes]
     texts = [text] if text else []
     return ChatTurn("assistant", texts, reasoning=reasoning, calls=calls)
 
 
-def _result(index: int, *texts: str, ids: bool = True) -> ChatTurn:
+def _result(index: int, *texts: str) -> ChatTurn:
     found = list(texts or (_RESULTS[index],))
-    return ChatTurn("tool", found, has_parts=len(found) > 1, call_id=_id(index) if ids else None)
+    return ChatTurn("tool", found, has_parts=len(found) > 1, call_id=_id(index))
 
 
 def _id(index: int) -> str:
@@ -91,8 +90,10 @@ def _tool(name: str, *, described: bool = True) -> dict[str, Any]:
 
 
 _TOOLS = (_tool("other"),)
-"""The tools of scenes. None of them is called, so that the text of a call in the output is the
-call's."""
+"""The tools of scenes. None of them is called, so a call's name in the output comes from the call.
+"""
+_CALLED_TOOLS = tuple(map(_tool, _NAMES))
+"""The tools that are called, for templates that look them up."""
 _ASK, _ASK_2, _ANSWERED = _turn("user", _USER), _turn("user", _USER_2), _turn("assistant", _ANSWER)
 
 
@@ -127,6 +128,8 @@ class _Prober:
         self._thinking: dict[str, Any] = dict.fromkeys(profile.switches, True)
         if profile.mode is not None:
             self._thinking["thinking_mode"] = profile.mode[0]
+        usual = self.output([_ASK], _TOOLS)
+        self._signs = [sign for sign in _PYTHON if sign not in usual]
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -156,7 +159,7 @@ class _Prober:
         output = self.output(scene.turns, scene.tools, traits)
         return (
             all(text in output for text in scene.texts)
-            and not any(sign in output for sign in _PYTHON)
+            and not any(sign in output for sign in self._signs)
             and scene.passes(output)
         )
 
@@ -205,7 +208,7 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     _find_content_forms(prober, "user", _scene(asked), _scene(asked, tools=prober.tools))
     output = prober.try_output([_ASK])
     if "content" in source and output is not None and _USER not in output:
-        return msgspec.structs.replace(prober.traits, users=False)
+        return msgspec.structs.replace(prober.traits, renders_users=False)
     if knows_developer:
         scene = _scene(_turn("developer", _FIRST_SYSTEM), _ASK)
         prober.choose([scene], {"developer": True}, {"developer": False})
@@ -249,58 +252,85 @@ def _find_tools(prober: _Prober) -> None:
 
 
 def _find_call_example(prober: _Prober) -> None:
-    """Find how the template writes a call, if it renders calls but no tools."""
+    """Find how the template writes a call, if it renders calls but no tools: the part in which a
+    prompt with the call differs from one with an answer. No marker is split."""
     if prober.traits.tools:
         return
     call = TurnCall("function-name", {"name": "value"}, id=_id(0))
     called = prober.output([_ASK, ChatTurn("assistant", calls=[call])])
-    before, _, after = prober.output([_ASK, _ANSWERED]).partition(_ANSWER)
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, called, strict=False))
-    example = called[sum(1 for _ in same) :].removesuffix(after).strip()
+    answered = prober.output([_ASK, _ANSWERED])
+    start = _UNFINISHED_MARKER.sub("", _common_start(called, answered))
+    end = _common_start(called[::-1], answered[::-1])[::-1]
+    marker = _MARKER_START.search(end)
+    example = called.removeprefix(start).removesuffix(end[marker.start() :] if marker else "")
     if call.name in example:
-        prober.traits = msgspec.structs.replace(prober.traits, call_example=example)
+        prober.traits = msgspec.structs.replace(prober.traits, call_example=example.strip())
+
+
+def _common_start(one: str, other: str) -> str:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return one[: sum(1 for _ in same)]
 
 
 def _find_calls(prober: _Prober) -> None:
     """Find the form of tool calls and their results."""
-    one = _scene(_ASK, _called(0), _result(0), tools=prober.tools)
-    without_ids = _scene(_ASK, _called(0, ids=False), _result(0, ids=False), tools=prober.tools)
-    strings = prober.traits.strings
-    forms = product(
-        ("any", "required", "named", "nine"),
-        (False, True),
-        (strings, tuple(role for role in strings if role != "tool")),
-        (False, True),
-        ("object", "text"),
-        ("text", "null", "parts", "absent"),
-    )
-    names = "call_ids", "result_names", "strings", "result_objects", "arguments", "no_text"
-    candidates = [dict(zip(names, form, strict=True)) for form in forms]
-    before = prober.traits
-    if not prober.choose([one, without_ids], *candidates):
-        prober.traits = msgspec.structs.replace(before, calls="words")
+    for tools in (prober.tools, _CALLED_TOOLS if prober.tools else ()):
+        if _find_call_form(prober, tools):
+            break
+    else:
+        prober.traits = msgspec.structs.replace(prober.traits, calls="text")
         if prober.traits.tools or not _writes_any_role(prober):
-            prober.choose([one], {"results_of_words": True}, {"results_of_words": False})
+            scene = _scene(_ASK, _called(0), _result(0), tools=prober.tools)
+            prober.choose([scene], {"keeps_results": True}, {"keeps_results": False})
         return
     _find_call_example(prober)
     result = _result(0, _RESULTS[0], _RESULTS[1])
     if not prober.traits.result_objects:
-        _find_content_forms(prober, "tool", _scene(_ASK, _called(0), result, tools=prober.tools))
+        _find_content_forms(prober, "tool", _scene(_ASK, _called(0), result, tools=tools))
     two = [
-        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=prober.tools),
-        _scene(_ASK, _called(0, 1), _result(0), _result(1), _ANSWERED, _ASK_2, tools=prober.tools),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=tools),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), _ANSWERED, _ASK_2, tools=tools),
     ]
     prober.choose(two, {"calls": "many"}, {"calls": "one"})
     no_tools = _scene(_ASK, _called(0), _result(0))
     prober.choose([no_tools], {"calls_without_tools": True}, {"calls_without_tools": False})
 
 
+def _find_call_form(prober: _Prober, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Find the form in which a call and its result are rendered in a conversation with `tools`.
+    Return whether there is one; otherwise the traits stay as they are.
+
+    Of the forms of a content without text, the one with the shortest output is taken, because some
+    templates write an empty message, or the word None, for the others.
+    """
+    scene = _scene(_ASK, _called(0), _result(0), tools=tools)
+    strings = prober.traits.strings
+    forms = product(
+        ("any", "named", "nine"),
+        (strings, tuple(role for role in strings if role != "tool")),
+        (False, True),
+        ("object", "text"),
+    )
+    names = "call_ids", "strings", "result_objects", "arguments"
+    for form in forms:
+        found = []
+        for empty in ("text", "null", "parts", "absent"):
+            members = dict(zip(names, form, strict=True)) | {"empty_content": empty}
+            traits = msgspec.structs.replace(prober.traits, **members)
+            if prober.renders(scene, traits):
+                found.append((len(prober.output(scene.turns, tools, traits)), traits))
+        if found:
+            prober.traits = min(found, key=lambda each: each[0])[1]
+            return True
+    return False
+
+
 def _writes_any_role(prober: _Prober) -> bool:
-    """Return whether the template writes a tool result as it writes a message of a role that no
-    model has: with the role's name."""
+    """Return whether the template writes the name of any role, even of an unknown one. A rendered
+    tool result then does not show that the model knows results."""
     known, unknown = (ChatTurn(role, [_RESULTS[0]]) for role in ("tool", _NAMES[0]))
     strings = (*prober.traits.strings, unknown.role)
-    keeps = msgspec.structs.replace(prober.traits, results_of_words=True, strings=strings)
+    keeps = msgspec.structs.replace(prober.traits, keeps_results=True, strings=strings)
     output = prober.output([_ASK, _ANSWERED, unknown], prober.tools, keeps)
     return output.replace(unknown.role, known.role) == prober.output(
         [_ASK, _ANSWERED, known], prober.tools, keeps
@@ -319,7 +349,7 @@ def _find_neighbours(prober: _Prober) -> None:
         {"assistant_turns": "kept"},
         {"assistant_turns": "joined"},
     )
-    if prober.traits.calls == "words":
+    if prober.traits.calls == "text":
         return
     prober.choose(
         [_scene(_ASK, _called(0), _result(0), _ASK_2, tools=prober.tools)],
@@ -349,24 +379,27 @@ def _find_neighbours(prober: _Prober) -> None:
 def _find_systems(prober: _Prober) -> None:
     """Find where system messages may be."""
     first, second = _turn("system", _FIRST_SYSTEM), _turn("system", _SYSTEM)
-    tools = () if prober.traits.calls == "words" else _TOOLS
+    tools = prober.tools
     parts = _turn("system", _FIRST_SYSTEM, _TEXT)
-    in_roles = [_scene(parts, _ASK)]
+    in_roles = [_scene(parts, _ASK), _scene(parts, _ASK, tools=tools)]
     if prober.traits.developer:
         in_roles.append(_scene(_turn("developer", _FIRST_SYSTEM, _TEXT), _ASK))
     _find_content_forms(prober, "system", *in_roles)
     prober.choose(
         [
             _scene(first, _ASK),
+            _scene(first, _ASK, tools=tools),
             _scene(first, _ASK, _ANSWERED, _ASK_2),
             _scene(first, _ASK, _called(0), _result(0), tools=tools),
             _scene(first, _ASK, _ANSWERED),
         ],
-        {"system": "kept"},
-        {"system": "user_unless_last"},
-        {"system": "user"},
+        {"leading_system": "kept"},
+        {"leading_system": "user_unless_last"},
+        {"leading_system": "user"},
     )
-    prober.choose([_scene(first, second, _ASK)], {"systems": "kept"}, {"systems": "joined"})
+    prober.choose(
+        [_scene(first, second, _ASK)], {"leading_systems": "kept"}, {"leading_systems": "joined"}
+    )
     in_order = (_ASK, _ANSWERED, second, _ASK_2)
     at_end = (_ASK, second)
     after_first = (_ASK, second, _called(0), _result(0))
@@ -376,7 +409,7 @@ def _find_systems(prober: _Prober) -> None:
         _scene(*at_end),
         _scene(*after_first, tools=tools),
     ]
-    prober.choose(scenes, {"late_system": "kept"}, {"late_system": "user"})
+    prober.choose(scenes, {"later_system": "kept"}, {"later_system": "user"})
 
 
 def _is_at_its_place(prober: _Prober, first: ChatTurn) -> Callable[[str], bool]:
@@ -390,6 +423,7 @@ def _is_at_its_place(prober: _Prober, first: ChatTurn) -> Callable[[str], bool]:
             return False
         header = before.rpartition(_ANSWER)[2]
         name = header.rfind("system")
+        # A template that writes any role's name does so for "system", too, if it has no such role.
         return name < 0 or header[name:] in start
 
     return passes

@@ -23,7 +23,9 @@ characters, which templates do not change."""
 
 
 NO_TEMPLATE = "this model has no chat template"
-NOT_FOR_CHATS = "the model's chat template omits what the user writes, so it is not for chats"
+NOT_FOR_CHATS = (
+    "this model's chat template does not render user messages, so it cannot be used for chats"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ class ChatRenderer:
         traits, tools = template.traits, conversation.tools
         tool_format = conversation.tool_format
         param = conversation.param
-        if not traits.users:
+        if not traits.renders_users:
             raise InvalidRequest(NOT_FOR_CHATS, param=param)
         messages = template_messages(
             conversation.messages, traits, tools, tool_format=tool_format, param=param
@@ -173,7 +175,7 @@ class ChatRenderer:
         passed = None if describes_tools(traits, tool_format) else tools
         continues = conversation.continue_final_message
         if continues:
-            _check_continues(conversation)
+            _check_continues(conversation, messages[-1])
             messages[-1] = _with_end_mark(messages[-1])
         text = template.render(
             messages,
@@ -212,24 +214,28 @@ class ChatRenderer:
             raise InvalidRequest(str(error), param="chat_template") from None
 
 
-def _check_continues(conversation: PromptConversation) -> None:
-    """Raise InvalidRequest if the options contradict each other."""
+def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest if the options contradict each other, or if the text of the last
+    message, in the template's form, is not the end of the prompt."""
     if conversation.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt cannot both be true",
             param="continue_final_message",
+        )
+    if last.get("tool_calls") or isinstance(last.get("content"), Mapping):
+        raise InvalidRequest.at(
+            "continue_final_message", "a message with tool calls, or a tool result, has no open end"
         )
 
 
 def _with_end_mark(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the end mark after its content."""
     content = message["content"]
-    if isinstance(content, list):
-        if not content:
-            content = [{"type": "text", "text": ""}]
-        last = {**content[-1], "text": content[-1]["text"] + _END}
-        return {**message, "content": [*content[:-1], last]}
-    return {**message, "content": (content or "") + _END}
+    if not isinstance(content, list):
+        return {**message, "content": (content or "") + _END}
+    last = content[-1] if content and "text" in content[-1] else {"type": "text", "text": ""}
+    before = content[:-1] if content and content[-1] is last else content
+    return {**message, "content": [*before, {**last, "text": last["text"] + _END}]}
 
 
 def _up_to_end_mark(text: str) -> str:

@@ -76,19 +76,19 @@ def describe_tools(
     return [ChatTurn("system", [prompt]), *turns]
 
 
-def in_words(
+def calls_as_text(
     turns: Sequence[ChatTurn], tool_format: str | None, *, keeps_results: bool
 ) -> list[ChatTurn]:
     """Return the turns with all tool calls as text, and with all results as text of the user unless
     `keeps_results` is true."""
     call_text = CALL_TEXTS.get(tool_format, HERMES)
     return [
-        turn if keeps_results and turn.role == "tool" else _in_words(turn, call_text)
+        turn if keeps_results and turn.role == "tool" else _as_text(turn, call_text)
         for turn in turns
     ]
 
 
-def _in_words(turn: ChatTurn, call_text: CallText) -> ChatTurn:
+def _as_text(turn: ChatTurn, call_text: CallText) -> ChatTurn:
     if turn.role == "tool":
         return ChatTurn("user", [f"<tool_response>\n{turn.text}\n</tool_response>"])
     if not turn.calls:

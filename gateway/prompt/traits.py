@@ -21,64 +21,66 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     with content that is a string.
     """
 
-    #: The template renders what the user writes, or no content at all. Templates of rerankers
-    #: render the content of other roles.
-    users: bool = True
+    #: Whether user messages are rendered, or no content at all. False for rerankers' templates.
+    renders_users: bool = True
     #: Roles whose content may be a list of several text parts.
     parts: tuple[str, ...] = ()
-    #: Roles whose content may be a string. Other content must be a list of parts: of one part, if
-    #: the role is not in `parts` either.
+    #: Roles whose content may be a string. Other roles get a list, of one part unless the role is
+    #: also in `parts`.
     strings: tuple[str, ...] = PROBED_ROLES
     #: The content of an assistant message that has only tool calls: "", None, a list with one empty
     #: part, or no member `content` at all.
-    no_text: Literal["text", "null", "parts", "absent"] = "text"
+    empty_content: Literal["text", "null", "parts", "absent"] = "text"
     #: The arguments of a tool call: an object, or JSON text.
     arguments: Literal["object", "text"] = "object"
-    #: The role `developer` is supported; otherwise it is replaced by `system`.
+    #: Whether the role `developer` is supported. Otherwise it is replaced by `system`.
     developer: bool = False
-    #: The template renders tools.
+    #: Whether tools are rendered.
     tools: bool = False
-    #: It does so only if there is a system message.
+    #: Whether tools are rendered only after a system message. An empty one is added if there is
+    #: none.
     tools_need_system: bool = False
-    #: The variables `tools` and `documents` must be lists even if there are none; otherwise they
-    #: are then None.
+    #: Whether the variables `tools` and `documents` must be lists even if there are none. Otherwise
+    #: they are then None.
     empty_lists: bool = False
-    #: Each tool, and each of its arguments, must have a description.
+    #: Whether each tool, and each of its arguments, must have a description.
     tool_descriptions: bool = False
-    #: The tool calls of one assistant message: any number, or one, or the template renders none, so
-    #: calls and their results are written as text.
-    calls: Literal["many", "one", "words"] = "many"
+    #: How many tool calls of one assistant message are rendered: any number, or one. If none is,
+    #: calls are written as text.
+    calls: Literal["many", "one", "text"] = "many"
     #: How the template writes a call, as an example for the model. It is set only if the template
     #: renders calls but no tools.
     call_example: str = ""
-    #: Calls are rendered even if the request has no tools; otherwise they are then written as
-    #: text.
+    #: Whether calls are rendered in requests without tools. If not, they are written as text there.
     calls_without_tools: bool = True
-    #: Tool results are rendered as such even if the calls are written as text; otherwise they are
-    #: the user's text, too.
-    results_of_words: bool = False
-    #: The content of a tool result must be an object. It has the text as its only member, `result`.
+    #: If calls are written as text: whether results keep the role `tool`. Otherwise they become
+    #: text of the user.
+    keeps_results: bool = False
+    #: Whether the content of a tool result must be an object. Its only member is then `result`.
     result_objects: bool = False
-    #: Each tool result must have the name of its tool.
-    result_names: bool = False
-    #: The ids of tool calls: any or none; or each call needs one; or one that has the name of the
-    #: tool (`functions.name:0`); or one of nine letters and digits.
-    call_ids: Literal["any", "required", "named", "nine"] = "any"
-    #: The text of an assistant message that has tool calls, too: in that message; in a message
-    #: before it, which has the reasoning; in one that has not; or in one that is followed by an
-    #: empty message of the user.
+    #: The ids of tool calls: any; or one that has the name of the tool (`functions.name:0`); or one
+    #: of nine letters and digits.
+    call_ids: Literal["any", "named", "nine"] = "any"
+    #: Where the text of an assistant message with tool calls goes:
+    #:   beside            into the same message
+    #:   before            into a message before it, with the reasoning
+    #:   before_reasoning  the same, but the reasoning stays with the calls
+    #:   before_user       as `before`, and an empty message of the user follows the text
     text_with_calls: Literal["beside", "before", "before_reasoning", "before_user"] = "beside"
-    #: The reasoning of an assistant message: in the members `reasoning` and `reasoning_content`, in
-    #: `thinking`, in `thinking` instead of the text of a message with calls, or in a part; or the
-    #: template omits it, even in a loop of tool calls.
+    #: Where the reasoning of an assistant message goes:
+    #:   members        into `reasoning` and `reasoning_content`
+    #:   thinking       into `thinking`
+    #:   thinking_only  the same; in a message with calls, the text is appended to it
+    #:   part           into a part of the content
+    #:   omitted        as `members`; the template omits reasoning, even in a loop of tool calls
     reasoning: Literal["members", "thinking", "thinking_only", "part", "omitted"] = "members"
     #: The system message at the start: kept, or part of the first user message, or the latter only
-    #: if the conversation has tool calls or does not end with the user's message.
-    system: Literal["kept", "user", "user_unless_last"] = "kept"
+    #: if the conversation has tool calls or does not end with a user message.
+    leading_system: Literal["kept", "user", "user_unless_last"] = "kept"
     #: Several system messages at the start: kept, or joined to one.
-    systems: Literal["kept", "joined"] = "kept"
+    leading_systems: Literal["kept", "joined"] = "kept"
     #: A system message further on: kept, or written as a user message at its place.
-    late_system: Literal["kept", "user"] = "kept"
+    later_system: Literal["kept", "user"] = "kept"
     #: Consecutive messages of the user, or of the assistant: kept, or joined to one.
     user_turns: Literal["kept", "joined"] = "kept"
     assistant_turns: Literal["kept", "joined"] = "kept"

@@ -225,7 +225,7 @@ def test_a_last_turn_of_the_assistant_is_continued() -> None:
         ([user(result("a"))], "messages[0].content[0].tool_use_id"),
         ([*HI, assistant(text("x"), use("a"))], "messages[1].content[1]"),
         ([*HI, assistant(use("a")), *HI], "messages[1].content[0]"),
-        ([*HI, assistant(use("a"), use("a"))], "messages[1].content[1].id"),
+        ([*HI, assistant(use("a"), use("a")), user(result("a"))], "messages[1].content[1]"),
         (
             [*HI, assistant(use("a")), user(result("a"), result("a"))],
             "messages[2].content[1].tool_use_id",

@@ -35,15 +35,15 @@ CALLS: list[tuple[Call, bytes]] = [
 REPLIES: list[tuple[Reply, bytes]] = [
     (
         TemplateLoaded(TemplateTraits(tools=True), ThinkingProfile(mode=("on", "off"))),
-        b'["loaded",{"users":true,"parts":[],"strings":["system","user","assistant","tool"],'
-        b'"no_text":"text","arguments":"object","developer":false,"tools":true,'
-        b'"tools_need_system":false,"empty_lists":false,"tool_descriptions":false,"calls":"many",'
-        b'"call_example":"","calls_without_tools":true,"results_of_words":false,'
-        b'"result_objects":false,"result_names":false,"call_ids":"any",'
-        b'"text_with_calls":"beside","reasoning":"members","system":"kept","systems":"kept",'
-        b'"late_system":"kept","user_turns":"kept","assistant_turns":"kept",'
-        b'"user_after_result":"kept"},{"switches":[],"mode":["on","off"],"mode_words":[],'
-        b'"reads_effort":false,"efforts":[]}]',
+        b'["loaded",{"renders_users":true,"parts":[],'
+        b'"strings":["system","user","assistant","tool"],"empty_content":"text",'
+        b'"arguments":"object","developer":false,"tools":true,"tools_need_system":false,'
+        b'"empty_lists":false,"tool_descriptions":false,"calls":"many","call_example":"",'
+        b'"calls_without_tools":true,"keeps_results":false,"result_objects":false,'
+        b'"call_ids":"any","text_with_calls":"beside","reasoning":"members",'
+        b'"leading_system":"kept","leading_systems":"kept","later_system":"kept",'
+        b'"user_turns":"kept","assistant_turns":"kept","user_after_result":"kept"},'
+        b'{"switches":[],"mode":["on","off"],"mode_words":[],"reads_effort":false,"efforts":[]}]',
     ),
     (TemplateRendered("a\n"), b'["rendered","a\\n"]'),
     (TokenizerWorks(), b'["works"]'),

@@ -276,6 +276,38 @@ def test_calls_and_results_without_ids_get_them_if_the_template_needs_them() -> 
         assert f"R{name} {call_id}" in text
 
 
+LOOKS_UP = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}"
+    "({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% if m.role == 'tool' %}{% for n in messages %}{% for c in n.tool_calls or [] %}"
+    "{% if c.id == m.tool_call_id %}{{ c.function.name }}={{ m.content }}{% endif %}{% endfor %}"
+    "{% endfor %}{% elif not m.tool_calls %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("has_call_ids", [True, False])
+@pytest.mark.parametrize("has_result_ids", [True, False])
+def test_results_are_paired_with_calls_if_ids_are_missing(
+    has_call_ids: bool, has_result_ids: bool
+) -> None:
+    turn, results = called("f", "g"), [result("f"), result("g")]
+    if not has_call_ids:
+        turn["tool_calls"] = [{"function": call["function"]} for call in turn["tool_calls"]]
+    if not has_result_ids:
+        results = [{"role": "tool", "content": each["content"]} for each in results]
+    text = prompt(LOOKS_UP, [USER, turn, *results])
+    assert text == "<user>U<assistant>(f {})(g {})<tool>f=Rf<tool>g=Rg"
+
+
+def test_results_of_repeated_ids_have_the_names_of_their_own_calls() -> None:
+    turn = called("f", "g")
+    for call in turn["tool_calls"]:
+        call["id"] = "same"
+    results = [{"role": "tool", "tool_call_id": "same", "content": text} for text in ("R1", "R2")]
+    source = PLAIN.replace("{{ m.content }}", "{{ m.name }}{{ m.content }}")
+    assert prompt(source, [USER, turn, *results]).endswith("<tool>fR1<tool>gR2")
+
+
 def test_ids_have_the_name_of_the_tool_if_the_template_writes_it_nowhere_else() -> None:
     text = prompt(NAMED, [USER, called("f", "g"), result("f"), result("g")])
     for place, name in enumerate(("f", "g")):
@@ -341,6 +373,30 @@ def test_a_system_message_is_added_if_tools_are_rendered_only_with_it() -> None:
     assert prompt(source, [USER]) == "<user>U"
 
 
+def test_a_call_without_text_is_written_without_an_empty_message() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is not none %}<{{ m.role }}>{{ m.content }}"
+        "{% endif %}" + CALLS + "{% endfor %}"
+    )
+    assert prompt(source, [USER, called("f"), result("f")]) == "<user>U(f {})<tool>Rf"
+
+
+def test_a_template_may_look_up_the_tool_of_a_call() -> None:
+    source = TOOLS + (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set t = (tools | selectattr('function.name', 'equalto', c.function.name) | first) %}"
+        "({{ t.function.name }} {{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+    )
+    text = prompt(source, [USER, called("f"), result("f")], [TOOL])
+    assert text == "[f]<user>U<assistant>(f {})<tool>Rf"
+
+
+def test_the_place_of_a_tools_description_is_kept() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "D", "parameters": {}}}
+    (fitted,) = fitted_tools([tool], TemplateTraits(tool_descriptions=True)) or ()
+    assert list(fitted["function"]) == ["name", "description", "parameters"]
+
+
 def test_empty_tool_calls_are_left_out() -> None:
     source = (
         "{% for m in messages %}{% if m.tool_calls is defined %}{{ m.tool_calls[0].function.name }}"
@@ -361,8 +417,8 @@ def test_arguments_that_a_model_wrote_wrongly_are_accepted(text: str) -> None:
 
 def test_a_template_that_omits_what_the_user_writes_is_known() -> None:
     source = "{% for m in messages if m.role == 'query' %}{{ m.content }}{% endfor %}"
-    assert not ChatTemplate(source).traits.users
-    assert ChatTemplate(PLAIN).traits.users
+    assert not ChatTemplate(source).traits.renders_users
+    assert ChatTemplate(PLAIN).traits.renders_users
 
 
 def test_a_call_with_arguments_of_a_wrong_type_is_refused() -> None:

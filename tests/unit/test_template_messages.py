@@ -181,7 +181,7 @@ def test_a_legacy_function_call_becomes_a_tool_call() -> None:
     result = one(old)
     assert "function_call" not in result
     assert result["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {}}}
+        {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
     ]
     assert one({"role": "function", "name": "f", "content": "12"})["role"] == "tool"
     with pytest.raises(InvalidRequest) as caught:

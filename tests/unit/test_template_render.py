@@ -124,3 +124,21 @@ def test_a_prompt_that_is_too_long_names_the_messages() -> None:
     with pytest.raises(ContextTooLong, match=r"messages is [\d,]+ bytes long") as caught:
         renderer.tokens(PromptConversation(messages=[{"role": "user", "content": "x" * 1000}]))
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+    ],
+)
+def test_a_message_with_calls_cannot_be_continued(last: dict[str, Any]) -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        text([*HELLO, last], template=template, **options)
+    assert caught.value.param == "continue_final_message"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,16 +54,24 @@ def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversa
     return writer.finish()
 
 
+class _OpenToolUse(NamedTuple):
+    """A tool_use block without a result, and its path."""
+
+    id: str
+    name: str
+    at: str
+
+
 class _ConversationWriter:
     """Builds the chat messages, turn by turn."""
 
     def __init__(self) -> None:
         self.chat = ChatConversation()
-        #: Call id -> tool name, for all calls so far.
-        self.names: dict[str, str] = {}
-        #: (call id, path of the tool_use block) of the calls of the last turn without a result.
-        #: Some models repeat ids, so a result answers the first call with its id.
-        self.unanswered: list[tuple[str, str]] = []
+        #: The ids of all calls so far.
+        self.call_ids: set[str] = set()
+        #: The calls of the last turn that have no result yet. Some models repeat ids, so a result
+        #: answers the first call with its id.
+        self.unanswered: list[_OpenToolUse] = []
 
     @property
     def blocks(self) -> Mapping[str, Mapping[str, Callable[[Block, str], None]]]:
@@ -144,9 +152,9 @@ class _ConversationWriter:
         self._current("assistant", at)
 
     def _check_answered(self) -> None:
-        for call_id, at in self.unanswered:
+        for use in self.unanswered:
             raise InvalidRequest.at(
-                at, f"the next message must have a tool_result for the tool_use {call_id!r}"
+                use.at, f"the next message must have a tool_result for the tool_use {use.id!r}"
             )
 
     def _add_text(self, role: str, text: str, at: str) -> None:
@@ -165,26 +173,25 @@ class _ConversationWriter:
 
     def _tool_use(self, block: Block, at: str) -> None:
         call_id, name = string_member(block, "id", at), string_member(block, "name", at)
-        self.names[call_id] = name
-        self.unanswered.append((call_id, at))
+        self.call_ids.add(call_id)
+        self.unanswered.append(_OpenToolUse(call_id, name, at))
         function = {"name": name, "arguments": as_object(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _tool_result(self, block: Block, at: str) -> None:
         call_id = string_member(block, "tool_use_id", at)
-        places = [place for place, (own, _) in enumerate(self.unanswered) if own == call_id]
-        if places:
-            del self.unanswered[places[0]]
-        else:
+        use = next((use for use in self.unanswered if use.id == call_id), None)
+        if use is None:
             problem = f"the previous message has no tool_use with the id {call_id!r}"
-            if call_id in self.names:
+            if call_id in self.call_ids:
                 problem = f"the tool_use {call_id!r} already has a tool_result"
             raise InvalidRequest.at(f"{at}.tool_use_id", problem)
+        self.unanswered.remove(use)
         message = {
             "role": "tool",
             "tool_call_id": call_id,
-            "name": self.names[call_id],
+            "name": use.name,
             "content": self._result_parts(block, at),
         }
         self._append(message, at)
