@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from protocol.exit_codes import ExitCode
-from tests.support.processes import Program, descendants_of, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Program, descendants_of
 from tests.support.tiny_checkpoint import write_tiny_llama
 
 THREADS = 2

@@ -14,7 +14,8 @@ import pytest
 from protocol.exit_codes import ExitCode
 from tests.support.commands import run_command
 from tests.support.gateway_process import CONFIG, GatewayProcess
-from tests.support.processes import ROOT, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_checkpoint import write_tiny_llama
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import gevent
 import msgspec
 import pytest
-from gevent.lock import Semaphore
+from gevent.lock import BoundedSemaphore, Semaphore
 
 from gateway.api.batches.job import BatchJob, JobContext, LineSlots
 from gateway.auth.caller import Caller
+from gateway.http.body_memory import BodyMemory
 from gateway.http.internal_call import InternalAnswer, InternalOrigin
 from gateway.store.batch_database import BatchDatabase
 from gateway.store.batch_queries import NewFile, StoredBatch
@@ -50,6 +51,8 @@ class JobScene:
             self._answer,
             lambda name, owner: Caller(name, frozenset(), owner),
             LineSlots(lambda: NUM_SLOTS),
+            BodyMemory(NUM_LINES * MIB),
+            BoundedSemaphore(),
             on_stored=lambda results: None,
             max_lines=NUM_LINES,
             max_line_bytes=MIB,

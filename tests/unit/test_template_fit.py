@@ -263,7 +263,7 @@ def test_ids_are_shortened_if_the_template_demands_nine_characters() -> None:
 
 
 def test_calls_and_results_without_ids_get_them_if_the_template_needs_them() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g")]
+    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g")]
     messages = [
         USER,
         {"role": "assistant", "tool_calls": calls},
