@@ -83,7 +83,7 @@ BAD_BODIES: list[tuple[str, Any, str | None]] = [
                 "json_schema": {"name": "x", "schema": {"const": LONG}},
             }
         ),
-        "response_format",
+        "response_format.json_schema.schema.const",
     ),
     (CHAT, chat(n=0), "n"),
     (CHAT, chat(n=9), "n"),
