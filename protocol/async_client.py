@@ -139,10 +139,12 @@ class AsyncClient(BaseClient[AsyncGeneration]):
         changed = await self._request_reply(lambda: self._session.unload_adapter(name))
         return changed.adapter  # type: ignore[no-any-return]
 
-    async def get_timelines(self, names: Sequence[str]) -> RequestTimelines:
+    async def get_timelines(
+        self, names: Sequence[str], *, are_beginnings: bool = False
+    ) -> RequestTimelines:
         """Return the timelines of requests, as `Client.get_timelines` does."""
         timelines: RequestTimelines = await self._request_reply(
-            lambda: self._session.get_timeline(names)
+            lambda: self._session.get_timeline(names, are_beginnings=are_beginnings)
         )
         return timelines
 

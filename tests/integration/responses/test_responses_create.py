@@ -239,15 +239,6 @@ def test_a_conversation_of_items_has_the_prompt_of_the_same_messages(
         (
             {
                 "input": [
-                    {"role": "user", "content": "x"},
-                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
-                ]
-            },
-            "input[1].arguments",
-        ),
-        (
-            {
-                "input": [
                     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                     {"type": "function_call_output", "call_id": "d", "output": "x"},
                 ]

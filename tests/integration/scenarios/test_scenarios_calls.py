@@ -174,8 +174,6 @@ def history(call_id: str | None, arguments: Any, answered: str | None) -> list[d
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        (history("a", "{", "a"), "messages[1].tool_calls[0].function.arguments"),
-        (history("a", "[1]", "a"), "messages[1].tool_calls[0].function.arguments"),
         (history("a", 7, "a"), "messages[1].tool_calls[0].function.arguments"),
         (history("a", "{}", "b"), "messages[2].tool_call_id"),
         ([*HI, {"role": "assistant", "tool_calls": "none"}], "messages[1].tool_calls"),
@@ -198,6 +196,18 @@ def test_13_a_well_formed_history_is_rendered(
     assert both(gateway, {"messages": messages})["content"] == "noon"
     prompt = text_of(engine.generates[0].prompt.tolist())
     assert '<tool_call>{"name": "now", "arguments": {}}</tool_call>' in prompt
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]"])
+def test_13_arguments_that_a_model_wrote_wrongly_are_rendered(
+    arguments: str, engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    answers(engine, "noon")
+    messages = history("a", arguments, "a")
+    assert both(gateway, {"messages": messages})["content"] == "noon"
+    prompt = text_of(engine.generates[0].prompt.tolist())
+    written = json.dumps({"INVALID_JSON": arguments})
+    assert f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>' in prompt
 
 
 def _saying(ids: list[int], _generate: Generate) -> TokenReply:
