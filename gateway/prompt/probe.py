@@ -300,8 +300,8 @@ def _find_call_form(prober: _Prober, tools: Sequence[Mapping[str, Any]]) -> bool
     """Find the form in which a call and its result are rendered in a conversation with `tools`.
     Return whether there is one; otherwise the traits stay as they are.
 
-    Of the forms of a content without text, the one with the shortest output is taken, because some
-    templates write an empty message, or the word None, for the others.
+    Of the forms of a content without text, the one with the shortest output is taken, blanks aside,
+    because some templates write an empty message, or the word None, for the others.
     """
     scene = _scene(_ASK, _called(0), _result(0), tools=tools)
     strings = prober.traits.strings
@@ -318,7 +318,8 @@ def _find_call_form(prober: _Prober, tools: Sequence[Mapping[str, Any]]) -> bool
             members = dict(zip(names, form, strict=True)) | {"empty_content": empty}
             traits = msgspec.structs.replace(prober.traits, **members)
             if prober.renders(scene, traits):
-                found.append((len(prober.output(scene.turns, tools, traits)), traits))
+                output = prober.output(scene.turns, tools, traits)
+                found.append((len("".join(output.split())), traits))
         if found:
             prober.traits = min(found, key=lambda each: each[0])[1]
             return True
@@ -331,10 +332,11 @@ def _writes_any_role(prober: _Prober) -> bool:
     known, unknown = (ChatTurn(role, [_RESULTS[0]]) for role in ("tool", _NAMES[0]))
     strings = (*prober.traits.strings, unknown.role)
     keeps = msgspec.structs.replace(prober.traits, keeps_results=True, strings=strings)
-    output = prober.output([_ASK, _ANSWERED, unknown], prober.tools, keeps)
-    return output.replace(unknown.role, known.role) == prober.output(
-        [_ASK, _ANSWERED, known], prober.tools, keeps
-    )
+    outputs = [
+        prober.output([_ASK, _ANSWERED, turn], prober.tools, keeps).lower()
+        for turn in (known, unknown)
+    ]
+    return outputs[0] == outputs[1].replace(unknown.role, known.role)
 
 
 def _find_neighbours(prober: _Prober) -> None:

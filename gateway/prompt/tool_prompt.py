@@ -47,7 +47,12 @@ You may call one or more functions to help with the user's request. These are th
 """
 _AFTER = "\n</tools>"
 _HOW = "\n\nTo call one, answer with its name and arguments in this form:\n"
-_HOW_IN_HERMES = "\n\nTo call one, answer with its name and arguments as JSON between tags:\n"
+_HOW_IN_HERMES = """
+
+To call one, answer with its name and arguments as JSON between tags:
+<tool_call>
+{"name": "function-name", "arguments": {"name": "value"}}
+</tool_call>"""
 _EXAMPLE = TurnCall("function-name", {"name": "value"})
 
 
@@ -66,8 +71,8 @@ def describe_tools(
     if example:
         how = _HOW + example
     elif (call_text := CALL_TEXTS.get(tool_format)) is not None:
-        how = _HOW_IN_HERMES if call_text is HERMES else _HOW
-        how += call_text.write([_EXAMPLE])
+        is_hermes = call_text is HERMES
+        how = _HOW_IN_HERMES if is_hermes else _HOW + call_text.write([_EXAMPLE])
     prompt = _BEFORE + "\n".join(to_json(tool) for tool in tools) + _AFTER + how
     first = turns[0]
     if first.role in ("system", "developer"):

@@ -381,6 +381,19 @@ def test_a_call_without_text_is_written_without_an_empty_message() -> None:
     assert prompt(source, [USER, called("f"), result("f")]) == "<user>U(f {})<tool>Rf"
 
 
+def test_a_call_without_text_has_an_empty_text_if_only_blanks_differ() -> None:
+    blank_and_text = "{{ ' ' if m.content is string }}{{ m.content or '' }}"
+    source = PLAIN.replace("{{ m.content }}", blank_and_text)
+    assert prompt(source, [USER, called("f")]).endswith("<assistant> (f {})")
+
+
+@pytest.mark.parametrize("role", ["m.role", "m.role | title", "m.role | upper"])
+def test_results_are_text_if_the_template_writes_the_name_of_any_role(role: str) -> None:
+    source = "{% for m in messages %}<{{ " + role + " }}>{{ m.content }}{% endfor %}"
+    text = prompt(source, [USER, called("f"), result("f")])
+    assert text.lower().endswith("<user><tool_response>\nrf\n</tool_response>")
+
+
 def test_a_template_may_look_up_the_tool_of_a_call() -> None:
     source = TOOLS + (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
