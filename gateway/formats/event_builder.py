@@ -265,8 +265,8 @@ class EventBuilder:
         """Return the event for a piece of arguments that needs no scan: it only continues a JSON
         string, or broken JSON. Return None for any other text, which the caller must pass to
         `arguments_delta`."""
-        at, is_half = self.s.arguments.at, self.s.arguments.is_half
-        if at == BROKEN or (at == STRING and not is_half and PLAIN.fullmatch(text)):
+        at = self.s.arguments.at
+        if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)
         return None
 
@@ -279,9 +279,6 @@ class EventBuilder:
             self.out.append(ToolArguments(index, "{}"))
         elif not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are not a JSON object")
-        elif arguments.is_odd:
-            problem = "half of a surrogate pair, or a number that is too large"
-            self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} have {problem}")
         self.out.append(ToolCallEnd(index))
         self.abandon_call()
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from math import isinf
 from typing import Literal
 
 import msgspec
@@ -50,8 +49,6 @@ this position, or a string starts here that the caller reads.
 
 MAX_DEPTH = 500
 """Largest number of open brackets in JSON."""
-MAX_NUMBER_CHARS = 40
-"""A longer JSON number is passed on without being judged, so that it need not be remembered."""
 
 # States of a scan between tokens
 OBJECT = "object"  # before an object
@@ -107,11 +104,6 @@ class LiteralScan(msgspec.Struct):
     high: str = ""
     #: The JSON written since the last `drain`, in pieces.
     out: list[str] = []
-    #: In JSON: the last character is the first half of a surrogate pair.
-    is_half: bool = False
-    #: In JSON: it has a value that strict readers refuse, which is half of a surrogate pair or a
-    #: number that is infinite as a float.
-    is_odd: bool = False
 
     @property
     def is_blank(self) -> bool:
@@ -180,7 +172,7 @@ class LiteralScan(msgspec.Struct):
         """Return the rest of the JSON at the end of the text: the held text, or the last brace if
         an object lacks only that."""
         if self.at in ENDS_NUMBER:
-            self._end_number()
+            self._ended()
         if self.at == COMMA and self.stack == "{":
             self.at, self.stack = END, ""
             return "}"
@@ -243,7 +235,6 @@ class LiteralScan(msgspec.Struct):
             self.at = BEGINS_NUMBER.get(char, BROKEN)
             self.write_comma()
             self.out.append(char if self.at != BROKEN else "")
-            self.word = [char]
 
     def _open(self, symbol: str, dialect: Dialect) -> None:
         is_too_deep = dialect.word is None and len(self.stack) >= MAX_DEPTH
@@ -277,8 +268,6 @@ class LiteralScan(msgspec.Struct):
 
     def _in_string(self, text: str, position: int, dialect: Dialect) -> int:
         end = match_end(IN_QUOTES[self.quote[0]], text, position)
-        if end > position:
-            self._end_half()
         if end > position and self.high:
             self._write(text[position:end])
         elif end > position:
@@ -318,7 +307,6 @@ class LiteralScan(msgspec.Struct):
         return position
 
     def _close_string(self, dialect: Dialect) -> None:
-        self._end_half()
         self._write("")
         self.quote, self.held, self.raw = "", "", False
         if dialect.adjacent:
@@ -352,7 +340,6 @@ class LiteralScan(msgspec.Struct):
         char, kind = text[position], self.held[1:2]
         is_octal = kind != "" and kind in OCTAL_DIGITS
         if not kind and char in dialect.escapes:
-            self._end_half()
             self.at, self.held = STRING, ""
             self._write("")
             self.out.append(dialect.escapes[char])
@@ -369,25 +356,10 @@ class LiteralScan(msgspec.Struct):
             self._write(held)
         return position
 
-    def _note_code(self, code: int) -> None:
-        """Note the code of a character in JSON, which may be half of a surrogate pair."""
-        if 0xDC00 <= code < 0xE000:
-            self.is_odd |= not self.is_half
-            self.is_half = False
-        else:
-            self._end_half()
-            self.is_half = 0xD800 <= code < 0xDC00
-
-    def _end_half(self) -> None:
-        """Note that the second half of a surrogate pair is missing, if the first was read."""
-        self.is_odd |= self.is_half
-        self.is_half = False
-
     def _end_code(self, dialect: Dialect) -> None:
         """Write the character whose complete code is held."""
         raw, self.held, self.at = self.held, "", STRING
         if dialect.word is None:
-            self._note_code(int(raw[2:], 16))
             self.out.append(raw)
             return
         code = int(raw[1:], 8) if raw[1] in OCTAL_DIGITS else int(raw[2:], 16)
@@ -461,20 +433,12 @@ class LiteralScan(msgspec.Struct):
             self.at = part
             position += 1
         self.out.append(text[start:position])
-        if self.word:
-            number = self.word[0] + text[start:position]
-            self.word = [number] if len(number) <= MAX_NUMBER_CHARS else []
         if position < len(text):
             if self.at in ENDS_NUMBER:
-                self._end_number()
+                self._ended()
             else:
                 self.at = BROKEN
         return position
-
-    def _end_number(self) -> None:
-        has_exponent, number = self.at == "exponent", self.drain_word()
-        self.is_odd |= has_exponent and isinf(float(number or 0))
-        self._ended()
 
     # ---- for callers that read the strings
 

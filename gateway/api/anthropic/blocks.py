@@ -119,7 +119,8 @@ class ContentBlocks:
         self._sink.stop(None)
 
     def _warn_broken(self) -> None:
-        """Warn about invalid arguments, unless the parser did so already."""
+        """Warn about invalid arguments, unless the parser did so already. The parser does not warn
+        about lone surrogates, which JSON can express and UTF-8 cannot."""
         if not self.warnings or self.warnings[-1].code != INVALID_ARGUMENTS:
             problem = f"the model did not write a JSON object; its text is in `{INVALID_JSON}`"
             at = f"content[{self._index}].input"
