@@ -126,7 +126,7 @@ def _with_known_role(turn: ChatTurn, traits: TemplateTraits) -> ChatTurn:
 # ---- tool calls
 
 
-class _OpenCall(NamedTuple):
+class _UnansweredCall(NamedTuple):
     """A call without a result: the client's id, the new id, and the name of the tool."""
 
     own_id: str | None
@@ -141,14 +141,14 @@ def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
     The ids depend only on the calls so far, so they are the same in each request of a conversation.
     """
     identified: list[ChatTurn] = []
-    unanswered: list[_OpenCall] = []
+    unanswered: list[_UnansweredCall] = []
     #: Each call by the client's id.
-    known: dict[str | None, _OpenCall] = {}
+    known: dict[str | None, _UnansweredCall] = {}
     count = 0
     for turn in turns:
         if turn.calls:
             unanswered = [
-                _OpenCall(call.id, _new_id(call, count + place, traits), call.name)
+                _UnansweredCall(call.id, _new_id(call, count + place, traits), call.name)
                 for place, call in enumerate(turn.calls)
             ]
             count += len(turn.calls)
@@ -164,7 +164,7 @@ def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
     return identified
 
 
-def _pop_call(result: ChatTurn, unanswered: list[_OpenCall]) -> _OpenCall | None:
+def _pop_call(result: ChatTurn, unanswered: list[_UnansweredCall]) -> _UnansweredCall | None:
     """Remove the call that a result answers from `unanswered`, and return it. If one of both has no
     id, the result answers the first such call."""
     own_id = result.call_id
@@ -176,7 +176,7 @@ def _pop_call(result: ChatTurn, unanswered: list[_OpenCall]) -> _OpenCall | None
     return found[0]
 
 
-def _identified_result(result: ChatTurn, call: _OpenCall | None) -> ChatTurn:
+def _identified_result(result: ChatTurn, call: _UnansweredCall | None) -> ChatTurn:
     if call is None:
         return result
     extra = {"name": call.name, **result.extra}

@@ -33,6 +33,8 @@ from tests.support.templates import UnlimitedTemplates
 
 BY_NAME = {sample.name: (sample, list(cases)) for sample, cases in SAMPLES}
 SUFFIX = " (template)"
+ROOMY = msgspec.structs.replace(LIMITS, max_len=1 << 12, num_blocks=1 << 10)
+"""Limits for prompts that describe tools, one token per byte."""
 CUT_IN_TWO = ("hermes", "deepseek_v3", "qwen3_coder", "openai")
 """One format whose calls are JSON, one with JSON after a name, one with tags, and one that covers
 the whole answer.
@@ -74,7 +76,7 @@ def model_with(
     )
     templates = UnlimitedTemplates()
     chosen = ModelOptions.from_config(ModelConfig(**options), templates)
-    return ServedModel.from_card(card, LIMITS, chosen, templates)
+    return ServedModel.from_card(card, ROOMY, chosen, templates)
 
 
 def lexicon_of(

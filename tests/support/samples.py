@@ -258,7 +258,7 @@ LOGPROBS = Logprobs(
 )
 
 MESSAGES: list[Message] = [
-    Hello(protocol=1, name="gateway", pid=42),
+    Hello(protocol=1, name="gateway", pid=42, num_welcomes=1),
     Generate(
         request=1,
         prompt=Int32.of([5, 6]),
