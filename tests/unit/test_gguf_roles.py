@@ -74,6 +74,15 @@ def test_each_known_text_ends_an_answer_in_a_file_that_names_no_token(text: str)
     assert end_tokens(file(["a", text], {}), ["a", text]) == [1]
 
 
+def test_a_tag_of_html_that_is_an_ordinary_piece_of_text_ends_nothing() -> None:
+    tokens = ["a", "</s>", "<|im_end|>"]
+    text = gguf_text(file(tokens, {"eos": 2}, **{"a": NORMAL, "</s>": NORMAL}), 320)
+    assert text.eos_token_ids == [2]
+    added = json.loads(text.tokenizer)["added_tokens"]
+    assert [token["content"] for token in added] == ["<|im_end|>"]
+    assert gguf_text(file(tokens, {"eos": 2}), 320).eos_token_ids == [2, 1]
+
+
 def test_what_is_found_by_text_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         gguf_text(file(QWEN, {"eos": 2}), 320)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from protocol.model_card import InfillTokens
 from worker.loading.errors import UnusableModel
@@ -46,6 +47,12 @@ END_TEXTS = frozenset(
     }
 )
 """Texts of tokens that end an answer."""
+MARKUP_TEXTS = frozenset({"</s>"})
+"""Those of END_TEXTS that are also tags of HTML. In some vocabularies (Qwen's) they are ordinary
+pieces of text, which the model writes and reads as such. llama.cpp ends answers at them all the
+same."""
+NORMAL = 1
+"""Value of `tokenizer.ggml.token_type` for ordinary pieces of text."""
 NO_ENDS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
@@ -78,7 +85,10 @@ def end_tokens(fields: Fields, tokens: Sequence[str]) -> list[int]:
     infill = infill_tokens(fields, len(tokens))
     named = [token_id(fields, name, len(tokens)) for name in END_KEYS]
     named += [getattr(infill, role) for role in INFILL_END_TEXTS]
-    texts = [text for text in tokens if text in END_TEXTS]
+    kinds: Any = fields.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        kinds = [None] * len(tokens)
+    texts = [text for text, kind in zip(tokens, kinds, strict=True) if ends_answer(text, kind)]
     for role, spellings in INFILL_END_TEXTS.items():
         if getattr(infill, role) is None:
             texts += [text for text in spellings if text in ids][:1]
@@ -91,6 +101,14 @@ def end_tokens(fields: Fields, tokens: Sequence[str]) -> list[int]:
             ", ".join(f"{tokens[end]!r} ({end})" for end in found),
         )
     return list(dict.fromkeys(ends + found))
+
+
+def ends_answer(text: str, kind: int | None) -> bool:
+    """Return whether the text of a token shows that it ends an answer.
+
+    kind  the token's type in the file; None: unknown
+    """
+    return text in END_TEXTS and not (kind == NORMAL and text in MARKUP_TEXTS)
 
 
 def infill_tokens(fields: Fields, num_tokens: int) -> InfillTokens:

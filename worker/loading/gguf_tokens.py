@@ -7,7 +7,7 @@ from typing import Any
 
 from worker.loading.errors import UnusableModel
 from worker.loading.fields import Fields
-from worker.loading.gguf_roles import END_TEXTS
+from worker.loading.gguf_roles import ends_answer
 
 Part = dict[str, Any]
 """A part of tokenizer.json."""
@@ -49,7 +49,7 @@ def added_tokens(tokens: list[str], kinds: list[int]) -> list[Part]:
             "special": kind != USER_DEFINED,
         }
         for index, kind in enumerate(kinds)
-        if tokens[index] in END_TEXTS
+        if ends_answer(tokens[index], kind)
         or (kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index])
     ]
 
