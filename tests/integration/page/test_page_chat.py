@@ -200,6 +200,7 @@ def test_the_settings_show_the_models_defaults_and_are_sent(
 ) -> None:
     page = visit().open()
     page.keyboard.press("Alt+s")
+    page.get_by_placeholder("0.7", exact=True).wait_for()  # the models have arrived
     assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.7"
     assert page.get_by_label("Top k").get_attribute("placeholder") == "40"
     page.get_by_label("Temperature").press("ArrowUp")
