@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -267,7 +267,7 @@ def shapes() -> Sequence[ConversationShape]:
 # ---- prompts
 
 
-@cache
+@lru_cache(maxsize=1)
 def model(name: str) -> ServedModel:
     config = ModelConfig(default_chat_template_kwargs='{"enable_thinking": true, "thinking": true}')
     options = ModelOptions.from_config(config, UnlimitedTemplates())

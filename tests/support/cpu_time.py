@@ -6,6 +6,7 @@ shortest of a few runs is used.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -17,10 +18,15 @@ n log n at the sizes used here, and 4 for quadratic time."""
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Return the CPU time of one call, in seconds."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+    """Return the CPU time of one call, in seconds, without collections of garbage. Their time
+    depends on what other tests of the process have left."""
+    gc.disable()
+    try:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    finally:
+        gc.enable()
 
 
 def best_cpu_s(work: Callable[[], object], tries: int = TRIES) -> float:
