@@ -238,7 +238,8 @@ def test_a_stop_string_ends_the_text_and_aborts_at_the_engine(
 ) -> None:
     for size in (1, 2, 3, 50):
         engine.script = lambda generate, size=size: text_reply(  # type: ignore[misc]
-            "one two END three" * 50, size=size
+            "one two END three" * 50 * size,  # long enough to be aborted
+            size=size,
         )
         body = {"messages": HI, "stop": ["END"], "max_tokens": 400}
         choice = fold_stream(stream(gateway, CHAT, body))[0]
