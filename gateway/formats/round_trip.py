@@ -48,7 +48,7 @@ class RenderedAnswers(msgspec.Struct, frozen=True):
 
 
 class RoundTrip:
-    """What the template of one model writes, and whether a format parses it.
+    """Parses the turns that a model's template writes, to find the format that reads them.
 
     written    what the template writes
     tokenizer  the model's tokenizer

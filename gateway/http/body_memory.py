@@ -102,7 +102,7 @@ class BodyMemory:
 
 
 class _Limit(Enum):
-    """What prevents a body from growing."""
+    """The limit that prevents a body from growing."""
 
     SHARE = auto()
     MEMORY = auto()

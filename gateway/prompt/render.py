@@ -116,8 +116,8 @@ class ChatRenderer:
 
     @property
     def written(self) -> WrittenTurns:
-        """What the model's templates write for earlier calls and reasoning. If there is a template
-        for conversations with tools, it decides for calls."""
+        """The turns that the model's templates write for calls and reasoning. If there is a
+        template for conversations with tools, it decides for calls."""
         default, tool_use = (
             WrittenTurns() if isinstance(found, str) else found.written
             for found in (self._default, self._tool_use)

@@ -36,7 +36,7 @@ class ParsedTemplate(ABC):
     @property
     @abstractmethod
     def written(self) -> WrittenTurns:
-        """What the template writes for earlier calls and reasoning."""
+        """The turns with calls and with reasoning, as the template writes them."""
 
     def render(
         self,

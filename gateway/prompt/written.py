@@ -44,8 +44,8 @@ class WrittenTurn(msgspec.Struct, frozen=True):
 
 
 class WrittenTurns(msgspec.Struct, frozen=True):
-    """What a template writes for tiny conversations. A turn is None if the template does not write
-    it, or only as the JSON or the Python object that it was passed."""
+    """The turns of tiny conversations as a template writes them. A turn is None if the template
+    omits it, or writes only the JSON or the Python object that it was passed."""
 
     #: An answer with the first of CALLS.
     call: WrittenTurn | None = None

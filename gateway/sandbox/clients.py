@@ -103,7 +103,7 @@ class SandboxedTemplate(ParsedTemplate):
 
     @cached_property
     def written(self) -> WrittenTurns:
-        """What the template writes; nothing if it exceeds the limits of one call."""
+        """The turns that the template writes; none if it exceeds the limits of one call."""
         try:
             reply = self._process.call(ProbeTemplate(self._source, self._special_tokens))
         except LimitExceeded:
