@@ -189,12 +189,13 @@ def test_blocks_dropped_from_host_memory_are_still_on_disk(
 
 
 def test_the_most_recently_used_blocks_stay(new_bench: NewBench) -> None:
-    bench = new_bench(host_blocks=2)
+    bench = new_bench(host_blocks=3)
     bench.store([1, 2], contents(1, 2))
     bench.tiers.touch(KVUsed(hashes=contents(2, 1)))
-    bench.await_contents("host", 1, 2)
     bench.store([3], contents(3))
-    bench.await_contents("host", 1, 3)
+    bench.await_contents("host", 1, 2, 3)  # the thread works in order: 1 and 2 were touched before
+    bench.store([4], contents(4))
+    bench.await_contents("host", 1, 3, 4)
 
 
 def test_a_fetch_of_a_dropped_block_fails_as_lost(new_bench: NewBench) -> None:
