@@ -6,6 +6,7 @@ from engine_core.parts import EngineParts
 from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.commit import NOTHING_COMMITTED, CommittedTokens, final_output
 from protocol.messages import FinishReason, Output
+from protocol.timeline import AbortReason
 
 
 class RequestEndings:
@@ -24,14 +25,19 @@ class RequestEndings:
         #: Requests aborted by their client that still own their slot and blocks.
         self._aborted: set[Request] = set()
 
-    def abort(self, requests: list[Request]) -> list[Output]:
+    def abort(self, requests: list[Request], reason: AbortReason) -> list[Output]:
         """End requests that their client has aborted. Their numbers are added to `freed` once their
         slots and blocks are free."""
         self._aborted.update(requests)
-        return [self.finish(request, "abort") for request in requests]
+        return [self.finish(request, "abort", abort_reason=reason) for request in requests]
 
     def finish(
-        self, request: Request, finish: FinishReason, committed: CommittedTokens = NOTHING_COMMITTED
+        self,
+        request: Request,
+        finish: FinishReason,
+        committed: CommittedTokens = NOTHING_COMMITTED,
+        *,
+        abort_reason: AbortReason = "",
     ) -> Output:
         """End a request, and return its final Output with the tokens of the last step."""
         parts = self._parts
@@ -42,7 +48,7 @@ class RequestEndings:
         parts.deadlines.remove(request)
         parts.admission.on_request_ending(request)
         parts.totals.finished[finish] += 1
-        parts.history.on_end(request, finish, last.usage)
+        parts.history.on_end(request, finish, last.usage, abort_reason)
         is_fetching = request.phase is RequestPhase.FETCHING
         request.move(RequestEvent.FINISH)
         if is_fetching:

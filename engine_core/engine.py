@@ -81,6 +81,7 @@ from protocol.messages import (
 from protocol.model_card import ModelCard
 from protocol.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.timeline import AbortReason
 
 
 def draw_seed() -> int:
@@ -174,12 +175,15 @@ class Engine:
 
     # ---- abort
 
-    def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
+    def abort(
+        self, client: bytes, numbers: Iterable[int], reason: AbortReason = ""
+    ) -> list[Output]:
         """End these requests of `client`, and return their final Outputs. Numbers of requests that
-        are not open are ignored."""
+        are not open are ignored. The timelines of the requests show `reason`, which changes no
+        decision."""
         found = [self.open_requests.find(client, number) for number in dict.fromkeys(numbers)]
         requests = [request for request in found if request is not None]
-        return self.endings.abort(requests)
+        return self.endings.abort(requests, reason)
 
     def abort_by_label(
         self, names: Iterable[str]
@@ -192,7 +196,8 @@ class Engine:
         found = {name: self.open_requests.find_by_name(name) for name in names}
         ends: dict[bytes, list[Output]] = {}
         for request in dict.fromkeys(chain.from_iterable(found.values())):
-            ends.setdefault(request.client, []).append(self.endings.finish(request, "abort"))
+            end = self.endings.finish(request, "abort", abort_reason="by_id")
+            ends.setdefault(request.client, []).append(end)
         return ends, {name: bool(requests) for name, requests in found.items()}
 
     def on_client_lost(self, client: bytes) -> None:
@@ -200,7 +205,7 @@ class Engine:
         (connections/clients.py), or opens a new session with another Hello. Their last Outputs are
         not returned."""
         for request in self.open_requests.from_client(client):
-            self.endings.finish(request, "abort")
+            self.endings.finish(request, "abort", abort_reason="client_lost")
 
     # ---- plan
 

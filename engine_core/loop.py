@@ -234,10 +234,10 @@ class EngineLoop:
                 self._mailbox.send(client, self._status(message, now))
             case GetTimeline():
                 self._add_timelines(client, message)
-            case Abort(requests=requests):
+            case Abort(requests=requests, reason=reason):
                 self._profiling.cancel(client, requests)
                 if self._engine is not None:
-                    ends = self._engine.abort(client, requests)
+                    ends = self._engine.abort(client, requests, reason)
                     if ends:
                         self._mailbox.send(client, Outputs(step=0, outputs=ends))
             case AbortByLabel():

@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.timeline import (
     HIDDEN_ACCOUNT,
+    AbortReason,
     ClientTimes,
     EngineTimeline,
     PromptShare,
@@ -37,6 +38,18 @@ Cause = Literal[
     "client",
     "note",
 ]
+
+
+_ABORTS: dict[AbortReason, str] = {
+    "": "its client aborted it",
+    "disconnected": "its client disconnected",
+    "complete": "its answer was complete, because of a stop string or a tool call",
+    "cancelled": "it was cancelled",
+    "error": "its answer failed in the gateway, or another choice was refused",
+    "by_id": "it was aborted by its id",
+    "client_lost": "the gateway or program that sent it ended or was lost",
+}
+"""Why a request was aborted, in words: those of the gateway's log, if that has a word for it."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +87,11 @@ def headline(reasons: Sequence[Reason], took_s: float) -> str:
     return f"took {duration(took_s)}; the largest part: {largest.text}"
 
 
-def ended(finish: str) -> str:
-    """Return how a request ended for the engine, in words. Of an abort it knows no cause."""
-    if finish != "abort":
-        return f"ended with {finish!r}"
-    return (
-        "ended with 'abort': by its id, by its gateway or client; finish= in the log has the cause"
-    )
+def ended(timeline: EngineTimeline) -> str:
+    """Return how a request ended for the engine, in words, or that it is open."""
+    if timeline.finish != "abort":
+        return f"ended with {timeline.finish!r}" if timeline.finish else "open"
+    return f"ended with 'abort': {_ABORTS[timeline.abort_reason]}"
 
 
 def duration(seconds: float) -> str:

@@ -25,7 +25,7 @@ from protocol.logprobs import TokenLogprobs
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary
-from protocol.timeline import EngineTimeline
+from protocol.timeline import AbortReason, EngineTimeline
 from protocol.usage import RequestStatus as RequestStatus
 from protocol.usage import Times as Times
 from protocol.usage import Usage as Usage
@@ -152,6 +152,8 @@ class Abort(Message, frozen=True, kw_only=True):
     """Client -> engine. End these requests. Each one that is still open ends with "abort"."""
 
     requests: list[int]
+    #: The reason that the timelines of these requests show.
+    reason: AbortReason = ""
 
 
 class AbortByLabel(Message, frozen=True, kw_only=True, tag="abortnamed"):

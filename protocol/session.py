@@ -63,6 +63,7 @@ from protocol.messages import (
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
+from protocol.timeline import AbortReason
 
 PING_EVERY_S = 0.5
 LEASE_S = 4.0
@@ -250,17 +251,17 @@ class Session:
             error = self.not_ready_error
             raise type(error)(error.message, retry_after_s=error.retry_after_s)
 
-    def abort(self, request: int) -> Abort | None:
+    def abort(self, request: int, reason: AbortReason = "") -> Abort | None:
         """End `request` without a report. Return the message to send; None if it has ended."""
         if request not in self.open:
             return None
         del self.open[request]
-        return Abort(requests=[request])
+        return Abort(requests=[request], reason=reason)
 
-    def request_abort(self, request: int) -> Abort | None:
+    def request_abort(self, request: int, reason: AbortReason = "") -> Abort | None:
         """Return the message that aborts `request`; None if the request has ended already. Unlike
         after `abort`, the request stays open until the engine reports its end."""
-        return Abort(requests=[request]) if request in self.open else None
+        return Abort(requests=[request], reason=reason) if request in self.open else None
 
     def goodbye(self) -> Goodbye:
         """End all requests without a report. Return the last message to send, after which the

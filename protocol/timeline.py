@@ -17,6 +17,17 @@ Stage = Literal["grammar", "queued", "fetching", "prefill", "decode", "preempted
 """A stage of a request in the engine: the fields of `Times`, without their unit."""
 Lack = Literal["", "slot", "blocks"]
 """The resource that the first request in the queue lacks; "": none, or the queue is empty."""
+AbortReason = Literal["", "disconnected", "complete", "cancelled", "error", "by_id", "client_lost"]
+"""Why a request was aborted. The client gives the reason, except for the last two.
+
+- "": its client gave none
+- "disconnected": the HTTP client disconnected
+- "complete": a stop string or the only allowed tool call had completed the answer
+- "cancelled": the response, or the batch of the request, was cancelled
+- "error": the answer failed in the gateway, or another choice of it was refused
+- "by_id": an AbortByLabel named the request
+- "client_lost": its gateway or program ended, or was lost
+"""
 
 
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +100,8 @@ class EngineTimeline(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     account: str = ""
     #: The finish reason; "" while the request is open.
     finish: str = ""
+    #: Why it was aborted, if `finish` is "abort".
+    abort_reason: AbortReason = ""
     #: Seconds from the arrival to the end, or until now.
     took_s: float
     #: Seconds since the end; 0 while the request is open.

@@ -14,7 +14,7 @@ from engine_core.schedule.commit import request_usage
 from engine_core.schedule.inflight import InflightStep
 from engine_core.stage_timer import EngineClock
 from protocol.latency import NUM_BUCKETS, bucket
-from protocol.timeline import EngineTimeline, Lack
+from protocol.timeline import AbortReason, EngineTimeline, Lack
 from protocol.usage import Usage
 
 MAX_TIMELINES = 16
@@ -62,8 +62,10 @@ class EngineHistory:
         self.first_tokens[bucket(now - request.arrived_at)] += 1
         self._requests.get(request).first_token_at = now
 
-    def on_end(self, request: Request, finish: str, usage: Usage | None) -> None:
-        self._requests.on_end(request, finish, usage, self._clock.now)
+    def on_end(
+        self, request: Request, finish: str, usage: Usage | None, abort_reason: AbortReason
+    ) -> None:
+        self._requests.on_end(request, finish, usage, abort_reason, now=self._clock.now)
 
     def compute_timelines(
         self,

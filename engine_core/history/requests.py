@@ -10,7 +10,7 @@ from math import inf
 
 from engine_core.request import Request
 from protocol.request_ids import begins
-from protocol.timeline import Stage
+from protocol.timeline import AbortReason, Stage
 from protocol.usage import Usage
 
 MAX_ENDED = 1000
@@ -58,6 +58,8 @@ class RequestHistory:
     finish: str = ""
     ended_at: float | None = None
     usage: Usage | None = None
+    #: As in `EngineTimeline`.
+    abort_reason: AbortReason = ""
 
     @classmethod
     def from_request(cls, request: Request) -> RequestHistory:
@@ -126,9 +128,18 @@ class RequestHistories:
         index = bisect_right(owners, step, key=lambda owner: owner[0].first) - 1
         return owners[index][1] if index >= 0 else None
 
-    def on_end(self, request: Request, finish: str, usage: Usage | None, now: float) -> None:
+    def on_end(
+        self,
+        request: Request,
+        finish: str,
+        usage: Usage | None,
+        abort_reason: AbortReason,
+        *,
+        now: float,
+    ) -> None:
         history = self._open.pop(request.order, None) or RequestHistory.from_request(request)
         history.finish, history.usage, history.ended_at = finish, usage, now
+        history.abort_reason = abort_reason
         history.names = [n for n in history.names[:MAX_NAMES] if len(n) <= MAX_NAME_CHARS]
         self._ended.append(history)
         for name in history.names:

@@ -61,6 +61,7 @@ def build_timeline(
         client=client,
         account=history.account,
         finish=history.finish,
+        abort_reason=history.abort_reason,
         took_s=end - start,
         ended_ago_s=now - end,
         prompt_tokens=usage.prompt_tokens,

@@ -69,6 +69,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard
 from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.timeline import AbortReason
 
 log = logging.getLogger(__name__)
 
@@ -232,10 +233,13 @@ class RecordedEngine(Engine):
             ),
         )
 
-    def abort(self, client: bytes, numbers: Iterable[int]) -> list[Output]:
+    def abort(
+        self, client: bytes, numbers: Iterable[int], reason: AbortReason = ""
+    ) -> list[Output]:
+        # The reason is not recorded: it changes no decision.
         items = list(numbers)
         return self._call_and_record(
-            partial(super().abort, client, items),
+            partial(super().abort, client, items, reason),
             lambda reply_digest: AbortRecord(
                 client=client, numbers=items, reply_digest=reply_digest
             ),

@@ -206,6 +206,9 @@ def run_to_end(
         sink = make_sink(runner.group)
         runner.group.attach(sink)
         runner.group.wait()
+    except gevent.GreenletExit:  # the batch or the script of this request aborts it
+        runner.group.finish = "cancelled"
+        raise
     finally:
         runner.close()
     return runner.group, sink

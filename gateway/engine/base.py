@@ -29,6 +29,7 @@ from protocol.model_card import ModelCard, read_card
 from protocol.sampling import SamplingParams
 from protocol.session import EncodeOptions, GenerateOptions
 from protocol.stats import EngineStats
+from protocol.timeline import AbortReason
 
 if TYPE_CHECKING:
     from gateway.engine.client import ConnectedEngine
@@ -89,10 +90,17 @@ class RequestSender(Protocol):
         """Send a request that encodes, and return its number. `subscriber` and the errors are those
         of `generate`."""
 
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+    def abort(
+        self,
+        request: int,
+        reason: AbortReason,
+        *,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
         """Abort `request` if it is open. Its subscriber gets no more reports.
 
-        `on_freed` is called after the engine has released the request's resources.
+        reason    the reason that the engine's timeline of the request shows
+        on_freed  called after the engine has released the request's resources.
         """
 
 
@@ -241,5 +249,11 @@ class NullEngineClient:
     def unload_adapter(self, name: str) -> NoReturn:
         self.generate()
 
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+    def abort(
+        self,
+        request: int,
+        reason: AbortReason,
+        *,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
         """Do nothing, because no request is ever open."""

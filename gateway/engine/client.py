@@ -62,6 +62,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.session import EncodeOptions, GenerateOptions, RequestReport, Session
 from protocol.stats import EngineLoad, EngineStats
+from protocol.timeline import AbortReason
 
 log = logging.getLogger(__name__)
 Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | UnloadAdapter
@@ -231,16 +232,22 @@ class ZmqEngineClient:
         assert report.error is not None
         raise error_from(report.error)
 
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+    def abort(
+        self,
+        request: int,
+        reason: AbortReason,
+        *,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
         self._subscribers.pop(request, None)
-        message = self.session.abort(request)
+        message = self.session.abort(request, reason)
         if message is not None and on_freed is not None:
             self._on_freed[request] = on_freed
         self._try_send(message)
 
-    def stop(self, request: int) -> None:
+    def stop(self, request: int, reason: AbortReason) -> None:
         """Abort `request` if it is open. Its subscriber still gets the last output."""
-        self._try_send(self.session.request_abort(request))
+        self._try_send(self.session.request_abort(request, reason))
 
     def keep_kv(self, handles: Sequence[str]) -> None:
         """Renew the leases of the K/V that these handles name."""

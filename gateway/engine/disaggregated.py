@@ -64,6 +64,7 @@ from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
 from protocol.stats import EngineStats
+from protocol.timeline import AbortReason
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class _Request:
     d: ZmqEngineClient | None = None
     #: The request's number at D.
     d_request: int = 0
-    #: Called after D has released the request's resources.
+    #: The arguments of `abort`. `on_freed` is called after D has released the request's resources.
+    abort_reason: AbortReason = ""
     on_freed: Callable[[], None] | None = None
     arrived_at: float = field(default_factory=time.monotonic)
 
@@ -152,7 +154,7 @@ class DisaggregatedClient:
             self._clock.close()
             self._clock = None
         for number in list(self._requests):
-            self.abort(number)
+            self.abort(number, "client_lost")
         for connection in self.connections:
             connection.client.close()
 
@@ -251,10 +253,16 @@ class DisaggregatedClient:
             param="model",
         )
 
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+    def abort(
+        self,
+        request: int,
+        reason: AbortReason,
+        *,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
         found = self._requests.get(request)
         if found is not None:
-            found.on_freed = on_freed
+            found.abort_reason, found.on_freed = reason, on_freed
             self._on_event(found, HandoffEvent.ABORT)
 
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
@@ -429,11 +437,11 @@ class DisaggregatedClient:
             case HandoffAction.EMIT if report is not None:
                 request.subscriber(report)
             case HandoffAction.RELEASE if prefill is not None:
-                prefill.remove_reader(request.number)
+                prefill.remove_reader(request.number, request.abort_reason)
                 if not prefill.readers:
                     self._prefills.discard(prefill)
             case HandoffAction.ABORT if request.d is not None:
-                request.d.abort(request.d_request, request.on_freed)
+                request.d.abort(request.d_request, request.abort_reason, on_freed=request.on_freed)
 
     def _send_or_fail(self, request: _Request, handle: str) -> None:
         """Send the request to D. If that is not possible, end it with the error."""

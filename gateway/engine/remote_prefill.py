@@ -18,6 +18,7 @@ from protocol.errors import EngineError
 from protocol.messages import Accepted, Output, Usage
 from protocol.sampling import SamplingParams
 from protocol.session import GenerateOptions
+from protocol.timeline import AbortReason
 
 RENEWALS_PER_LEASE = 3
 """Renewals per duration of a lease. With 3, two renewals in a row may fail."""
@@ -79,15 +80,16 @@ class RemotePrefill:
         except EngineError as error:
             self._on_report(Output(request=0, finish="error", error=error.info()))
 
-    def remove_reader(self, reader: int) -> None:
-        """Remove a reader. If none is left, stop the computation or release the K/V."""
+    def remove_reader(self, reader: int, reason: AbortReason) -> None:
+        """Remove a reader. If none is left, stop the computation or release the K/V. P's timeline
+        shows why the last reader was removed."""
         self.readers.discard(reader)
         if self.readers:
             return
         if self.handle:
             self.p.release_kv([self.handle])
         elif self.is_open:
-            self.p.stop(self._request)
+            self.p.stop(self._request, reason)
 
     def renew_lease(self, now: float) -> None:
         """Renew the lease, if P has started one and the last renewal was at least

@@ -65,6 +65,7 @@ from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refuse
 from protocol.model_card import ModelCard
 from protocol.sampling import SamplingParams
 from protocol.stats import EngineStats
+from protocol.timeline import AbortReason
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class ReplicatedClient:
             self._clock.close()
             self._clock = None
         for number in list(self._requests):
-            self.abort(number)
+            self.abort(number, "client_lost")
         self._replicas.close()
 
     def _tick(self) -> None:
@@ -287,10 +288,16 @@ class ReplicatedClient:
         held = self._replicas.shortest_refusal(request.options.get("account"))
         return held or self.trouble() or EngineNotReady("no engine is ready", retry_after_s=1)
 
-    def abort(self, request: int, on_freed: Callable[[], None] | None = None) -> None:
+    def abort(
+        self,
+        request: int,
+        reason: AbortReason,
+        *,
+        on_freed: Callable[[], None] | None = None,
+    ) -> None:
         found = self._requests.get(request)
         if found is not None:
-            found.on_freed = on_freed
+            found.abort_reason, found.on_freed = reason, on_freed
             found.on_answered(is_accepted=False)
             self._on_event(found, FailoverEvent.ABORT)
 
@@ -464,7 +471,9 @@ class ReplicatedClient:
             case FailoverAction.PLACE:
                 self._move(request, event)
             case FailoverAction.ABORT if request.replica is not None:
-                request.replica.client.abort(request.inner, request.on_freed)
+                request.replica.client.abort(
+                    request.inner, request.abort_reason, on_freed=request.on_freed
+                )
             case FailoverAction.FREE if request.on_freed is not None:
                 request.on_freed()
 

@@ -30,6 +30,7 @@ from protocol.errors import (
 )
 from protocol.messages import Refused, Usage
 from protocol.sampling import SamplingParams
+from protocol.timeline import AbortReason
 
 BUSY_CODES = frozenset(
     kind.code
@@ -84,6 +85,8 @@ class ReplicatedRequest:
     has_been_stopped: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     stranded_at: float = 0.0
+    #: The arguments of `abort`.
+    abort_reason: AbortReason = ""
     on_freed: Callable[[], None] | None = None
 
     @property

@@ -34,8 +34,17 @@ from protocol.arrays import Int32
 from protocol.encoding import EncodeInputs
 from protocol.errors import EngineError, ErrorInfo, ServingError, error_from
 from protocol.messages import Accepted, Output, Refused
+from protocol.timeline import AbortReason
 
 log = logging.getLogger(__name__)
+
+
+ABORT_REASONS: dict[str | None, AbortReason] = {
+    "disconnected": "disconnected",
+    "cancelled": "cancelled",
+}
+"""Finish reason of an answer whose open choices are aborted -> reason of the abort. With any other
+finish reason it is "error"."""
 
 
 class ClientGone(Exception):
@@ -75,7 +84,7 @@ class ChoiceGroup:
                     reasoning_counter=new_counter() if new_counter else None,
                 )
                 self.choices.append(choice)
-        #: The answer's finish reason: that of the choice that ended last, "error" or
+        #: The answer's finish reason: that of the choice that ended last, "error", "cancelled" or
         #: "disconnected"; None before the first choice has ended.
         self.finish: str | None = None
         #: Whether the client has disconnected.
@@ -183,10 +192,11 @@ class ChoiceGroup:
         still gets the buffered events."""
         self.timeline.note(TimelineMoment.ANSWERED)
         freed = partial(self._note_free, time.monotonic()) if self.is_gone else None
+        reason = ABORT_REASONS.get(self.finish, "error")
         for choice in self.choices:
             if not choice.is_ended:
                 choice.is_ended = True
-                self._engine.abort(choice.request, freed)
+                self._engine.abort(choice.request, reason, on_freed=freed)
         self._accepted.set()
         self._started.set()
         self._ended.set()
@@ -320,7 +330,7 @@ class ChoiceGroup:
         choice.finish = self.finish = reason
         choice.ended_s = self.timeline.now_s
         if output.finish is None:  # a stop string ended the text, but the engine still generates
-            self._engine.abort(choice.request, None)
+            self._engine.abort(choice.request, "complete")
         self._num_open -= 1
         if not self._num_open:
             self._sink.end()

@@ -14,9 +14,18 @@ import pytest
 
 from gateway.api.openai.responses import ChatChunk, ChatCompletion
 from gateway.http.sse import KEEP_ALIVE
+from protocol.errors import Overloaded
+from protocol.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange, fold_response, fold_stream
-from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply
+from tests.support.scripted_engine import (
+    Reply,
+    ScriptedEngine,
+    TokenReply,
+    ids_of,
+    text_of,
+    text_reply,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -245,7 +254,23 @@ def test_a_stop_string_ends_the_text_and_aborts_at_the_engine(
         choice = fold_stream(stream(gateway, CHAT, body))[0]
         assert choice["text"] == "one two "
         assert choice["finish"] == ("stop", "END")
-        engine.await_abort(engine.generates[-1].request)
+        request = engine.generates[-1].request
+        engine.await_abort(request)
+        assert engine.abort_reasons[request] == "complete"
+
+
+def test_a_refused_choice_is_the_reason_why_the_others_are_aborted(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    def script(generate: Generate) -> Reply:
+        return Overloaded("full").info() if len(engine.generates) == 2 else text_reply("a" * 100)
+
+    engine.script = script
+    engine.is_paused = True  # the first choice is open when the second is refused
+    assert gateway.post(CHAT, {"messages": HI, "n": 2}).status_code == 429
+    first = engine.generates[0].request
+    engine.await_abort(first)
+    assert engine.abort_reasons == {first: "error"}
 
 
 def test_answers_of_one_request_interleave_and_are_never_mixed_up(

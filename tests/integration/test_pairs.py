@@ -66,6 +66,7 @@ class EnginePair:
             for received in (engine.generates, engine.kept, engine.released):
                 received.clear()
             engine.aborts.clear()
+            engine.abort_reasons.clear()
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +277,7 @@ def test_a_client_that_leaves_during_the_prefill_aborts_p(pair: EnginePair) -> N
         p.computes = lambda generate: NEVER
     hang_up_while(pair, lambda: pair.asked(pair.p))
     assert eventually(lambda: [n for p in pair.p for n in p.aborts])
+    assert [why for p in pair.p for why in p.abort_reasons.values()] == ["disconnected"]
     assert pair.asked(pair.d) == []
 
 
@@ -305,6 +307,7 @@ def test_a_client_that_leaves_d_aborts_d_and_releases_the_lease(
         d.step_s = 0.01
     hang_up_while(pair, lambda: pair.asked(pair.d))
     assert eventually(lambda: [n for d in pair.d for n in d.aborts])
+    assert [why for d in pair.d for why in d.abort_reasons.values()] == ["disconnected"]
     (produce,) = pair.asked(pair.p)
     assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
     for d in pair.d:

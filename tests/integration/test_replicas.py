@@ -20,6 +20,7 @@ from protocol.errors import ErrorInfo, Overloaded
 from protocol.messages import AbortByLabel, Generate
 from protocol.stats import EngineStats
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (
     BLOCK_TOKENS,
     Reply,
@@ -323,6 +324,20 @@ def test_a_request_whose_engine_is_lost_during_its_abort_is_not_continued(two: R
         assert answer.result().json()["aborted"] == ids["request_ids"]
     assert asked.response.json()["choices"][0]["finish_reason"] == "abort"
     assert sum(two.counts()) == 1
+
+
+def test_a_client_that_disconnects_is_the_reason_of_the_abort_at_its_replica(
+    two: Replicas,
+) -> None:
+    for engine in two.engines:
+        engine.script = stuck_after(3)
+    with connect(two.gateway.port) as client:
+        send_post(client, COMPLETIONS, {"prompt": "a prompt", "stream": True})
+        assert eventually(lambda: sum(two.counts()) == 1)
+    assert eventually(lambda: [n for engine in two.engines for n in engine.aborts])
+    assert [why for engine in two.engines for why in engine.abort_reasons.values()] == [
+        "disconnected"
+    ]
 
 
 # ---- changes of the list

@@ -17,6 +17,7 @@ import requests
 from protocol.api_keys import KeyEntry, digest_of
 from protocol.errors import Overloaded
 from protocol.timeline import EngineTimeline
+from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post
 from tests.support.paced_server import paced_server
@@ -176,6 +177,43 @@ def test_a_request_that_another_process_has_served_lacks_only_the_gateways_times
     assert found["gateway"] is None
     assert "another process" in found["gateway_note"]
     assert found["choices"][0]["timeline"]["generated_tokens"] == 3
+
+
+def test_a_stream_whose_client_disconnects_says_so_as_the_log_does(
+    server: GatewayProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "hung-up"
+    sampling = {"max_tokens": 7000, "ignore_eos": True}
+    body = {"token_ids": [1, 2], "stream": True, "sampling_params": sampling}
+    headers = {"Authorization": f"Bearer {key_of('alice')}", "X-Request-Id": name}
+    with connect(server.port) as client, client.makefile("rb") as file:
+        send_post(client, GENERATE, body, headers=headers)
+        read_head(file)
+    assert eventually(lambda: _choice(server, name)["timeline"].get("finish"))
+    choice = _choice(server, name)
+    assert choice["timeline"]["abort_reason"] == "disconnected"
+    assert choice["ended"] == "ended with 'abort': its client disconnected"
+    found = run_command(capfd, "why", name, "--engine", server.config["engine"])
+    assert (found.code, choice["ended"] in found.out) == (0, True), found
+    assert eventually(lambda: [line for line in server.err if name in line])
+    assert [line for line in server.err if name in line and "finish=disconnected" in line]
+
+
+def test_an_abort_by_id_says_so(server: GatewayProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(generate, server, "alice", "named", max_tokens=7000)
+        ids = {"request_ids": ["named"]}
+        assert eventually(
+            lambda: call(server, "POST", ABORT, "root", json=ids).json()["aborted"] == ["named"]
+        )
+        assert reply.result().json()["choices"][0]["finish_reason"] == "abort"
+    assert _choice(server, "named")["ended"] == "ended with 'abort': it was aborted by its id"
+
+
+def _choice(server: GatewayProcess, name: str) -> Any:
+    """Return the only choice of the timeline of alice's request."""
+    (choice,) = timeline(server, "alice", name).json()["choices"]
+    return choice
 
 
 # ---- with a scripted engine

@@ -70,7 +70,7 @@ class CutLine:
     def encode(self, *_: Any, **__: Any) -> int:
         raise AssertionError("no request here encodes")
 
-    def abort(self, request: int, freed: object = None) -> None:
+    def abort(self, request: int, reason: str, *, on_freed: object = None) -> None:
         pass
 
 

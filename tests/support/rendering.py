@@ -59,7 +59,7 @@ class Tape:
     def encode(self, *_: Any, **__: Any) -> int:
         raise AssertionError("no recorded request encodes")
 
-    def abort(self, request: int, freed: object = None) -> None:
+    def abort(self, request: int, reason: str, *, on_freed: object = None) -> None:
         self._open.pop(request, None)
 
     def play(self) -> None:

@@ -69,7 +69,7 @@ from protocol.messages import (
 )
 from protocol.model_card import ModelCard, SamplingDefaults
 from protocol.stats import EngineLoad, EngineStats
-from protocol.timeline import EngineTimeline
+from protocol.timeline import AbortReason, EngineTimeline
 from protocol.usage import RequestStatus
 from tests.support.waiting import HANG_S, eventually
 
@@ -259,6 +259,7 @@ class ScriptedEngine:
     aborts           number of each aborted request -> time of its Abort
     num_steps        steps made
     num_early        requests that gateways refused from their cache, as their pings report
+    abort_reasons    number of each aborted request -> the reason in its Abort
     goodbyes         number of Goodbyes received
     ignored          types of the messages received while the engine was silent
     adapters         the LoRA adapters; a load succeeds unless the name is taken
@@ -287,6 +288,7 @@ class ScriptedEngine:
     num_steps: int = 0
     num_early: int = 0
     goodbyes: int = 0
+    abort_reasons: dict[int, AbortReason] = field(default_factory=dict)
     ignored: list[type] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -322,6 +324,7 @@ class ScriptedEngine:
             self.kept,
             self.released,
         ):
+            self.abort_reasons,
             recorded.clear()
         self.timelines.clear()
         self.rows = []
@@ -418,7 +421,8 @@ class ScriptedEngine:
                 self._generate(client, message)
             case Encode():
                 self._encode(client, message)
-            case Abort(requests=numbers):
+            case Abort(requests=numbers, reason=reason):
+                self.abort_reasons.update(dict.fromkeys(numbers, reason))
                 self._abort(client, numbers)
             case AbortByLabel():
                 self._abort_named(client, message)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from protocol.explain import duration, explain, headline
+from gateway.generation.group import ABORT_REASONS
+from protocol.explain import duration, ended, explain, headline
 from protocol.timeline import (
+    AbortReason,
     ClientTimes,
     EngineTimeline,
     PromptShare,
@@ -275,3 +277,19 @@ def test_a_redacted_timeline_names_no_other_account() -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_how_a_request_ended_is_said_in_words() -> None:
+    assert ended(a_timeline()) == "open"
+    assert ended(a_timeline(finish="length")) == "ended with 'length'"
+
+
+def test_each_reason_of_an_abort_has_words_of_its_own() -> None:
+    said = [ended(a_timeline(finish="abort", abort_reason=why)) for why in get_args(AbortReason)]
+    assert len(set(said)) == len(get_args(AbortReason))
+    assert all(text.startswith("ended with 'abort': ") for text in said)
+
+
+def test_an_abort_has_the_word_of_the_gateways_log() -> None:
+    for finish, reason in ABORT_REASONS.items():
+        assert str(finish) in ended(a_timeline(finish="abort", abort_reason=reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from math import isclose
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine_core.status import block_counts
 from protocol.encoding import MAX_STEP_INPUTS
 from protocol.latency import bounds_s, bucket, grown, quantiles
 from protocol.messages import Account
-from protocol.timeline import PromptShare, StageSpan
+from protocol.timeline import AbortReason, PromptShare, StageSpan
 from tests.support.engines import CLIENT, repetitive_token
 from tests.support.timelines import TimedBench, finish
 
@@ -223,6 +224,36 @@ def test_a_request_that_never_had_a_slot_has_a_timeline() -> None:
     assert (found.generated_tokens, found.first_token_s) == (0, None)
     bench.abort(waiting)
     assert bench.timeline("w").finish == "abort"
+
+
+ABORTS: dict[AbortReason, Callable[[TimedBench, int], object]] = {
+    "": lambda bench, number: bench.engine.abort(CLIENT, [number]),
+    "disconnected": lambda bench, number: bench.engine.abort(CLIENT, [number], "disconnected"),
+    "complete": lambda bench, number: bench.engine.abort(CLIENT, [number], "complete"),
+    "by_id": lambda bench, number: bench.abort_by_label("r"),
+    "client_lost": lambda bench, number: bench.engine.on_client_lost(CLIENT),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("reason", ABORTS)
+def test_a_timeline_has_the_reason_of_an_abort(reason: AbortReason, steps: int) -> None:
+    bench = a_bench()
+    number = bench.add([1, 2], max_tokens=50, ignore_eos=True, labels=["r"])
+    for _ in range(steps):
+        bench.timed_step()
+    ABORTS[reason](bench, number)
+    found = bench.timeline("r")
+    assert (found.finish, found.abort_reason) == ("abort", reason)
+
+
+def test_the_timeline_of_a_request_that_was_not_aborted_has_no_reason() -> None:
+    bench = a_bench()
+    bench.add([1, 2], max_tokens=1, ignore_eos=True, labels=["r"])
+    assert bench.timeline("r").abort_reason == ""
+    bench.timed_step()
+    found = bench.timeline("r")
+    assert (found.finish, found.abort_reason) == ("length", "")
 
 
 def test_a_timeline_says_that_its_first_steps_are_forgotten(

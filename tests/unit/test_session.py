@@ -113,7 +113,9 @@ def test_nothing_comes_after_an_end_or_an_abort() -> None:
     one, two, three = opened(session), opened(session), opened(session)
     session.receive(Outputs(step=1, outputs=[Output(request=one, finish="stop")]), 0.1)
     session.receive(Refused(request=two, error=OVERLOADED), 0.1)
-    assert session.abort(three) == Abort(requests=[three])
+    stop = Abort(requests=[three], reason="disconnected")
+    assert session.request_abort(three, "disconnected") == stop
+    assert session.abort(three, "disconnected") == stop
     late = [Output(request=number, tokens=[5]) for number in (one, two, three)]
     assert session.receive(Outputs(step=2, outputs=late), 0.2) == []
     assert session.receive(Accepted(request=three), 0.2) == []

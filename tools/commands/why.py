@@ -84,7 +84,7 @@ def _unknown(name: str, found: RequestTimelines) -> str:
 def _lines(timeline: EngineTimeline) -> list[str]:
     reasons = explain(timeline)
     facts = [
-        ended(timeline.finish) if timeline.finish else "open",
+        ended(timeline),
         f"{timeline.prompt_tokens:,} + {timeline.generated_tokens:,} tokens",
         *([f"account {timeline.account}"] if timeline.account else []),
         *([f"sent by {timeline.client}"] if timeline.client else []),

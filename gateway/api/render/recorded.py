@@ -27,7 +27,7 @@ class _NoEngine:
     def encode(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a recorded response is never generated")
 
-    def abort(self, request: int, on_freed: object = None) -> None:
+    def abort(self, request: int, reason: str, *, on_freed: object = None) -> None:
         pass
 
 

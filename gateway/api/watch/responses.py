@@ -16,6 +16,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     model        main name of the model
     role         the engine's role: replica, prefill or decode; empty if there is only one engine
     engine       number of the engine in the server's list, from 0
+    ended        how the request ended in this engine, in words; "open" before that
     explanation  where the time went, in order
     timeline     the stages and steps; times are seconds since the request arrived at the engine
     """
@@ -23,6 +24,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     role: str
     engine: int
+    ended: str
     explanation: list[Reason]
     timeline: EngineTimeline
 

@@ -12,7 +12,7 @@ from gateway.auth.caller import Caller
 from gateway.engine.client import ConnectedEngine
 from gateway.service import Service
 from protocol.errors import EngineError, Overloaded, ServingError, UnknownRequest
-from protocol.explain import explain, headline
+from protocol.explain import ended, explain, headline
 from protocol.messages import RequestTimelines
 from protocol.timeline import ClientTimes, EngineTimeline, redacted
 
@@ -134,6 +134,7 @@ def _choice(
         model=source.model,
         role=source.connection.role,
         engine=source.number,
+        ended=ended(timeline),
         explanation=explain(timeline, times),
         timeline=timeline,
     )

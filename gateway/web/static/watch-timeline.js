@@ -69,7 +69,7 @@ export class TimelinePanel {
 function choiceView(choice, found, place) {
   const { timeline } = choice;
   const facts = [
-    timeline.finish ? `ended with “${timeline.finish}” ${duration(timeline.ended_ago_s ?? 0)} ago` : "open",
+    timeline.finish ? `${choice.ended}, ${duration(timeline.ended_ago_s ?? 0)} ago` : choice.ended,
     `${count(timeline.prompt_tokens)} + ${count(timeline.generated_tokens ?? 0)} tokens`,
     timeline.account ? `account ${timeline.account}` : "",
     choice.role ? `${choice.role} ${choice.engine}` : "",

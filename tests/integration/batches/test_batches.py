@@ -191,6 +191,7 @@ def test_a_batch_is_cancelled_and_keeps_its_results_so_far(
     rows = rows_of(client, done.output_file_id)
     assert len(rows) == counts.completed
     engine.await_idle()
+    assert {*engine.abort_reasons.values()} == {"cancelled"}
     again = [batch for batch in client.batches.list() if batch.id == done.id]
     assert again == [done]
     with pytest.raises(openai.BadRequestError, match="a batch that is cancelled cannot"):

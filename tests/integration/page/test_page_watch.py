@@ -122,7 +122,7 @@ def test_a_click_explains_a_request_and_follows_it_to_its_end(
         panel.get_by_text("because 3 other requests decoded with it").first.wait_for()
         assert panel.locator(".lane i.own-decode").count() > 0
         assert panel.locator(".lane i.stage-decode").count() == 1
-    panel.get_by_text("ended with “abort”").first.wait_for()
+    panel.get_by_text("ended with 'abort': it was aborted by its id").first.wait_for()
     panel.locator("summary").click()
     assert panel.locator("tbody tr").count() > 2
     panel.get_by_role("button", name="Close the timeline").click()
@@ -138,9 +138,9 @@ def test_an_ended_request_is_found_by_its_id_and_by_its_address(
     page = visitor.open("/#watch")
     page.get_by_label("Why was this request slow?").fill("team/ended-1")
     page.get_by_role("button", name="Explain").click()
-    page.get_by_text("ended with “length”").wait_for()
+    page.get_by_text("ended with 'length'").wait_for()
     page = visit(server.url).open("/#watch/team/ended-1")
-    page.get_by_text("ended with “length”").wait_for()
+    page.get_by_text("ended with 'length'").wait_for()
     page = visitor.open("/#watch/nobody")
     page.get_by_text("each for up to 15 minutes").wait_for()
 

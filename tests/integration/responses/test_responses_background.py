@@ -139,6 +139,7 @@ def test_a_background_response_can_be_cancelled_from_any_process(
     item: Any = cancelled.output[0]
     assert item.status == "incomplete"
     engine.await_abort(engine.generates[0].request)
+    assert [*engine.abort_reasons.values()] == ["cancelled"]
     assert typed_events(frames_of(twin, made.id))[-1]["response"]["status"] == "cancelled"
     assert client.responses.cancel(made.id) == cancelled  # unchanged
 
