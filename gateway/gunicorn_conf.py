@@ -22,6 +22,7 @@ from gunicorn.errors import AppImportError
 from gunicorn.glogging import Logger as GunicornLogger
 from gunicorn.workers.ggevent import GeventWorker
 
+from gateway.gateway_start import FREE, GatewayStart
 from gateway.http.connections import NUM_SPARE, connections_within
 from protocol.config.gateway import GatewayConfig
 from protocol.exit_codes import ExitCode
@@ -140,6 +141,22 @@ if workers > 1:  # must be set before prometheus_client is imported: see gateway
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_directory
 
 
+def on_starting(server: Any) -> None:
+    """Have the server wait for all its workers before it is ready. gunicorn calls this in the
+    master, before the first fork."""
+    server.gateway_start = GatewayStart(server.cfg.workers)
+
+
+def on_reload(server: Any) -> None:
+    """Do the same after SIGHUP, which replaces all workers."""
+    on_starting(server)
+
+
+def pre_fork(server: Any, worker: Any) -> None:
+    """Give the worker a place in the start. gunicorn calls this in the master."""
+    worker.place = server.gateway_start.take_place()
+
+
 def post_fork(_server: Any, _worker: Any) -> None:
     """Have the kernel signal this worker when the master ends, and have the memory of large bodies
     returned when they are freed. gunicorn calls this after the fork.
@@ -160,6 +177,7 @@ def post_worker_init(worker: Any) -> None:
     service.connections.max_open = worker_connections - NUM_SPARE
     service.is_draining = lambda: not worker.alive
     service.give_up = _give_up
+    service.place = worker.place
     wait_at_gate(keep_alive=worker.notify)  # gunicorn kills a worker that is silent for `timeout`
     service.start()
 
@@ -210,7 +228,9 @@ def _service(worker: Any) -> Any:
 
 
 def child_exit(_server: Any, worker: Any) -> None:
-    """Remove the gauges of a worker that has ended. gunicorn calls this in the master."""
+    """Free the place of a worker that has ended, and remove its gauges. gunicorn calls this in the
+    master."""
+    worker.place.set_state(FREE)
     if _metrics_directory:
         from prometheus_client import multiprocess
 

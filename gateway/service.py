@@ -26,6 +26,7 @@ from gateway.engine.engine_list import EngineList
 from gateway.engine.model_loads import ModelLoads
 from gateway.engine.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
+from gateway.gateway_start import READY, GatewayStart
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.generation.timeline import Timeline
@@ -166,8 +167,10 @@ class Service:
         #: The models in the order of the config; at least one.
         self.hosts = [self._new_host(model) for model in config.hosted]
         #: Returns whether this process is shutting down. The server that runs it (gunicorn) sets
-        #: this attribute and the next three.
+        #: this attribute and the next four.
         self.is_draining: Callable[[], bool] = lambda: False
+        #: The place of this process among those that share its port.
+        self.place = GatewayStart(1).take_place()
         #: Whether open answers end now, with an error, instead of continuing for `drain_s`.
         self.ends_at_once = False
         #: Called with a reason and an exit code if the first model cannot be served. The code None
@@ -266,6 +269,8 @@ class Service:
             gevent.sleep(WATCH_S)
             for host in self.hosts:
                 host.poll()
+            if self.trouble() is None:
+                self.place.set_state(READY)
             if time.monotonic() - polled_at >= KEYS_POLL_S:
                 polled_at = time.monotonic()
                 self.keys.poll()

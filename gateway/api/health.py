@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.engine.client import ZmqEngineClient
+from gateway.gateway_start import READY
 from gateway.model_host import ModelHost
 from gateway.service import Service
 from protocol.messages import Limits
@@ -84,7 +85,8 @@ class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadinessAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests can be served. With several models: for each model that should be loaded.
+    """Whether requests can be served, whichever of the gateway processes of this port accepts them.
+    With several models: for each model that should be loaded.
 
     why               the reason the server is not ready; null if it is ready
     engine            the engine of a server with one model
@@ -128,14 +130,17 @@ as lost only later. A heartbeat arrives about every PING_EVERY_S."""
 
 
 def readiness(service: Service) -> ReadinessAnswer:
-    """Return whether this process can serve requests, and the facts about itself and the engines.
+    """Return whether requests can be served, and the facts about this process and the engines.
 
-    The process is not ready if the service reports an error, or if an engine has sent nothing for
-    more than FRESH_S seconds.
+    The server is not ready if the service reports an error, if an engine has sent nothing for more
+    than FRESH_S seconds, or if another process of its port has not been ready since their start.
     """
     trouble = service.trouble()
     reasons = [reason for host in service.hosts if host.is_wanted and (reason := _problem(host))]
     why = trouble.message if trouble is not None else next(iter(reasons), None)
+    if why is None:
+        service.place.set_state(READY)
+        why = service.place.start.trouble()
     facts = gateway_facts(service)
     if len(service.hosts) > 1:
         models = [_model_health(host) for host in service.hosts]

@@ -3,6 +3,7 @@ drain, and after a failure."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from tests.support.http import (
 )
 from tests.support.scripted_engine import ScriptedEngine, byte_tokenizer, scripted_card, text_reply
 from tests.support.waiting import HANG_S, eventually
+from tools.http.web import WebServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "a secret question"}]
@@ -161,6 +163,50 @@ def test_an_unusable_chat_template_is_logged(address: str) -> None:
         assert gateway.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
         assert gateway.post(CHAT, {"messages": HI}).status_code == 400
     assert "chat requests will be refused: the chat template does not compile" in gateway.log
+
+
+def test_a_server_is_ready_once_each_of_its_gateways_has_been(address: str) -> None:
+    with (
+        ScriptedEngine(address, max_clients=1) as engine,
+        GatewayProcess(engine=address, gateways=2) as gateway,
+    ):
+        gateway.await_status("/livez", 200)
+        supervisor = WebServer(gateway.url)
+        assert eventually(lambda: "1 of 2 gateway processes are ready" in why_not_ready(gateway))
+        answers = readiness_by_process(gateway)
+        assert [facts["ready"] for facts in answers.values()] == [False, False]
+        seen = supervisor.readiness()
+        assert seen is not None
+        assert not seen.is_ready
+        engine.max_clients = 2
+        gateway.await_ready()
+        assert all(facts["ready"] for facts in readiness_by_process(gateway).values())
+        statuses = [gateway.post(COMPLETIONS, {"prompt": "x"}).status_code for _ in range(20)]
+        assert statuses == [200] * 20
+        dead, other = answers
+        os.kill(dead, signal.SIGKILL)  # the engine does not welcome its successor
+        answers = readiness_by_process(gateway, without=dead)
+        assert answers.pop(other)["ready"], "the start is over"
+        (successor,) = answers.values()
+        assert not successor["ready"]
+
+
+def readiness_by_process(
+    gateway: GatewayProcess, count: int = 2, without: int = 0
+) -> dict[int, dict[str, Any]]:
+    """Return the answer of each of `count` processes to GET /readyz, by process id. Each request
+    has a connection of its own, so any process may accept it."""
+    answers: dict[int, dict[str, Any]] = {}
+
+    def have_answered() -> bool:
+        with contextlib.suppress(requests.ConnectionError):  # accepted by the killed process
+            facts = requests.get(gateway.url + "/readyz", timeout=5).json()
+            if facts["gateway"]["pid"] != without:
+                answers[facts["gateway"]["pid"]] = facts
+        return len(answers) == count
+
+    assert eventually(have_answered), answers
+    return answers
 
 
 def test_several_gateways_share_a_port_and_count_together(address: str) -> None:

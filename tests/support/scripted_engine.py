@@ -238,6 +238,7 @@ BEHAVIOUR = (
     "ignores_aborts",
     "is_silent",
     "welcomes",
+    "max_clients",
 )
 
 
@@ -251,15 +252,16 @@ class ScriptedEngine:
     is_paused        whether the engine makes no steps, but answers messages
     ignores_aborts   whether it ignores aborts, as if each arrived just after the end
     is_silent        whether it answers nothing, as if the process hung
+    max_clients      most clients that it welcomes; the next ones get Loading
     welcomes         whether it answers Hello with Welcome; else with Loading, which reports
                      `loading_s`
     refuses          returns the refusal of an Encode; None: it is accepted
     generates        all requests received
     encodes          the same for those that encode
     aborts           number of each aborted request -> time of its Abort
+    abort_reasons    number of each aborted request -> the reason in its Abort
     num_steps        steps made
     num_early        requests that gateways refused from their cache, as their pings report
-    abort_reasons    number of each aborted request -> the reason in its Abort
     goodbyes         number of Goodbyes received
     ignored          types of the messages received while the engine was silent
     adapters         the LoRA adapters; a load succeeds unless the name is taken
@@ -281,14 +283,15 @@ class ScriptedEngine:
     ignores_aborts: bool = False
     is_silent: bool = False
     welcomes: bool = True
+    max_clients: float = math.inf
     loading_s: float = 3.0
     generates: list[Generate] = field(default_factory=list)
     encodes: list[Encode] = field(default_factory=list)
     aborts: dict[int, float] = field(default_factory=dict)
+    abort_reasons: dict[int, AbortReason] = field(default_factory=dict)
     num_steps: int = 0
     num_early: int = 0
     goodbyes: int = 0
-    abort_reasons: dict[int, AbortReason] = field(default_factory=dict)
     ignored: list[type] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -306,6 +309,7 @@ class ScriptedEngine:
         self.stats = EngineStats(running=1, free_blocks=7, num_finished={"stop": 3})
         self._first = {name: getattr(self, name) for name in BEHAVIOUR}
         self._talks: dict[tuple[bytes, int], _Talk] = {}
+        self._clients: set[bytes] = set()  # those that were welcomed
         self._stopping = False
         self._next_step = 0.0
         self._failure: BaseException | None = None
@@ -320,11 +324,11 @@ class ScriptedEngine:
             self.generates,
             self.encodes,
             self.aborts,
+            self.abort_reasons,
             self.ignored,
             self.kept,
             self.released,
         ):
-            self.abort_reasons,
             recorded.clear()
         self.timelines.clear()
         self.rows = []
@@ -411,8 +415,12 @@ class ScriptedEngine:
             return
         match message:
             case Hello():
-                answer = self._welcome() if self.welcomes else Loading(elapsed_s=self.loading_s)
-                self._send(client, answer)
+                is_welcome = client in self._clients or len(self._clients) < self.max_clients
+                if self.welcomes and is_welcome:
+                    self._clients.add(client)
+                    self._send(client, self._welcome())
+                else:
+                    self._send(client, Loading(elapsed_s=self.loading_s))
             case Ping(num_early=num_early):
                 self.num_pings += 1
                 self.num_early += num_early

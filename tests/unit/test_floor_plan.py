@@ -67,7 +67,7 @@ LEVELS = (
     {"generation", "served_model"},
     {"prompt", "formats", "sandbox"},
     {"engine"},
-    {"text", "http", "auth", "threads", "web"},
+    {"text", "http", "auth", "threads", "web", "gateway_start"},
 )
 """The modules and folders of the gateway in levels, from the entrances down. Each may import its
 own level and the levels below."""
