@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import gevent
 
@@ -149,7 +149,7 @@ class GenerationRunner:
             context.start_inference(self.group)
             self.hang_up = HangUp(context.environ if needs_client else {}, self.group.abandon)
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self.close)
+                on_failure.push(self)
                 self.group.open()
                 if waits:
                     self.group.wait_started()
@@ -165,6 +165,14 @@ class GenerationRunner:
             if len(self.group.choices) == 1:
                 use.host.cache_refusal(caller.account, error)
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, gevent.GreenletExit):
+            self.group.finish = "cancelled"  # by the batch or the script of this request
+        self.close()
 
     def close(self) -> None:
         self.hang_up.close()
@@ -201,16 +209,10 @@ def run_to_end(
 ) -> tuple[ChoiceGroup, S]:
     """Generate the answer and wait until it has ended. Return its choices and the sink that
     `make_sink` made. Raises the error that ended the answer, or ClientGone."""
-    runner = GenerationRunner(service, use, context, prompt_requests, options, is_whole=True)
-    try:
+    with GenerationRunner(service, use, context, prompt_requests, options, is_whole=True) as runner:
         sink = make_sink(runner.group)
         runner.group.attach(sink)
         runner.group.wait()
-    except gevent.GreenletExit:  # the batch or the script of this request aborts it
-        runner.group.finish = "cancelled"
-        raise
-    finally:
-        runner.close()
     return runner.group, sink
 
 

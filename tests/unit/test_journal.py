@@ -41,10 +41,11 @@ from protocol.steps import (
     StepPlan,
     StepResult,
 )
-from tests.support.engines import Bench, EchoWorker, SampleToken, a_card
+from tests.support.engines import CLIENT, Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
 from tests.support.storm import AdapterStorm, EncodeStorm, RequestStorm, SmallCacheStorm
+from tests.support.timelines import TimedBench
 
 
 class Journals:
@@ -324,6 +325,15 @@ def test_only_the_newest_files_are_kept_and_they_replay(
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
     assert not any(report.is_full for report in reports)
     assert reports[-1].stats == bench.engine.stats()
+
+
+def test_a_recorded_engine_shows_the_reason_of_an_abort(journals: Journals) -> None:
+    bench = TimedBench()
+    path = journals.record(bench)
+    number = bench.add([1, 2], labels=["r"])
+    bench.engine.abort(CLIENT, [number], "disconnected")
+    assert bench.timeline("r").abort_reason == "disconnected"
+    assert replay(read(path)).stats == bench.engine.stats()
 
 
 def test_a_full_journal_file_is_followed_by_another_at_the_next_turn(journals: Journals) -> None:
