@@ -65,13 +65,19 @@ def any_of(items: Iterable[str]) -> str:
 
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
-    """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`. The rule
-    includes `end`, which starts with a marker or is plain text."""
+    """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`, which is
+    included.
+
+    The part of `end` before its first marker may occur in the text. So the text and this part are
+    one terminal. As a terminal of its own, the part would end the text wherever it occurs.
+    """
     text = regex(pattern)
     first, _, rest = spell(end).partition(" ")
     if first.startswith("<"):
         return [f"{rule}: {text} {first} {rest}"]
-    return [f"{rule}: {rule}-text {rest}", f"{rule}-text[suffix={first}]: {text}"]
+    if rest:
+        return [f"{rule}: /({text[1:-1]}){first[1:-1]}/ {rest}"]
+    return [f"{rule}: {rule}-text", f"{rule}-text[suffix={first}]: {text}"]
 
 
 def rule_lines(rules: Rules, schemas: Mapping[str, str], spell: Speller) -> list[str]:

@@ -10,9 +10,9 @@ because templates drop them when they render the answer again.
 
 Calls: calls are numbered from 0. Fragments of arguments are emitted as they arrive; joined, they
 are the JSON text. Text that can only be meant as JSON is repaired (`json_scanner`). A call is
-checked once, when it ends: empty arguments become `{}`, and arguments that are not a JSON object
-are emitted with a warning. Only `end_call` completes a call. A call that was cut off has no end
-event.
+checked once, when it ends: empty arguments become `{}`. Arguments that are not a JSON object, or
+that JSON readers cannot hold (`readable_json`), are emitted with a warning. Only `end_call`
+completes a call. A call that was cut off has no end event.
 
 Markup: a parser reports markup of calls that it finds in content. If the answer has neither a call
 nor another warning about one, it ends with a warning.
@@ -265,8 +265,8 @@ class EventBuilder:
         """Return the event for a piece of arguments that needs no scan: it only continues a JSON
         string, or broken JSON. Return None for any other text, which the caller must pass to
         `arguments_delta`."""
-        at = self.s.arguments.at
-        if at == BROKEN or (at == STRING and PLAIN.fullmatch(text)):
+        at, is_half = self.s.arguments.at, self.s.arguments.readable.is_half
+        if at == BROKEN or (at == STRING and not is_half and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)
         return None
 
@@ -279,6 +279,8 @@ class EventBuilder:
             self.out.append(ToolArguments(index, "{}"))
         elif not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are not a JSON object")
+        elif problem := arguments.readable.problem:
+            self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} have {problem}")
         self.out.append(ToolCallEnd(index))
         self.abandon_call()
 

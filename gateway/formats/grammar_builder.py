@@ -255,18 +255,15 @@ class FreeText:
 
 
 def _grouped(calls: Mapping[str, Form], pieces: Iterable[str]) -> dict[str, Form]:
-    """Return `calls` with each opener cut before its first special token. The rest of the opener is
-    moved to the start of its form.
+    """Return `calls` with each opener that starts with another one, spelt out, moved to the form of
+    the shorter opener. `pieces` are the texts of the special tokens.
 
-    In the grammar, free text ends where a cut opener is complete. An opener that starts with a
-    special token is not cut. Openers that start with another cut opener share its entry.
+    In the grammar, free text ends where an opener that is spelt out is complete.
     """
     found: dict[str, dict[str, Form]] = {}
     for opener in sorted(calls, key=lambda opener: (_spelt(opener, pieces), opener)):
         spelt = _spelt(opener, pieces)
-        known = next((begun for begun in found if spelt and spelt.startswith(begun)), None)
-        if known is None:
-            known = spelt or opener
+        known = next((begun for begun in found if spelt.startswith(begun)), opener)
         found.setdefault(known, {})[opener.removeprefix(known)] = calls[opener]
     return {
         begun: either(sequence(rest, form) for rest, form in ways.items())

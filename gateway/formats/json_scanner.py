@@ -40,6 +40,7 @@ from gateway.formats.json_spelling import (
     word_json,
 )
 from gateway.formats.literal_dialect import JSON, Dialect
+from gateway.formats.readable_json import ReadableCheck
 from gateway.text.markers import match_end
 
 Status = Literal["more", "end", "broken", "quote"]
@@ -104,6 +105,8 @@ class LiteralScan(msgspec.Struct):
     high: str = ""
     #: The JSON written since the last `drain`, in pieces.
     out: list[str] = []
+    #: Finds values that JSON readers cannot hold. It checks JSON only, not other dialects.
+    readable: ReadableCheck = msgspec.field(default_factory=ReadableCheck)
 
     @property
     def is_blank(self) -> bool:
@@ -235,6 +238,7 @@ class LiteralScan(msgspec.Struct):
             self.at = BEGINS_NUMBER.get(char, BROKEN)
             self.write_comma()
             self.out.append(char if self.at != BROKEN else "")
+            self.readable.number_part(char)
 
     def _open(self, symbol: str, dialect: Dialect) -> None:
         is_too_deep = dialect.word is None and len(self.stack) >= MAX_DEPTH
@@ -251,6 +255,7 @@ class LiteralScan(msgspec.Struct):
 
     def _ended(self) -> None:
         """Enter the state after a complete key or value."""
+        self.readable.end_value()
         self.at = COLON if self.is_key else COMMA if self.stack else END
 
     # ---- strings
@@ -268,10 +273,8 @@ class LiteralScan(msgspec.Struct):
 
     def _in_string(self, text: str, position: int, dialect: Dialect) -> int:
         end = match_end(IN_QUOTES[self.quote[0]], text, position)
-        if end > position and self.high:
+        if end > position:
             self._write(text[position:end])
-        elif end > position:
-            self.out.append(string_json(text[position:end])[1:-1])
         if end == len(text):
             return end
         if text[end] == "\\":
@@ -359,11 +362,11 @@ class LiteralScan(msgspec.Struct):
     def _end_code(self, dialect: Dialect) -> None:
         """Write the character whose complete code is held."""
         raw, self.held, self.at = self.held, "", STRING
-        if dialect.word is None:
-            self.out.append(raw)
-            return
         code = int(raw[1:], 8) if raw[1] in OCTAL_DIGITS else int(raw[2:], 16)
-        if 0xDC00 <= code < 0xE000 and self.high:
+        if dialect.word is None:
+            self.readable.escaped_code(code)
+            self.out.append(raw)
+        elif 0xDC00 <= code < 0xE000 and self.high:
             pair, self.high = ord(self.high), ""
             self._write(chr(0x10000 + ((pair - 0xD800) << 10) + code - 0xDC00))
         elif 0xD800 <= code < 0xDC00:
@@ -374,8 +377,8 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add `text` to the string. If half of a surrogate pair waits before it, that half is
-        written as an escape."""
+        """Add `text` to the string. Half of a surrogate pair before it is written as an escape."""
+        self.readable.characters()
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""
         if text:
@@ -433,6 +436,7 @@ class LiteralScan(msgspec.Struct):
             self.at = part
             position += 1
         self.out.append(text[start:position])
+        self.readable.number_part(text[start:position])
         if position < len(text):
             if self.at in ENDS_NUMBER:
                 self._ended()

@@ -32,12 +32,10 @@ from gateway.formats.string_limits import (
     limited,
     merged,
 )
-from gateway.formats.value_syntax import Values
+from gateway.formats.value_syntax import NUMBERS, Values
 from protocol.grammar import Form, Until
 
-NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-WHOLE = "-?(?:0|[1-9][0-9]*)"
-UNLIMITED = {"null": "null", "boolean": "true|false", "integer": WHOLE, "number": NUMBER}
+UNLIMITED = {"null": "null", "boolean": "true|false", **NUMBERS}
 """Type -> pattern of its values, if the schema sets no limits."""
 FIRST_CHARS: dict[str, Ranges] = {
     "null": char_ranges("nN"),

@@ -26,6 +26,13 @@ BLANKS = r"[ \n]{0,8}"
 """Blanks inside JSON. Without a limit, a model could write blanks forever."""
 EMPTY = LiteralForm("")
 WORDS = ("null", "true", "false")
+WHOLE = "-?(?:0|[1-9][0-9]{0,199})"
+NUMBERS = {
+    "integer": WHOLE,
+    "number": WHOLE + r"(?:\.[0-9]{1,199})?(?:[eE](?:\+?[0-9]{1,2}|-[0-9]{1,3}))?",
+}
+"""Type -> pattern of its values, if the schema sets no limits. All of them are less than 1e300,
+because JSON readers cannot hold numbers that are too large for a double."""
 
 
 class Notation(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +104,8 @@ class Values:
             case "boolean":
                 return either((LiteralForm(true), LiteralForm(false)))
             case "integer" | "number":
+                if not case.limits:
+                    return Pattern(NUMBERS[case.kind])
                 return self.grammar.json({"type": case.kind, **case.limits})
             case "string":
                 return self._string(case.limits, path)

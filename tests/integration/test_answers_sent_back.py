@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import requests
 
+from gateway.formats.event_builder import INVALID_ARGUMENTS as INVALID
+from tests.support.anthropic import anthropic_events
 from tests.support.api_prompts import BODIES, chat_body, messages_body
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of
+from tests.support.responses import typed_events
 from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply, thinking_card
 
 ENGINE = {"card": thinking_card(), "max_len": 1 << 14}
@@ -155,6 +159,36 @@ def test_an_api_takes_its_own_answers_back(
         if name in ("whole", "two calls"):
             assert "Wait." in prompt, (name, prompt)
             assert prompt.count("done") == text.count("<tool_call>"), (name, prompt)
+
+
+READERS: Mapping[str, Callable[[bytes], list[Any]]] = {
+    "chat": events_of,
+    "messages": anthropic_events,
+    "responses": typed_events,
+}
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_a_call_that_is_not_sent_back_as_it_was_has_a_warning(
+    gateway: GatewayProcess, engine: ScriptedEngine, way: str
+) -> None:
+    path, body, _ = WAYS[way]
+    for name in ("not JSON", "not an object", "too large", "half of a pair", "whole"):
+        says(engine, ANSWERS[name])
+        expected = set() if name == "whole" else {INVALID}
+        assert (name, warned(post(gateway, path, body))) == (name, expected)
+        streamed = READERS[way](gateway.post(path, {**body, "stream": True}).content)
+        assert (name, warned(streamed)) == (name, expected)
+
+
+def warned(answer: Any) -> set[str]:
+    """Return the codes of all warnings in an answer, or in the events of its stream."""
+    if isinstance(answer, list):
+        return set().union(*map(warned, answer))
+    if not isinstance(answer, dict):
+        return set()
+    codes = {warning["code"] for warning in answer.get("warnings", ())}
+    return codes.union(*map(warned, answer.values()))
 
 
 def _history(message: Json) -> Sequence[Json]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isinf
 from typing import Any
 
 import msgspec
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.formats.event_builder import INVALID_ARGUMENTS, EventBuilder
+from gateway.formats.events import OutputWarning
 from gateway.formats.json_scanner import MAX_DEPTH, LiteralScan, object_scan
+from gateway.formats.readable_json import MAX_NUMBER_CHARS
 from tests.support.examples import examples
 from tests.support.formats import is_json_object
 from tests.support.tokenizers import cuts
@@ -139,11 +143,74 @@ def test_json_that_is_nested_too_deeply_is_rejected() -> None:
         assert mended([text]) == (text, is_object, False)
 
 
-def test_nothing_but_open_brackets_is_remembered() -> None:
+def test_only_open_brackets_and_the_start_of_one_number_are_remembered() -> None:
     scan = object_scan()
     scan.push('{"a": [{"b": "')
     size = len(msgspec.json.encode(scan))
     for _ in range(1000):
         scan.push('x\\"' * 10)
     scan.push('", "n": 1' + "0" * 10_000)
-    assert len(msgspec.json.encode(scan)) <= size + 5
+    assert len(msgspec.json.encode(scan)) <= size + MAX_NUMBER_CHARS + 6
+
+
+# ---- values that JSON readers cannot hold
+
+
+def is_unreadable(value: Any) -> bool:
+    """Return whether a decoded JSON value has an infinite number or half of a surrogate pair."""
+    if isinstance(value, dict):
+        return any(map(is_unreadable, [*value, *value.values()]))
+    if isinstance(value, list):
+        return any(map(is_unreadable, value))
+    if isinstance(value, str):
+        return any("\ud800" <= char <= "\udfff" for char in value)
+    return isinstance(value, float) and isinf(value)
+
+
+NUMBERS = st.from_regex(
+    r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,3})?([eE][+-]?(30[0-9]|[0-9]{1,4}))?", fullmatch=True
+)
+PARTS = [r"\ud83d", r"\uD83D", r"\ude00", r"\uDE00", r"\u0041", r"\n", r"\\", "d", "\U0001f600"]
+STRINGS = st.lists(st.sampled_from(PARTS), max_size=5).map(lambda parts: f'"{"".join(parts)}"')
+
+
+@settings(max_examples=examples(100, 300))
+@given(st.lists(NUMBERS | STRINGS, max_size=3), STRINGS, st.integers(0, 9))
+def test_arguments_that_json_readers_cannot_hold_have_a_warning(
+    values: list[str], key: str, seed: int
+) -> None:
+    text = f"{{{key}: [{', '.join(values)}]}}"
+    expected = is_unreadable(json.loads(text))
+    for pieces in ([text], list(text), cuts(text, seed)):
+        builder = EventBuilder(None, lambda: "call")
+        builder.start_call("f")
+        for piece in pieces:
+            if (event := builder.fast_arguments(piece)) is not None:
+                builder.out.append(event)
+            else:
+                builder.arguments_delta(piece)
+            builder = EventBuilder(None, lambda: "call", builder.state())
+        builder.end_call()
+        warnings = [event for event in builder.out if isinstance(event, OutputWarning)]
+        assert [warning.code for warning in warnings] == [INVALID_ARGUMENTS] * expected
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("1e400", "a number that is too large"),
+        ("-2.5E+999", "a number that is too large"),
+        ("1" * 310 + ".0", "a number that is too large"),
+        ("1" * (MAX_NUMBER_CHARS + 1), "a number that is too large"),
+        ("1" * 400, ""),
+        ("1" * 400 + "e-200", ""),
+        ("0e999", ""),
+        (r'"\ud83d"', "half of a surrogate pair, which is not a character"),
+        (r'"\ud83d\ude00"', ""),
+    ],
+)
+def test_the_value_that_json_readers_cannot_hold_is_named(value: str, problem: str) -> None:
+    for pieces in ([value], list(value)):
+        scan = object_scan()
+        assert "".join(map(scan.push, ['{"a": ', *pieces, "}"])) == f'{{"a": {value}}}'
+        assert (scan.is_object, scan.readable.problem) == (True, problem)

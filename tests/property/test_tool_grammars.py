@@ -173,6 +173,7 @@ def speaker(name: str) -> Model:
     sample = next(sample for sample, _ in SAMPLES if sample.name == name)
     markers = sample.format.markers() if sample.markers is None else sample.markers
     known = set(filter(is_marker, markers)) - set(LACKING.get(name, ()))
+    known = {marker for marker in known if not any(part in marker for part in sample.parts)}
     return Model(sample.format, (*sorted(known), *sample.parts))
 
 
@@ -196,6 +197,31 @@ def test_strict_tools_leave_text_free_and_calls_possible(
     for case in cases:
         if case.name in (*calls_in(sample), "text alone", "text before a call"):
             assert (case.name, spoken.refused(body, case.text)) == (case.name, None)
+
+
+@each(without=ODD)
+def test_free_text_may_contain_the_beginning_of_any_marker(
+    sample: Sample, cases: Sequence[Fixture]
+) -> None:
+    spoken, by_name = speaker(sample.name), {case.name: case.text for case in cases}
+    said = f"Is it {', '.join(sorted(beginnings(sample)))} or so?"
+    texts = [by_name["text alone"].replace("Hello", said)]
+    if "text before a call" in by_name:
+        texts.append(by_name["text before a call"].strip("\n").replace("One moment", said))
+    for many in (True, False):
+        body = spoken.bound.strict_calls(TYPED_TOOLS, many=many)
+        assert [spoken.refused(body, text) for text in texts] == [None] * len(texts)
+
+
+def beginnings(sample: Sample) -> set[str]:
+    """Return all texts that begin a marker of the sample's format and contain no marker."""
+    lexicon, markers = speaker(sample.name).bound.lexicon, set(sample.format.markers()) - {""}
+    begun = {marker[:end] for marker in markers for end in range(1, len(marker))}
+    return {
+        text
+        for text in begun
+        if not lexicon.has_special(text) and not any(marker in text for marker in markers)
+    }
 
 
 STRICT = (tool("get_weather", city={"type": "string"}, days={"enum": [1, 2]}), *TYPED_TOOLS[1:])

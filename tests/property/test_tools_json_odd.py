@@ -100,7 +100,6 @@ BODIES = {
         ('{ "name" :\n"f",\t"arguments":{ } , }', "{ }"),
         ('{"na\\u006de": "\\u0066", "arguments": {"\\"}": "\\\\"}}', '{"\\"}": "\\\\"}'),
         ('[{"name": "f", "arguments": {"a": "]"}}]', '{"a": "]"}'),
-        ('{"name": "f", "arguments": {"a": "\\ud83d"}}', '{"a": "\\ud83d"}'),
     ],
 )
 def test_a_call_is_found_however_its_object_is_written(body: str, arguments: str) -> None:
@@ -110,6 +109,13 @@ def test_a_call_is_found_however_its_object_is_written(body: str, arguments: str
 def test_half_a_character_in_a_name_is_replaced_so_that_the_name_can_be_sent() -> None:
     body = '{"name": "f\\ud83d", "arguments": {}}'
     assert said("hermes", hermes(body)) == call(name="f\ufffd")
+
+
+def test_half_a_character_in_an_argument_is_kept_with_a_warning() -> None:
+    arguments = '{"a": "\\ud83d"}'
+    *begun, end = call(arguments)
+    events = said("hermes", hermes(f'{{"name": "f", "arguments": {arguments}}}'))
+    assert without_messages(events) == [*begun, OutputWarning(INVALID, ""), end]
 
 
 MENDED = [

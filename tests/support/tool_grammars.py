@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ from tests.support.tokenizers import card_of
 EOS = "<eos>"
 CLOSERS = ('"', "'", "</a>", ">", "}", "]", '"}', '"]', "</", ")", ",", "0", "true")
 """Texts that end values of most kinds."""
+EXPONENT = re.compile(r"[0-9][eE][+-]?[0-9][0-9]\Z")
 PATIENCE, LIMIT = 60, 4000
 """Steps after which a walk prefers to end, and after which it fails."""
 
@@ -195,7 +197,7 @@ class Walk:
         while not matcher.is_complete:
             if len(drawn) >= LIMIT:
                 raise Endless(self.model.tokenizer.decode(drawn, skip_special_tokens=False))
-            allowed = self.model.possible(matcher)
+            allowed = self._readable(drawn, self.model.possible(matcher))
             late = len(drawn) > PATIENCE
             if late and self.model.ends & allowed:
                 break
@@ -209,6 +211,17 @@ class Walk:
             assert matcher.error is None
             drawn.append(token)
         return drawn
+
+    def _readable(self, drawn: Sequence[int], allowed: set[int]) -> set[int]:
+        """Return the `allowed` tokens, without another digit if an exponent has two. In JSON of a
+        schema, llguidance admits exponents of any length, and there is a warning about arguments
+        with a number that JSON readers cannot hold."""
+        end = self.model.tokenizer.decode(drawn[-5:], skip_special_tokens=False)
+        return allowed - self._digits if EXPONENT.search(end) else allowed
+
+    @cached_property
+    def _digits(self) -> set[int]:
+        return {token for digit in "0123456789" for token in self.model.ids(digit)}
 
     def _hints(self, body: Rules) -> list[list[int]]:
         texts = {form.text for form in forms_of(body) if isinstance(form, LiteralForm)}

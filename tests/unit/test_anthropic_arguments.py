@@ -9,8 +9,9 @@ from typing import Any
 import jiter
 import pytest
 
-from gateway.api.anthropic.blocks import MAX_SCALAR_CHARS, ToolInput
+from gateway.api.anthropic.blocks import ToolInput
 from gateway.formats.events import INVALID_JSON
+from gateway.formats.readable_json import MAX_NUMBER_CHARS
 
 
 def emitted(*bits: str, complete: bool = True) -> str:
@@ -63,7 +64,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "leading zero": ('{"a": 01}', {}),
     "escape": ('{"a": "x\\qy and more than twelve"}', {"a": "x"}),
     "lone surrogate": ('{"a": "x\\ud83d and more"}', {"a": "x"}),
-    "endless number": ('{"a": ' + "1" * (MAX_SCALAR_CHARS + 2) + "}", {}),
+    "endless number": ('{"a": ' + "1" * (MAX_NUMBER_CHARS + 2) + "}", {}),
     "brace at the start": ("}", {}),
     "nothing": ("", {}),
 }

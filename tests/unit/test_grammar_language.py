@@ -181,6 +181,8 @@ AFTER = Thinking(closes="end</think>", inside=True)
         (MIXED, ["hm", END_THINK, "final", TOOL, "yes"], "$$"),
         (MIXED, ["hm", END_THINK, "yes"], "yes"),
         (AFTER, ["the end", END_THINK, "yes"], "$$"),
+        (AFTER, ["ends tend to end", END_THINK, "yes"], "$$"),
+        (AFTER, ["the en", END_THINK, "yes"], "</think>yes"),
     ],
 )
 def test_the_body_begins_exactly_where_thinking_ends(compiler, thinking, answer, left):
@@ -205,8 +207,9 @@ TAGS = [
     Tag(begin="<f=a>", schema=NUMBER, end="</f>"),
     Tag(begin="<f=b>", schema="{}", end="</f>"),
     Tag(begin="<tool>c\n", schema=NUMBER, end="\n</tool>"),
+    Tag(begin="call [CALL]", schema=NUMBER, end="."),
 ]
-TRIGGERS = ["<f=", "<tool>"]
+TRIGGERS = ["<f=", "<tool>", "call [CALL]"]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +220,7 @@ TRIGGERS = ["<f=", "<tool>"]
         ({}, [TOOL, 'c\n{"x":1}\n', END_TOOL, " bye"], "$"),
         ({}, ["<f=c>"], "c>"),
         ({}, [TOOL, "d"], "d"),
+        ({}, ["a call: call ", CALL, '{"x":1}. I call '], "$"),
         ({}, ["<f=a>[2]"], "[2]"),
         ({"at_least_one": True}, ["just text", 0], ""),
         ({"at_least_one": True}, ['so <f=a>{"x":1}</f> ok'], "$"),
@@ -253,6 +257,9 @@ VALUE = Until("</v>", "[a-c]{2,3}")
         (Pattern("a+|b"), ["aaa"], "$"),
         (Sequence([Pattern("[a-z/]+"), LiteralForm("!")]), ["a/b!"], "$$"),
         (Until("<end>"), ["a <en <end>"], "$$"),
+        (Sequence([Until("a<tool>b"), LiteralForm("x")]), ["a <tool>aa", TOOL, "bx"], "$$"),
+        (Until("ab<tool>", "[bc]*"), ["abab", TOOL], "ab<tool>"),
+        (Until("ab<tool>", "a?[bc]*"), ["abab", TOOL], "$$"),
         (Sequence([Until("</tool>!"), LiteralForm("x")]), ["a </tool>", END_TOOL, "!x"], "$$"),
         (Sequence([VALUE, VALUE]), ["ab</v>abc</v>"], "$$"),
         (Sequence([VALUE, VALUE]), ["ab</v>abcd</v>"], "d</v>"),

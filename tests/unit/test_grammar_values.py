@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.pythonic import PYTHON_NOTATION
 from gateway.formats.schema_cases import SchemaCase, Schemas
 from gateway.formats.string_limits import StringEscapes, char_ranges, free_of, limited
-from gateway.formats.value_syntax import Values, arguments_form, json_notation
+from gateway.formats.value_syntax import NUMBERS, Values, arguments_form, json_notation
 from protocol.grammar import (
     Either,
     Form,
@@ -112,7 +113,31 @@ def test_each_notation_has_its_own_words(notation: Any, null: str, constant: str
     values = Values(notation, schemas(), GrammarBuilder())
     assert values.value({"type": "null"}, "p") == LiteralForm(null)
     assert values.value({"const": {"a": [True, "x"]}}, "p") == LiteralForm(constant)
-    assert values.value({"type": "integer"}, "p") == Json("schema-0")
+    assert values.value({"type": "integer", "minimum": 3}, "p") == Json("schema-0")
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("0", {"integer", "number"}),
+        ("-12", {"integer", "number"}),
+        ("9" * 200, {"integer", "number"}),
+        ("9" * 201, set()),
+        ("1.50", {"number"}),
+        ("-0.5e-307", {"number"}),
+        ("6.02E+23", {"number"}),
+        ("9" * 200 + ".9e99", {"number"}),
+        ("1e400", set()),
+        ("1E+100", set()),
+        ("007", set()),
+        ("1.", set()),
+    ],
+)
+def test_numbers_without_limits_are_those_that_json_readers_can_hold(
+    text: str, kinds: set[str]
+) -> None:
+    assert {kind for kind, pattern in NUMBERS.items() if re.fullmatch(pattern, text)} == kinds
+    assert not kinds or isfinite(float(text))
 
 
 def test_a_schema_that_refers_to_itself_is_a_rule_that_does() -> None:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from math import isinf
 from typing import Literal, Protocol
 
 from gateway.formats.event_builder import INVALID_ARGUMENTS
@@ -32,6 +31,7 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
+from gateway.formats.readable_json import MAX_NUMBER_CHARS, is_too_large
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 SIGNATURE_BYTES = 32
@@ -119,8 +119,7 @@ class ContentBlocks:
         self._sink.stop(None)
 
     def _warn_broken(self) -> None:
-        """Warn about invalid arguments, unless the parser did so already. The parser does not warn
-        about lone surrogates, which JSON can express and UTF-8 cannot."""
+        """Warn about invalid arguments, unless the parser did so already."""
         if not self.warnings or self.warnings[-1].code != INVALID_ARGUMENTS:
             problem = f"the model did not write a JSON object; its text is in `{INVALID_JSON}`"
             at = f"content[{self._index}].input"
@@ -139,10 +138,6 @@ def signature_of(digest: hashlib.blake2b) -> str:
 
 # ---- the input of a tool_use block
 
-MAX_SCALAR_CHARS = 1024
-"""A longer number is treated as invalid JSON. A number is held back until it is complete, so its
-length must be bounded."""
-
 _RUN = re.compile(r'[^"\\\x00-\x1f]++')
 _ESCAPE = re.compile(
     r"\\(?:[\"\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
@@ -154,13 +149,6 @@ _SCALAR = re.compile(r"[0-9A-Za-z+\-.]++")
 _COMPLETE_SCALAR = re.compile(
     r"(?:true|false|null|-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)"
 )
-
-
-def _is_infinite(scalar: str) -> bool:
-    """Return whether a complete scalar is a number with a fraction or exponent that is too large
-    for a float. Clients would read it as infinity, which is not JSON, so they could not send it
-    back."""
-    return scalar[-1].isdigit() and not scalar.lstrip("-").isdigit() and isinf(float(scalar))
 
 
 START, FIRST_KEY, KEY, COLON, VALUE, FIRST_VALUE, AFTER, STRING, KEY_STRING, DONE = (
@@ -265,7 +253,7 @@ class ToolInput:
         if scalar is None:
             self._structural(text[position], emitted)
             return position + 1
-        if scalar.end() == len(text) and len(scalar[0]) <= MAX_SCALAR_CHARS:
+        if scalar.end() == len(text) and len(scalar[0]) <= MAX_NUMBER_CHARS:
             return position
         self._scalar(scalar[0], emitted)
         return scalar.end()
@@ -299,8 +287,8 @@ class ToolInput:
 
     def _scalar(self, text: str, emitted: list[str]) -> None:
         next_state = _NEXT.get((self._at, "scalar"))
-        is_whole = len(text) <= MAX_SCALAR_CHARS and _COMPLETE_SCALAR.fullmatch(text)
-        if next_state is None or not is_whole or _is_infinite(text):
+        is_whole = _COMPLETE_SCALAR.fullmatch(text)
+        if next_state is None or not is_whole or (text[-1].isdigit() and is_too_large(text)):
             self.is_broken = True
         else:
             self._at = next_state
