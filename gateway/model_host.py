@@ -194,6 +194,12 @@ class ModelHost:
         return self.config.load == "start" and self._unloaded_state() is None
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the server is not ready without this model: it is wanted, or may be, because the
+        supervisor has not reported its state yet."""
+        return self.is_wanted or not self._is_reported
+
+    @property
     def state(self) -> str:
         """The state for operators: "ready" if requests are served now. Otherwise a `LoadState` of
         `protocol.control`."""
@@ -223,11 +229,14 @@ class ModelHost:
         """Return the model's state if its engines are stopped or will be; otherwise None."""
         return self._link.loads.unloaded_state(self._key) if self._link is not None else None
 
+    @property
+    def _is_reported(self) -> bool:
+        """Whether the state of the model is known, or there is no supervisor that reports it."""
+        return self._link is None or self._link.loads.state(self._key) is not None
+
     def _unloaded_error(self) -> ServingError | None:
         """Return why no request may be given to the engines, whatever their own state is."""
-        if self._link is None:
-            return None
-        if self._link.loads.state(self._key) is None:
+        if not self._is_reported:
             return EngineNotReady("the supervisor has not reported the state of the model yet")
         if (state := self._unloaded_state()) is not None:
             return EngineNotReady(f"the model is {state}")

@@ -372,8 +372,8 @@ class Service:
 
     def trouble(self) -> ServingError | None:
         """Return why this server is not ready, or None: the first error that the requests of a
-        model would get that should be loaded."""
-        troubles = (host.trouble() for host in self.hosts if host.is_wanted)
+        model would get that should be loaded, or whose state is not known yet."""
+        troubles = (host.trouble() for host in self.hosts if host.is_awaited)
         return self._draining() or next((each for each in troubles if each is not None), None)
 
     @property

@@ -136,7 +136,7 @@ def readiness(service: Service) -> ReadinessAnswer:
     than FRESH_S seconds, or if another process of its port has not been ready since their start.
     """
     trouble = service.trouble()
-    reasons = [reason for host in service.hosts if host.is_wanted and (reason := _problem(host))]
+    reasons = [reason for host in service.hosts if host.is_awaited and (reason := _problem(host))]
     why = trouble.message if trouble is not None else next(iter(reasons), None)
     if why is None:
         service.place.set_state(READY)
@@ -160,7 +160,7 @@ def readiness(service: Service) -> ReadinessAnswer:
 def startup(service: Service) -> Startup:
     """Return whether each model that is loaded at the start has become available since this process
     started, and if not, why."""
-    late = [host for host in service.hosts if host.is_wanted and not host.has_served]
+    late = [host for host in service.hosts if host.is_awaited and not host.has_served]
     trouble = late[0].trouble() if late else None
     return Startup(
         started=not late,

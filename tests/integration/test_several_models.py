@@ -444,6 +444,25 @@ def test_an_unloaded_model_is_listed_and_the_server_is_ready_without_it(fresh: O
     ]
 
 
+def test_a_server_is_not_ready_before_the_states_of_its_models_are_known(folder: Path) -> None:
+    with ScriptedSupervisor(folder / "late.sock", {"f": "unloaded", "g": "unloaded"}) as supervisor:
+        supervisor.is_late = True
+        models = [
+            {"served_name": [name], "engine": f"ipc://{folder}/{name}.sock", "load": "first-use"}
+            for name in ("f", "g")
+        ]
+        with GatewayProcess(models=models, control=str(supervisor.path)) as gateway:
+            gateway.await_status("/livez", 200)
+            for path in ("/readyz", "/startupz"):
+                answer = requests.get(gateway.url + path, timeout=5)
+                assert answer.status_code == 503
+                assert "the supervisor has not reported" in answer.json()["why"]
+            supervisor.set("f", "unloaded")
+            states = gateway.await_status("/readyz", 200).json()["models"]
+            assert [each["state"] for each in states] == ["unloaded", "unloaded"]
+            gateway.await_status("/startupz", 200)
+
+
 def test_a_wait_ends_with_the_load_timeout(fresh: OnDemand) -> None:
     answer = fresh.ask().result()
     assert answer.status_code == 503

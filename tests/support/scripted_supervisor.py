@@ -40,12 +40,14 @@ class ScriptedSupervisor:
     started    the models of all StartModel messages
     stopped    the models of all StopModel messages
     reports    the last report of each connection, in the order of the connections
+    is_late    whether a report gets no states in return, until `set` sends them
     """
 
     def __init__(self, path: Path, states: Mapping[str, LoadState]) -> None:
         self.path = path
         self.reset()
         self.reports: list[ReportUse] = []
+        self.is_late = False
         self._states = {name: ModelState(name=name, state=state) for name, state in states.items()}
         self._version = 1
         self._lock = threading.RLock()
@@ -133,7 +135,7 @@ class ScriptedSupervisor:
         match message:
             case ReportUse():
                 self.reports[place] = message
-                if message.version < self._version:
+                if message.version < self._version and not self.is_late:
                     self._send(connection, self._all)
             case StartModel(model=model):
                 self.started.append(model)
