@@ -167,8 +167,9 @@ class ChatTab {
 
   async start() {
     this.onPath(this.context.path);
-    await this.loadModels();
+    // Not after the models have arrived: the user may be typing elsewhere by then.
     if (matchMedia("(hover: hover)").matches) this.input.focus();
+    await this.loadModels();
     this.resize();
   }
 

@@ -37,8 +37,12 @@ export class SettingsForm {
     this.show(settings, null);
   }
 
-  /** Show other settings, with the defaults of a model: an entry of GET /v1/models, or null. */
+  /**
+   * Show settings, with the defaults of a model: an entry of GET /v1/models, or null. If they are
+   * those shown before, the user may be typing: the defaults arrive later than the form.
+   */
   show(settings, model) {
+    const restore = settings === this.settings ? remember(this.element) : () => {};
     this.settings = settings;
     this.model = model;
     const reasons = model?.formats === undefined || model.formats.reasoning !== null;
@@ -76,6 +80,7 @@ export class SettingsForm {
         "Use the defaults",
       ),
     );
+    restore();
   }
 
   reset() {
@@ -169,6 +174,19 @@ export class SettingsForm {
       example,
     );
   }
+}
+
+/** Return a function that gives the form's fields, made anew, the focus and the open parts of now. */
+function remember(form) {
+  const { activeElement } = document;
+  const { name, selectionStart, selectionEnd } = form.contains(activeElement) ? activeElement : {};
+  const open = [...form.querySelectorAll("details")].map((part) => part.open);
+  return () => {
+    form.querySelectorAll("details").forEach((part, place) => (part.open = open[place]));
+    const field = name ? form.elements[name] : null;
+    field?.focus();
+    if (typeof selectionStart === "number") field?.setSelectionRange(selectionStart, selectionEnd);
+  };
 }
 
 /** Return the settings that differ from the defaults, in words: ["temperature 0.5", "tools"]. */

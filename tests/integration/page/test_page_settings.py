@@ -193,6 +193,22 @@ def test_a_text_that_was_not_sent_survives_a_reload(visit: Visitor) -> None:
     assert message.input_value() == ""
 
 
+def test_settings_can_be_typed_while_the_models_arrive(visit: Visitor) -> None:
+    visitor = visit()
+    release = visitor.hold("/v1/models")
+    page = visitor.open()
+    page.keyboard.press("Alt+s")
+    page.get_by_text("Other fields").click()
+    temperature = page.get_by_label("Temperature")
+    temperature.press_sequentially("0.5")
+    temperature.press("ArrowLeft")
+    release()
+    page.locator("option[value=scripted]").wait_for(state="attached")
+    page.keyboard.type("2")
+    assert temperature.input_value() == "0.25"
+    assert page.get_by_label("A JSON object").is_visible()
+
+
 def model_is(visitor: Any, state: str) -> None:
     """Let the server's list of models say that the model is in this state."""
 
