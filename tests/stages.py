@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -47,7 +47,8 @@ PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
 NICENESS = 10
 """Niceness of stages that only compute. If both need a core, a process of another stage gets nine
-times as much CPU time as one of theirs."""
+times as much CPU time as one of theirs. Beside other programs that use the cores, they would get
+almost none, so then all stages have the same niceness."""
 BACKGROUND = ("--timeout", "900")
 """Options of these stages, whose tests may wait long for a core."""
 ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
@@ -357,12 +358,14 @@ def over_runs(runs: Sequence[Sequence[StageResult]]) -> str:
     )
 
 
-def run_suite(arguments: Sequence[str]) -> list[StageResult]:
-    """Run all stages and print the summary, also if Ctrl-C ends them."""
+def run_suite(arguments: Sequence[str], *, is_busy: bool) -> list[StageResult]:
+    """Run all stages and print the summary, also if Ctrl-C ends them. `is_busy`: other programs use
+    the cores."""
     results: list[StageResult] = []
-    background = BackgroundStages([stage for stage in STAGES if stage.in_background], arguments)
+    stages = [replace(stage, niceness=0) for stage in STAGES] if is_busy else STAGES
+    background = BackgroundStages([stage for stage in stages if stage.in_background], arguments)
     try:
-        for stage in STAGES:
+        for stage in stages:
             if not stage.in_background:
                 results += background.ended(all_of_them=stage.alone)
                 heading(stage)
@@ -376,7 +379,7 @@ def run_suite(arguments: Sequence[str]) -> list[StageResult]:
         raise
     finally:
         background.close()
-        results.sort(key=lambda result: STAGES.index(result.stage))
+        results.sort(key=lambda result: stages.index(result.stage))
         print(summary(results), flush=True)
     return results
 
@@ -411,7 +414,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with default_signals_for_children(), busy_loops(options.busy):
             for _ in range(options.repeat):
-                runs.append(run_suite(for_pytest))
+                runs.append(run_suite(for_pytest, is_busy=options.busy > 0))
     except KeyboardInterrupt:
         return 130
     finally:

@@ -1,7 +1,7 @@
 """Cuts of an answer into deltas. The events of an answer must not depend on its cut.
 
-A test parses the answer uncut, unit by unit, in two parts cut at every place, in runs of equal
-length after a first run of each length up to theirs, and in random cuts.
+A test parses the answer uncut, unit by unit, in a few long parts so that every place is cut once,
+in short runs of equal length after a first run of each length up to theirs, and in random cuts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ NUM_RANDOM = examples(20, 200)
 """Number of random cuts of one answer."""
 RUNS = (2, 3, 5)
 """Lengths of the deltas in a cut into runs, in units."""
+NUM_PARTS = examples(5, 2)
+"""Most long parts into which an answer is cut. The time for all answers grows with the square of
+their length, and is nearly halved by each doubling of this number."""
+MIN_PART = 20
+"""Shortest of these parts, in units, except the first and the last."""
 LONGEST = (5, 20, 60, 200)
 """Maximum lengths of a delta in a random cut. Each cut draws one of them."""
 
@@ -29,8 +34,9 @@ def all_cuts(units: Sequence[_Unit], seed: int) -> Iterator[list[Sequence[_Unit]
     """
     yield [units]
     yield [units[at : at + 1] for at in range(len(units))]
-    for at in range(1, len(units)):
-        yield [units[:at], units[at:]]
+    length = max(-(-len(units) // (NUM_PARTS - 1)), MIN_PART)
+    for first in range(1, min(length + 1, len(units))):
+        yield in_runs(units, first, length)
     for length in RUNS:
         for first in range(1, length + 1):
             yield in_runs(units, first, length)
