@@ -3,7 +3,8 @@
 A template's source does not show reliably in which form it needs a conversation. So each trait is
 tried: its values are listed in order of preference, and each is used to bring a few conversations
 (its scenes) into form, as for a request. The first value with which the template renders every
-text of its scenes is the trait. Later traits are tried with the values of the earlier ones.
+text of its scenes is the trait. Later traits are tried with the values of the earlier ones. If no
+value renders all scenes, the trait is the one that renders most, and `omits_texts` is set.
 
 The source is read only to leave out trials: a template that does not contain the word `developer`
 does not support that role, and one that does not contain `content` renders no text at all.
@@ -218,7 +219,7 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     _find_neighbours(prober)
     _find_systems(prober)
     _find_reasoning(prober)
-    return prober.traits
+    return msgspec.structs.replace(prober.traits, omits_texts=_omits_texts(prober))
 
 
 def _find_content_forms(prober: _Prober, role: str, *scenes: _Scene) -> None:
@@ -451,3 +452,23 @@ def _find_reasoning(prober: _Prober) -> None:
         scenes, *({"reasoning": form, **place} for form, place in product(forms, places))
     ):
         prober.traits = msgspec.structs.replace(before, reasoning="omitted")
+
+
+def _omits_texts(prober: _Prober) -> bool:
+    """Return whether the template omits a text of a conversation without an error."""
+    system, later = _turn("system", _FIRST_SYSTEM), _turn("system", _SYSTEM)
+    said = _called(0, text=_TEXT)
+    chat = [_turn(role, f"n33dle{role}{i}x") for i in range(8) for role in ("user", "assistant")]
+    scenes = (
+        _scene(system, *chat, _ASK),
+        _scene(system, _ASK, _ASK_2, _ANSWERED, later, _turn("user", _TEXT)),
+        _scene(_ASK, said, _result(0), _ASK_2, _ANSWERED, tools=prober.tools),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=prober.tools),
+    )
+    outputs = [prober.try_output(scene.turns, scene.tools) for scene in scenes]
+    return any(
+        text not in output
+        for scene, output in zip(scenes, outputs, strict=True)
+        if output is not None  # otherwise requests get the same error
+        for text in scene.texts
+    )

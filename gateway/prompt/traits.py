@@ -86,3 +86,6 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     assistant_turns: Literal["kept", "joined"] = "kept"
     #: A message of the user directly after a tool result: kept, or part of the result.
     user_after_result: Literal["kept", "result"] = "kept"
+    #: Whether the template omits texts of some conversations without an error, in whatever form
+    #: they are written. Each request is then rendered with marks first (`omissions`).
+    omits_texts: bool = False

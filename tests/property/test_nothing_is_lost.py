@@ -61,6 +61,16 @@ NOT_FOR_CHATS = {
 }
 """Templates that cannot render a conversation -> why. They refuse some or all of the shapes."""
 
+LOSSY = {
+    "the last message": "{{ messages[-1].content }}",
+    "the first message": "{{ messages[0].content }}",
+    "two messages": "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "the first and the last": "{{ messages[0].content }}|{{ messages[-1].content }}",
+    "users": "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}",
+    "four messages": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+}
+"""What a template renders -> its source."""
+
 Message = dict[str, Any]
 
 
@@ -344,3 +354,21 @@ def test_all_that_a_client_sends_is_in_the_prompt(name: str) -> None:
         assert all("is refused" in problem for problem in found)
     else:
         assert not found, f"{len(found)} of {len(list(requests_of(name)))}: {found[0]}"
+
+
+@pytest.mark.parametrize("what", LOSSY)
+def test_a_request_is_refused_if_the_template_omits_a_part_of_it(what: str) -> None:
+    card = published.card_of_template(LOSSY[what])
+    options = ModelOptions.from_config(ModelConfig(), published.TEMPLATES)
+    served = ServedModel.from_card(card, LIMITS, options, published.TEMPLATES)
+    own = [ConversationShape(shape, has_tools=tools) for shape in OWN for tools in (False, True)]
+    refused = []
+    for api, shape in itertools.product(BODIES, [ConversationShape([USER], has_tools=False), *own]):
+        try:
+            prompt = prompt_of(api, BODIES[api](shape.messages, shape.tools), served)
+        except InvalidRequest as error:
+            refused.append(error.param)
+            continue
+        assert [word for word in shape.words if word not in prompt] == [], (api, prompt)
+    assert 0 < len(refused) < len(BODIES) * (len(own) + 1)
+    assert all(re.match(r"messages\[|input\[|system|tools|instructions", str(p)) for p in refused)

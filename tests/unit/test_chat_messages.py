@@ -16,11 +16,11 @@ VALUES: dict[str, Any] = {
     "tool_call_id": "call_1",
     **dict.fromkeys(REASONING_MEMBERS, "a thought"),
 }
-EMPTY: dict[str, list[Any]] = {
-    "tool_calls": [None, []],
-    "function_call": [None],
-    "tool_call_id": [None, ""],
-    **dict.fromkeys(REASONING_MEMBERS, [None, ""]),
+EMPTY: dict[str, tuple[Any, ...]] = {
+    "tool_calls": (None, []),
+    "function_call": (None,),
+    "tool_call_id": (None, ""),
+    **dict.fromkeys(REASONING_MEMBERS, (None, "")),
 }
 IS_RESULT = {"tool", "function"}
 
