@@ -179,6 +179,9 @@ OWN: Sequence[Sequence[Message]] = (
     [USER, ANSWER, ANSWER, USER],
     [USER, {**ANSWER, "reasoning": "x"}, USER],
     [USER, {**ANSWER, "tool_calls": []}, USER],
+    [SYSTEM, USER, _called("a"), SYSTEM, _result("a"), ANSWER, USER],
+    [SYSTEM, USER, _called("a", "b"), SYSTEM, _result("a"), _result("b"), ANSWER, USER],
+    [USER, _called("a", "b"), _result("b"), SYSTEM, _result("a"), SYSTEM],
 )
 """Shapes of conversations, whose texts are replaced."""
 
