@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product, takewhile
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 from gateway.prompt.content import ChatTurn, TurnCall
 from gateway.prompt.fit import fitted_list, fitted_messages, fitted_tools
 from gateway.prompt.thinking import ThinkingProfile
-from gateway.prompt.traits import TemplateTraits
+from gateway.prompt.traits import REASONING_FORMS, TemplateTraits
 
 RAISED_BY_TEMPLATES = (
     jinja2.TemplateError,
@@ -219,7 +220,8 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     _find_neighbours(prober)
     _find_systems(prober)
     _find_reasoning(prober)
-    return msgspec.structs.replace(prober.traits, omits_texts=_omits_texts(prober))
+    omits_texts = "content" in source and _omits_texts(prober)
+    return msgspec.structs.replace(prober.traits, omits_texts=omits_texts)
 
 
 def _find_content_forms(prober: _Prober, role: str, *scenes: _Scene) -> None:
@@ -302,9 +304,11 @@ def _find_call_form(prober: _Prober, tools: Sequence[Mapping[str, Any]]) -> bool
     Return whether there is one; otherwise the traits stay as they are.
 
     Of the forms of a content without text, the one with the shortest output is taken, blanks aside,
-    because some templates write an empty message, or the word None, for the others.
+    because some templates write an empty message, or the word None, for the others. The result has
+    the name of another tool, so the call's name in the output comes from the call.
     """
-    scene = _scene(_ASK, _called(0), _result(0), tools=tools)
+    result = replace(_result(0), extra={"name": _NAMES[1]})
+    scene = _scene(_ASK, _called(0), result, tools=tools)
     strings = prober.traits.strings
     forms = product(
         ("any", "named", "nine"),
@@ -446,10 +450,9 @@ def _find_reasoning(prober: _Prober) -> None:
     places = [{"text_with_calls": prober.traits.text_with_calls}]
     if prober.traits.text_with_calls == "before":
         places.append({"text_with_calls": "before_reasoning"})
-    forms = ("members", "thinking", "thinking_only", "part")
     before = prober.traits
     if not prober.choose(
-        scenes, *({"reasoning": form, **place} for form, place in product(forms, places))
+        scenes, *({"reasoning": form, **place} for form, place in product(REASONING_FORMS, places))
     ):
         prober.traits = msgspec.structs.replace(before, reasoning="omitted")
 

@@ -331,8 +331,10 @@ def test_results_of_repeated_ids_have_the_names_of_their_own_calls() -> None:
     assert prompt(source, [USER, turn, *results]).endswith("<tool>fR1<tool>gR2")
 
 
-def test_ids_have_the_name_of_the_tool_if_the_template_writes_it_nowhere_else() -> None:
-    text = prompt(NAMED, [USER, called("f", "g"), result("f"), result("g")])
+@pytest.mark.parametrize("header", ["", "{{ m.name }}"])
+def test_ids_have_the_name_of_the_tool_if_calls_are_written_without_it(header: str) -> None:
+    source = NAMED.replace("{{ m.content", header + "{{ m.content")
+    text = prompt(source, [USER, called("f", "g"), result("f"), result("g")])
     for place, name in enumerate(("f", "g")):
         assert f"functions.{name}:{place} {{}}" in text
         assert f"R{name} functions.{name}:{place}" in text
