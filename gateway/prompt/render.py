@@ -181,9 +181,11 @@ class ChatRenderer:
             conversation.messages, traits, tools, tool_format=tool_format, param=param
         )
         if traits.omits_texts:
-            turns = marked(checked_turns(conversation.messages, param), tools, param)
-            fitted = fitted_messages(turns.turns, traits, turns.tools, tool_format=tool_format)
-            turns.check(_rendered(template, fitted, turns.tools, conversation))
+            # With --tool-format none, the operator leaves out tools that are not rendered.
+            shown = tools if traits.tools or describes_tools(traits, tool_format) else None
+            marks = marked(checked_turns(conversation.messages, param), shown, param)
+            fitted = fitted_messages(marks.turns, traits, marks.tools, tool_format=tool_format)
+            marks.check(_rendered(template, fitted, marks.tools, conversation))
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation, messages[-1])
