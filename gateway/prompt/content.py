@@ -20,6 +20,11 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are text."""
 REASONING_MEMBERS = ("reasoning", "reasoning_content", "thinking")
 """Members of a message that may hold its reasoning. The first one that is set counts."""
+ROLE_OF_MEMBER: Mapping[str, str] = {
+    **dict.fromkeys(("tool_calls", "function_call", *REASONING_MEMBERS), "assistant"),
+    "tool_call_id": "tool",
+}
+"""Member of a message -> the only role whose messages can have it."""
 PART_SEPARATOR = "\n"
 """Joins the text parts of a message for templates that accept only strings."""
 
@@ -108,12 +113,11 @@ def _turn(message: Any, at: str) -> ChatTurn:
         raise InvalidRequest(f"{at} must be an object", param=at)
     extra = dict(message)
     role, content = _role(extra.pop("role", None), at), extra.pop("content", None)
+    _check_members(extra, role, at)
     name = _optional_text(extra, "name", at)
     call_id = _optional_text(extra, "tool_call_id", at)
     if name is not None:
         extra["name"] = name
-    if call_id is not None and role != "tool":
-        extra["tool_call_id"] = call_id
     calls, old_call = extra.pop("tool_calls", None), extra.pop("function_call", None)
     found: list[TurnCall] = []
     if calls is None and old_call is not None:  # OpenAI's deprecated form
@@ -129,6 +133,18 @@ def _turn(message: Any, at: str) -> ChatTurn:
         call_id=call_id if role == "tool" else None,
         extra=extra,
     )
+
+
+def _check_members(message: Mapping[str, Any], role: str, at: str) -> None:
+    """Raise InvalidRequest if a message has a member that only messages of another role can have.
+    Templates would omit it. Clients may send empty ones with every message."""
+    for name, owner in ROLE_OF_MEMBER.items():
+        if message.get(name) and role != owner:
+            raise InvalidRequest(
+                f"{at}.{name}: only a message of the role {owner!r} can have this field, not one "
+                f"of the role {role!r}",
+                param=f"{at}.{name}",
+            )
 
 
 def _role(role: Any, at: str) -> str:

@@ -63,7 +63,8 @@ def fitted_messages(
     tools        the request's tools
     tool_format  as in `template_messages`
     """
-    turns = [_with_known_role(turn, traits) for turn in turns]
+    turns = _identify_calls([_with_known_role(turn, traits) for turn in turns], traits)
+    turns = _gather_results(turns)
     writes_text = traits.calls == "text" or not (tools or traits.calls_without_tools)
     if writes_text and any(turn.calls or turn.role == "tool" for turn in turns):
         turns = calls_as_text(turns, tool_format, keeps_results=traits.keeps_results)
@@ -202,6 +203,20 @@ def _nine(call_id: str) -> str:
     return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
 
 
+def _gather_results(turns: Turns) -> Turns:
+    """Put the results of calls directly after the calls, and messages of other roles after them.
+    Some templates refuse results elsewhere, or omit them."""
+    gathered: list[ChatTurn] = []
+    place = 0
+    while place < len(turns):
+        turn = turns[place]
+        rest = list(takewhile(lambda other: other.role != "assistant", turns[place + 1 :]))
+        rest = sorted(rest, key=lambda other: other.role != "tool") if turn.calls else []
+        gathered += [turn, *rest]
+        place += 1 + len(rest)
+    return gathered
+
+
 def _split_calls(turns: Turns, traits: TemplateTraits) -> Turns:
     """Make a turn of each call, followed by the call's result, if the template renders only one
     call of a turn."""
@@ -336,7 +351,6 @@ def _joined(turns: Turns) -> ChatTurn:
 
 
 _STEPS: tuple[Callable[[Turns, TemplateTraits], Turns], ...] = (
-    _identify_calls,
     _split_calls,
     _move_late_systems,
     _join_systems,

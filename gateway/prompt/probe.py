@@ -3,7 +3,8 @@
 A template's source does not show reliably in which form it needs a conversation. So each trait is
 tried: its values are listed in order of preference, and each is used to bring a few conversations
 (its scenes) into form, as for a request. The first value with which the template renders every
-text of its scenes is the trait. Later traits are tried with the values of the earlier ones.
+text of its scenes is the trait. Later traits are tried with the values of the earlier ones. If no
+value renders all scenes, the trait is the one that renders most, and `omits_texts` is set.
 
 The source is read only to leave out trials: a template that does not contain the word `developer`
 does not support that role, and one that does not contain `content` renders no text at all.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product, takewhile
 from typing import Any
 
@@ -22,7 +24,7 @@ import msgspec
 from gateway.prompt.content import ChatTurn, TurnCall
 from gateway.prompt.fit import fitted_list, fitted_messages, fitted_tools
 from gateway.prompt.thinking import ThinkingProfile
-from gateway.prompt.traits import TemplateTraits
+from gateway.prompt.traits import REASONING_FORMS, TemplateTraits
 
 RAISED_BY_TEMPLATES = (
     jinja2.TemplateError,
@@ -218,7 +220,8 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     _find_neighbours(prober)
     _find_systems(prober)
     _find_reasoning(prober)
-    return prober.traits
+    omits_texts = "content" in source and _omits_texts(prober)
+    return msgspec.structs.replace(prober.traits, omits_texts=omits_texts)
 
 
 def _find_content_forms(prober: _Prober, role: str, *scenes: _Scene) -> None:
@@ -301,9 +304,11 @@ def _find_call_form(prober: _Prober, tools: Sequence[Mapping[str, Any]]) -> bool
     Return whether there is one; otherwise the traits stay as they are.
 
     Of the forms of a content without text, the one with the shortest output is taken, blanks aside,
-    because some templates write an empty message, or the word None, for the others.
+    because some templates write an empty message, or the word None, for the others. The result has
+    the name of another tool, so the call's name in the output comes from the call.
     """
-    scene = _scene(_ASK, _called(0), _result(0), tools=tools)
+    result = replace(_result(0), extra={"name": _NAMES[1]})
+    scene = _scene(_ASK, _called(0), result, tools=tools)
     strings = prober.traits.strings
     forms = product(
         ("any", "named", "nine"),
@@ -445,9 +450,28 @@ def _find_reasoning(prober: _Prober) -> None:
     places = [{"text_with_calls": prober.traits.text_with_calls}]
     if prober.traits.text_with_calls == "before":
         places.append({"text_with_calls": "before_reasoning"})
-    forms = ("members", "thinking", "thinking_only", "part")
     before = prober.traits
     if not prober.choose(
-        scenes, *({"reasoning": form, **place} for form, place in product(forms, places))
+        scenes, *({"reasoning": form, **place} for form, place in product(REASONING_FORMS, places))
     ):
         prober.traits = msgspec.structs.replace(before, reasoning="omitted")
+
+
+def _omits_texts(prober: _Prober) -> bool:
+    """Return whether the template omits a text of a conversation without an error."""
+    system, later = _turn("system", _FIRST_SYSTEM), _turn("system", _SYSTEM)
+    said = _called(0, text=_TEXT)
+    chat = [_turn(role, f"n33dle{role}{i}x") for i in range(8) for role in ("user", "assistant")]
+    scenes = (
+        _scene(system, *chat, _ASK),
+        _scene(system, _ASK, _ASK_2, _ANSWERED, later, _turn("user", _TEXT)),
+        _scene(_ASK, said, _result(0), _ASK_2, _ANSWERED, tools=prober.tools),
+        _scene(_ASK, _called(0, 1), _result(0), _result(1), tools=prober.tools),
+    )
+    outputs = [prober.try_output(scene.turns, scene.tools) for scene in scenes]
+    return any(
+        text not in output
+        for scene, output in zip(scenes, outputs, strict=True)
+        if output is not None  # otherwise requests get the same error
+        for text in scene.texts
+    )

@@ -9,8 +9,16 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.fit import describes_tools, fitted_list, fitted_tools, template_messages
+from gateway.prompt.content import checked_turns
+from gateway.prompt.fit import (
+    describes_tools,
+    fitted_list,
+    fitted_messages,
+    fitted_tools,
+    template_messages,
+)
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
+from gateway.prompt.omissions import marked
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
 from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Offload, Tokenizer
@@ -172,19 +180,17 @@ class ChatRenderer:
         messages = template_messages(
             conversation.messages, traits, tools, tool_format=tool_format, param=param
         )
-        passed = None if describes_tools(traits, tool_format) else tools
+        if traits.omits_texts:
+            # With --tool-format none, the operator leaves out tools that are not rendered.
+            shown = tools if traits.tools or describes_tools(traits, tool_format) else None
+            marks = marked(checked_turns(conversation.messages, param), shown, param)
+            fitted = fitted_messages(marks.turns, traits, marks.tools, tool_format=tool_format)
+            marks.check(_rendered(template, fitted, marks.tools, conversation))
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation, messages[-1])
             messages[-1] = _with_end_mark(messages[-1])
-        text = template.render(
-            messages,
-            tools=fitted_tools(passed, traits),
-            documents=fitted_list(conversation.documents, traits),
-            add_generation_prompt=conversation.add_generation_prompt,
-            kwargs=conversation.kwargs,
-            param=param,
-        )
+        text = _rendered(template, messages, tools, conversation)
         return _up_to_end_mark(text) if continues else text
 
     def tokens(
@@ -212,6 +218,26 @@ class ChatRenderer:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest(str(error), param="chat_template") from None
+
+
+def _rendered(
+    template: ParsedTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    conversation: PromptConversation,
+) -> str:
+    """Return the template's output for these messages and tools, and for the options of the
+    conversation."""
+    traits = template.traits
+    passed = None if describes_tools(traits, conversation.tool_format) else tools
+    return template.render(
+        messages,
+        tools=fitted_tools(passed, traits),
+        documents=fitted_list(conversation.documents, traits),
+        add_generation_prompt=conversation.add_generation_prompt,
+        kwargs=conversation.kwargs,
+        param=conversation.param,
+    )
 
 
 def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ class ChatTemplate(ParsedTemplate):
 
     @cached_property
     def written(self) -> WrittenTurns:
-        return find_written(self._rendered_or_empty, self.profile)
+        return find_written(self._rendered_or_empty, self.traits, self.profile)
 
     def _rendered_or_empty(self, variables: Mapping[str, Any]) -> str:
         try:

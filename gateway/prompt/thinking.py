@@ -47,6 +47,8 @@ class ThinkingProfile(msgspec.Struct, frozen=True, kw_only=True):
 def thinking_profile(source: str | None) -> ThinkingProfile:
     """Return the thinking options of a template. The profile is empty if there is no template
     (`source` is None) or it does not compile."""
+    if not any(name in (source or "") for name in (*SWITCHES, MODE, EFFORT)):
+        return ThinkingProfile()  # parsing takes as long as a third of loading a template
     try:
         tree = ChatEnvironment().parse(source or "")
         mode_words, efforts = _words(tree, MODE), _words(tree, EFFORT)

@@ -85,21 +85,28 @@ def calls_as_text(
     turns: Sequence[ChatTurn], tool_format: str | None, *, keeps_results: bool
 ) -> list[ChatTurn]:
     """Return the turns with all tool calls as text, and with all results as text of the user unless
-    `keeps_results` is true."""
+    `keeps_results` is true. Calls and results must have ids.
+
+    If an answer has several calls, each of its results says which of them it answers.
+    """
     call_text = CALL_TEXTS.get(tool_format, HERMES)
-    return [
-        turn if keeps_results and turn.role == "tool" else _as_text(turn, call_text)
-        for turn in turns
-    ]
-
-
-def _as_text(turn: ChatTurn, call_text: CallText) -> ChatTurn:
-    if turn.role == "tool":
-        return ChatTurn("user", [f"<tool_response>\n{turn.text}\n</tool_response>"])
-    if not turn.calls:
-        return turn
-    texts = [text for text in (turn.text, call_text.write(turn.calls)) if text]
-    return replace(turn, texts=["\n".join(texts)], has_parts=False, calls=[])
+    written: list[ChatTurn] = []
+    #: Attributes of the calls of the last answer with calls, by their ids; none if it has only one.
+    attributes: dict[str | None, str] = {}
+    for turn in turns:
+        if turn.calls:
+            several = enumerate(turn.calls, 1) if len(turn.calls) > 1 else ()
+            attributes = {
+                call.id: f' call="{number}" name={to_json(call.name)}' for number, call in several
+            }
+        if turn.role == "tool" and not keeps_results:
+            tag = f"tool_response{attributes.get(turn.call_id, '')}"
+            turn = ChatTurn("user", [f"<{tag}>\n{turn.text}\n</tool_response>"])
+        elif turn.calls:
+            texts = [text for text in (turn.text, call_text.write(turn.calls)) if text]
+            turn = replace(turn, texts=["\n".join(texts)], has_parts=False, calls=[])
+        written.append(turn)
+    return written
 
 
 def _json_call(call: TurnCall) -> str:

@@ -13,6 +13,10 @@ import msgspec
 PROBED_ROLES = ("system", "user", "assistant", "tool")
 """The roles whose content is tried as a string and as a list of parts."""
 
+ReasoningForm = Literal["members", "thinking", "thinking_only", "part", "omitted"]
+REASONING_FORMS: tuple[ReasoningForm, ...] = ("members", "thinking", "thinking_only", "part")
+"""The forms in which a template may read reasoning, in the order in which they are tried."""
+
 
 class TemplateTraits(msgspec.Struct, frozen=True):
     """The form of conversations that a template needs.
@@ -73,7 +77,7 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     #:   thinking_only  the same; in a message with calls, the text is appended to it
     #:   part           into a part of the content
     #:   omitted        as `members`; the template omits reasoning, even in a loop of tool calls
-    reasoning: Literal["members", "thinking", "thinking_only", "part", "omitted"] = "members"
+    reasoning: ReasoningForm = "members"
     #: The system message at the start: kept, or part of the first user message, or the latter only
     #: if the conversation has tool calls or does not end with a user message.
     leading_system: Literal["kept", "user", "user_unless_last"] = "kept"
@@ -86,3 +90,6 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     assistant_turns: Literal["kept", "joined"] = "kept"
     #: A message of the user directly after a tool result: kept, or part of the result.
     user_after_result: Literal["kept", "result"] = "kept"
+    #: Whether the template omits texts of some conversations without an error, in whatever form
+    #: they are written. Each request is then rendered with marks first (`omissions`).
+    omits_texts: bool = False

@@ -2,12 +2,12 @@
 
 A template renders the earlier answers of a conversation in the format in which the model was
 trained to write them. So a rendered call shows the format of calls better than any text in the
-template's source, which may also mention formats that it does not write.
+template's source, which may also mention formats that it does not write. The conversations are
+brought into the form of a request's (`fit`), so what is found is what prompts contain.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product, takewhile
@@ -15,7 +15,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.prompt.content import ChatTurn, TurnCall
+from gateway.prompt.fit import fitted_list, fitted_messages, fitted_tools
 from gateway.prompt.thinking import ThinkingProfile
+from gateway.prompt.traits import REASONING_FORMS, TemplateTraits
 
 CALLS = (("find_pl4ce", {"str33t": "v4lue"}), ("look_w3ather", {"str33t": "0ther"}))
 """Name and arguments of the calls in the conversations. No template contains these texts."""
@@ -57,41 +60,35 @@ class WrittenTurns(msgspec.Struct, frozen=True):
     has_prompt: bool = False
 
 
-def find_written(render: Render, profile: ThinkingProfile) -> WrittenTurns:
+def find_written(render: Render, traits: TemplateTraits, profile: ThinkingProfile) -> WrittenTurns:
     """Return what a template writes.
 
+    traits   the form of conversations that the template needs
     profile  the thinking options of the template
     """
+    if not traits.renders_users:
+        return WrittenTurns()
     return WrittenTurns(
-        call=_first(render, _with_calls(1), _shows_calls(1)),
-        calls=_first(render, _with_calls(2), _shows_calls(2)),
-        reasoning=_first(render, _with_reasoning(profile), _shows_reasoning),
-        has_prompt=any(
-            _QUESTION in render(_prompt_of(_variables([_question(is_list)])))
-            for is_list in (False, True)
-        ),
+        call=_first(render, _with_calls(1, traits), _shows_calls(1)),
+        calls=_first(render, _with_calls(2, traits), _shows_calls(2)),
+        reasoning=_first(render, _with_reasoning(traits, profile), _shows_reasoning),
+        has_prompt=_QUESTION in render(_Conversation(traits).prompt()),
     )
 
 
 def _first(
-    render: Render, conversations: Iterator[dict[str, Any]], shows: Callable[[str], bool]
+    render: Render, conversations: Iterator[_Conversation], shows: Callable[[str], bool]
 ) -> WrittenTurn | None:
-    """Return the last turn of the first conversation in which the template writes it."""
-    for variables in conversations:
-        turn = _after_question(render(variables)).partition(_RESULT)[0]
+    """Return the answer of the first conversation in which the template writes it."""
+    for conversation in conversations:
+        turn = _after_question(render(conversation.whole())).partition(_RESULT)[0]
         if len(turn) <= MAX_TURN_CHARS and shows(turn):
-            return _split(turn, _after_question(render(_prompt_of(variables))))
+            return _split(turn, _after_question(render(conversation.prompt())))
     return None
 
 
 def _after_question(text: str) -> str:
     return text.rpartition(_QUESTION)[2] if _QUESTION in text else ""
-
-
-def _prompt_of(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables with which the prompt for the conversation's answer is rendered."""
-    messages = variables["messages"][:1]
-    return {**variables, "messages": messages, "add_generation_prompt": True}
 
 
 _UNFINISHED_MARKER = re.compile(r"[<\[{][^<>\[\]{}\s]*$")
@@ -108,82 +105,86 @@ def _split(turn: str, prompt: str) -> WrittenTurn:
 
 # ---- conversations
 
-_CALL_IDS = ("functions.{name}:{index}", "call0000{index}")
-"""Forms of call ids. Some templates write the id in place of the name, others demand an id of nine
-letters and digits."""
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Finds it.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    key: {"type": "string", "description": "A street."} for key in given
+                },
+                "required": list(given),
+            },
+        },
+    }
+    for name, given in CALLS
+]
 
 
-def _with_calls(num_calls: int) -> Iterator[dict[str, Any]]:
-    """Yield conversations with an answer that consists of calls, in each form that templates need:
-    without and with `tools`, content as a string or a list, arguments as an object or as JSON."""
-    tools = [_tool(name) for name, _ in CALLS]
-    for given, as_text, content, is_list, call_id in product(
-        (None, tools), (False, True), ("", None, ANSWER), (False, True), _CALL_IDS
-    ):
-        calls = _calls(num_calls, call_id, as_text=as_text)
-        answer = {"role": "assistant", "content": content, "tool_calls": calls}
-        yield _variables([_question(is_list), answer, *_results(calls)], tools=given)
+class _Conversation(msgspec.Struct, frozen=True):
+    """A question, and perhaps an answer with calls or reasoning and the results of the calls."""
+
+    traits: TemplateTraits
+    text: str = ""
+    num_calls: int = 0
+    reasoning: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    #: Further variables of the template.
+    options: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+    def prompt(self) -> dict[str, Any]:
+        """Return the variables with which the prompt for the answer is rendered."""
+        return self._variables([ChatTurn("user", [_QUESTION])], adds_prompt=True)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the variables with which the whole conversation is rendered."""
+        calls = [
+            TurnCall(name, dict(given), id=f"call0000{index}")
+            for index, (name, given) in enumerate(CALLS[: self.num_calls])
+        ]
+        texts = [self.text] if self.text else []
+        turns = [
+            ChatTurn("user", [_QUESTION]),
+            ChatTurn("assistant", texts, reasoning=self.reasoning, calls=calls),
+            *(ChatTurn("tool", [_RESULT], call_id=call.id) for call in calls),
+        ]
+        return self._variables(turns, adds_prompt=False)
+
+    def _variables(self, turns: Sequence[ChatTurn], *, adds_prompt: bool) -> dict[str, Any]:
+        return {
+            **self.options,
+            "messages": fitted_messages(turns, self.traits, self.tools),
+            "tools": fitted_tools(self.tools, self.traits),
+            "documents": fitted_list((), self.traits),
+            "add_generation_prompt": adds_prompt,
+        }
 
 
-def _with_reasoning(profile: ThinkingProfile) -> Iterator[dict[str, Any]]:
+def _with_calls(num_calls: int, traits: TemplateTraits) -> Iterator[_Conversation]:
+    """Yield conversations with an answer that consists of calls: without and with tools. There are
+    none if calls become text, which the template does not choose."""
+    if traits.calls == "text":
+        return
+    if traits.calls_without_tools:
+        yield _Conversation(traits, num_calls=num_calls)
+    yield _Conversation(traits, num_calls=num_calls, tools=_TOOLS)
+
+
+def _with_reasoning(traits: TemplateTraits, profile: ThinkingProfile) -> Iterator[_Conversation]:
     """Yield conversations with an answer that has reasoning. Some templates write the reasoning
-    only if thinking is on, or only before a call."""
+    only if thinking is on, or only before a call. If a template omits it in a loop of calls, every
+    form is tried, because it may write reasoning elsewhere."""
     switched_on: dict[str, Any] = dict.fromkeys(profile.switches, True)
     if profile.mode is not None:
         switched_on["thinking_mode"] = profile.mode[0]
-    thinking = {"reasoning": THOUGHT, "reasoning_content": THOUGHT, "thinking": THOUGHT}
-    part = {"type": "thinking", "thinking": THOUGHT}
-    for has_call, options, content, is_list, as_part in product(
-        (False, True), ({}, switched_on), (ANSWER, "", None), (False, True), (False, True)
-    ):
-        if not has_call and not content:
-            continue
-        calls = _calls(1, _CALL_IDS[1]) if has_call else []
-        text = [{"type": "text", "text": content}] if content else []
-        answer = {"role": "assistant", "content": [part, *text] if as_part else content}
-        answer |= {} if as_part else thinking
-        answer |= {"tool_calls": calls} if calls else {}
-        yield _variables([_question(is_list), answer, *_results(calls)], **options)
-
-
-def _variables(messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-    base = {"tools": None, "documents": None, "add_generation_prompt": False}
-    return {**base, **options, "messages": messages}
-
-
-def _question(is_list: bool) -> dict[str, Any]:
-    content = [{"type": "text", "text": _QUESTION}] if is_list else _QUESTION
-    return {"role": "user", "content": content}
-
-
-def _tool(name: str) -> dict[str, Any]:
-    street = {"type": "string", "description": "A street."}
-    schema = {"type": "object", "properties": {"str33t": street}, "required": ["str33t"]}
-    function = {"name": name, "description": "Finds it.", "parameters": schema}
-    return {"type": "function", "function": function}
-
-
-def _calls(num_calls: int, call_id: str, *, as_text: bool = False) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": call_id.format(name=name, index=index),
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(given) if as_text else given},
-        }
-        for index, (name, given) in enumerate(CALLS[:num_calls])
-    ]
-
-
-def _results(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": "tool",
-            "tool_call_id": call["id"],
-            "name": call["function"]["name"],
-            "content": _RESULT,
-        }
-        for call in calls
-    ]
+    forms = REASONING_FORMS if traits.reasoning == "omitted" else (traits.reasoning,)
+    answers = ((0, ANSWER), (1, ""), (1, ANSWER))
+    for (num_calls, text), options, form in product(answers, ({}, switched_on), forms):
+        fitting = msgspec.structs.replace(traits, reasoning=form)
+        yield _Conversation(fitting, text, num_calls, THOUGHT, options=options)
 
 
 # ---- what counts as written

@@ -255,7 +255,7 @@ def test_nothing_is_written_if_the_rendering_fails(limited: SandboxProcess, answ
     source = (
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
         f"{{% if call.function.name == 'find_pl4ce' %}}{answer}{{% endif %}}"
-        "{{ call.function.name ~ call.function.arguments.str33t }}{% endfor %}{% endfor %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
     )
     template = SandboxedTemplate(limited, source, {})
     assert template.written == WrittenTurns()

@@ -12,25 +12,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import pytest
 
+from gateway.prompt.render import ChatRenderer
 from gateway.prompt.traits import TemplateTraits
 from gateway.served_model import ModelOptions, ServedModel
+from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
 from protocol.errors import InvalidRequest
 from protocol.messages import Limits
 from tests.support import published_templates as published
 from tests.support.api_prompts import BODIES, prompt_of, text_of
 from tests.support.examples import examples
-from tests.support.templates import UnlimitedTemplates
 
 CLIENTS = published.FOLDER.parent / "clients"
 LISTS = ("'type': 'text'", '"type": "text"', "'text':", '"text":', "[{", "<generator")
 """Signs of a list of parts that was written as a whole."""
+RANDOM = re.compile(r"[A-Za-z0-9]{6,}")
+"""Pattern of the random part of a call's id."""
 LIMITS = Limits(
     max_len=1 << 17,
     max_slots=8,
@@ -55,6 +60,16 @@ NOT_FOR_CHATS = {
     "vllm__zerank2": "reads the roles of a reranker",
 }
 """Templates that cannot render a conversation -> why. They refuse some or all of the shapes."""
+
+LOSSY = {
+    "the last message": "{{ messages[-1].content }}",
+    "the first message": "{{ messages[0].content }}",
+    "two messages": "{% for m in messages[-2:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "the first and the last": "{{ messages[0].content }}|{{ messages[-1].content }}",
+    "users": "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}",
+    "four messages": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+}
+"""What a template renders -> its source."""
 
 Message = dict[str, Any]
 
@@ -164,6 +179,9 @@ OWN: Sequence[Sequence[Message]] = (
     [USER, ANSWER, ANSWER, USER],
     [USER, {**ANSWER, "reasoning": "x"}, USER],
     [USER, {**ANSWER, "tool_calls": []}, USER],
+    [SYSTEM, USER, _called("a"), SYSTEM, _result("a"), ANSWER, USER],
+    [SYSTEM, USER, _called("a", "b"), SYSTEM, _result("a"), _result("b"), ANSWER, USER],
+    [USER, _called("a", "b"), _result("b"), SYSTEM, _result("a"), SYSTEM],
 )
 """Shapes of conversations, whose texts are replaced."""
 
@@ -258,20 +276,41 @@ def _is_complete(messages: Sequence[Mapping[str, Any]]) -> bool:
 def shapes() -> Sequence[ConversationShape]:
     """Return a conversation of each shape."""
     given = [(messages, has_tools) for messages in OWN for has_tools in (True, False)]
-    found = {str(shape): shape for shape in [*given, *_recorded()]}
-    return [
-        ConversationShape(messages, has_tools=has_tools) for messages, has_tools in found.values()
-    ]
+    found: dict[str, ConversationShape] = {}
+    for messages, has_tools in [*given, *_recorded()]:
+        shape = ConversationShape(messages, has_tools=has_tools)
+        found.setdefault(_with_numbered_ids(shape), shape)
+    return list(found.values())
+
+
+def _with_numbered_ids(shape: ConversationShape) -> str:
+    """Return the shape as text, with a number in place of what is random in each id of a call. It
+    is the same for conversations that differ only in that."""
+    text = json.dumps([shape.messages, shape.tools])
+    ids = [call["id"] for message in shape.messages for call in message.get("tool_calls") or ()]
+    for number, own_id in enumerate(dict.fromkeys(ids)):
+        text = text.replace(json.dumps(own_id), f'"{RANDOM.sub("", own_id)}{number}"')
+    return text
 
 
 # ---- prompts
 
 
+class OneToken(Tokenizer):
+    """Encodes each prompt as one token. This law is about the text of prompts, and the tokenizer
+    takes longer than the template."""
+
+    def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        return [0] if text else []
+
+
 @lru_cache(maxsize=1)
 def model(name: str) -> ServedModel:
     config = ModelConfig(default_chat_template_kwargs='{"enable_thinking": true, "thinking": true}')
-    options = ModelOptions.from_config(config, UnlimitedTemplates())
-    return ServedModel.from_card(published.card(name), LIMITS, options, UnlimitedTemplates())
+    options = ModelOptions.from_config(config, published.TEMPLATES)
+    text = published.model_text(name)
+    renderer = ChatRenderer(text.card, OneToken(text.card), published.TEMPLATES)
+    return ServedModel.from_text(replace(text, renderer=renderer), text.card, LIMITS, options)
 
 
 def _traits(name: str, shape: ConversationShape) -> TemplateTraits:
@@ -318,3 +357,21 @@ def test_all_that_a_client_sends_is_in_the_prompt(name: str) -> None:
         assert all("is refused" in problem for problem in found)
     else:
         assert not found, f"{len(found)} of {len(list(requests_of(name)))}: {found[0]}"
+
+
+@pytest.mark.parametrize("what", LOSSY)
+def test_a_request_is_refused_if_the_template_omits_a_part_of_it(what: str) -> None:
+    card = published.card_of_template(LOSSY[what])
+    options = ModelOptions.from_config(ModelConfig(), published.TEMPLATES)
+    served = ServedModel.from_card(card, LIMITS, options, published.TEMPLATES)
+    own = [ConversationShape(shape, has_tools=tools) for shape in OWN for tools in (False, True)]
+    refused = []
+    for api, shape in itertools.product(BODIES, [ConversationShape([USER], has_tools=False), *own]):
+        try:
+            prompt = prompt_of(api, BODIES[api](shape.messages, shape.tools), served)
+        except InvalidRequest as error:
+            refused.append(error.param)
+            continue
+        assert [word for word in shape.words if word not in prompt] == [], (api, prompt)
+    assert 0 < len(refused) < len(BODIES) * (len(own) + 1)
+    assert all(re.match(r"messages\[|input\[|system|tools|instructions", str(p)) for p in refused)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from gateway.prompt.template import ParsedTemplate
 from gateway.served_model import ModelOptions, ModelText
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
@@ -130,10 +132,25 @@ def tokenizer(name: str, vocabulary: str = BYTES) -> Tokenizer:
     return Tokenizer(card(name, vocabulary))
 
 
+class LoadedTemplates(UnlimitedTemplates):
+    """Loads each template once, because compiling and probing it takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, ParsedTemplate] = {}
+
+    def load(self, source: str, special_tokens: Mapping[str, str]) -> ParsedTemplate:
+        key = json.dumps([source, dict(special_tokens)])
+        if key not in self._loaded:
+            self._loaded[key] = super().load(source, special_tokens)
+        return self._loaded[key]
+
+
+TEMPLATES = LoadedTemplates()
+
+
 @cache
 def model_text(name: str, vocabulary: str = BYTES) -> ModelText:
     """Return the text side of the model of `card`, prepared as a server prepares it: tokenizer,
     renderer and output format. Templates are rendered in this process."""
-    templates = UnlimitedTemplates()
-    options = ModelOptions.from_config(ModelConfig(), templates)
-    return ModelText.from_card(card(name, vocabulary), options, templates)
+    options = ModelOptions.from_config(ModelConfig(), TEMPLATES)
+    return ModelText.from_card(card(name, vocabulary), options, TEMPLATES)

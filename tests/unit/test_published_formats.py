@@ -28,6 +28,7 @@ from gateway.formats.events import (
 )
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.render import PromptConversation
+from gateway.prompt.written import CALLS as WRITTEN_CALLS
 from protocol.errors import InvalidRequest
 from protocol.messages import Output
 from tests.support.published_templates import NAMES, NEEDS_TEMPLATES, model_text
@@ -230,6 +231,24 @@ def test_no_rule_shadows_another_for_what_a_template_renders(
         assert tools == ROWS[name][0]
     if written.reasoning is not None:
         assert reasoning == ROWS[name][1]
+
+
+@BY_TEMPLATE
+def test_the_calls_that_are_found_are_written_like_those_of_requests(name: str) -> None:
+    """The template may write calls differently in a form that requests do not have."""
+    written = model_text(name).renderer.written.call
+    if written is None:
+        return
+    tool, arguments = WRITTEN_CALLS[0]
+    call = {"name": tool, "arguments": json.dumps(arguments, separators=(",", ":"))}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "tool_calls": [{"id": "call00000", "function": call}]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "Rain."},
+    ]
+    declared = {**TOOLS[0], "function": {**TOOLS[0]["function"], "name": tool}}
+    prompts = [rendered(name, messages, tools=tools) for tools in ([declared], None)]
+    assert any(written.text in prompt for prompt in prompts if prompt), written.text
 
 
 # ---- round trips

@@ -42,7 +42,8 @@ REPLIES: list[tuple[Reply, bytes]] = [
         b'"calls_without_tools":true,"keeps_results":false,"result_objects":false,'
         b'"call_ids":"any","text_with_calls":"beside","reasoning":"members",'
         b'"leading_system":"kept","leading_systems":"kept","later_system":"kept",'
-        b'"user_turns":"kept","assistant_turns":"kept","user_after_result":"kept"},'
+        b'"user_turns":"kept","assistant_turns":"kept","user_after_result":"kept",'
+        b'"omits_texts":false},'
         b'{"switches":[],"mode":["on","off"],"mode_words":[],"reads_effort":false,"efforts":[]}]',
     ),
     (TemplateRendered("a\n"), b'["rendered","a\\n"]'),

@@ -119,6 +119,29 @@ def test_calls_of_one_turn_become_turns_with_their_results(source: str) -> None:
     )
 
 
+@pytest.mark.parametrize("between", [SYSTEM, {"role": "user", "content": "S"}])
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (PLAIN, "(f {})(g {})<tool>Rg<tool>Rf<ROLE>S<user>U"),
+        (ONE_CALL, "(f {})<tool>Rf<assistant>(g {})<tool>Rg<ROLE>S<user>U"),
+        (ALTERNATES, "</tool_call><user>RESULTS\n\nS\n\nU"),
+    ],
+)
+@pytest.mark.parametrize("place", [2, 3])
+def test_results_follow_their_calls_and_other_messages_come_after_them(
+    place: int, source: str, text: str, between: dict[str, Any]
+) -> None:
+    messages = [USER, called("f", "g"), result("g"), result("f"), USER]
+    messages.insert(place, between)
+    results = "\n\n".join(
+        f'<tool_response call="{number}" name="{name}">\nR{name}\n</tool_response>'
+        for number, name in ((2, "g"), (1, "f"))
+    )
+    text = text.replace("RESULTS", results).replace("ROLE", between["role"])
+    assert prompt(source, messages).endswith(text)
+
+
 def test_text_beside_calls_becomes_a_turn_if_the_template_drops_it() -> None:
     messages = [USER, called("f", content="T"), result("f")]
     assert prompt(NO_TEXT_WITH_CALLS, messages) == "<user>U<assistant>T<assistant>(f {})<tool>Rf"
@@ -308,8 +331,10 @@ def test_results_of_repeated_ids_have_the_names_of_their_own_calls() -> None:
     assert prompt(source, [USER, turn, *results]).endswith("<tool>fR1<tool>gR2")
 
 
-def test_ids_have_the_name_of_the_tool_if_the_template_writes_it_nowhere_else() -> None:
-    text = prompt(NAMED, [USER, called("f", "g"), result("f"), result("g")])
+@pytest.mark.parametrize("header", ["", "{{ m.name }}"])
+def test_ids_have_the_name_of_the_tool_if_calls_are_written_without_it(header: str) -> None:
+    source = NAMED.replace("{{ m.content", header + "{{ m.content")
+    text = prompt(source, [USER, called("f", "g"), result("f"), result("g")])
     for place, name in enumerate(("f", "g")):
         assert f"functions.{name}:{place} {{}}" in text
         assert f"R{name} functions.{name}:{place}" in text
@@ -426,6 +451,18 @@ def test_arguments_that_a_model_wrote_wrongly_are_accepted(text: str) -> None:
     assert as_object == f"<user>U<assistant>(f {json.dumps({'INVALID_JSON': text})})"
     source = PLAIN.replace("c.function.arguments | tojson", "c.function.arguments + ''")
     assert prompt(source, messages) == f"<user>U<assistant>(f {text})"
+
+
+def test_results_written_as_text_say_which_of_several_calls_they_answer() -> None:
+    one, two = [USER, called("f"), result("f")], [called("g", "g"), result("g"), result("g")]
+    for call, answer, own_id in zip(two[0]["tool_calls"], two[1:], ("b", "a"), strict=True):
+        call["id"] = answer["tool_call_id"] = own_id
+    text = prompt(ALTERNATES, [*one, two[0], two[2], two[1]])
+    assert "<tool_response>\nRf\n</tool_response>" in text
+    assert text.index('<tool_response call="2" name="g">') < text.index(
+        '<tool_response call="1" name="g">'
+    )
+    assert text.startswith(prompt(ALTERNATES, one))
 
 
 def test_a_template_that_omits_what_the_user_writes_is_known() -> None:

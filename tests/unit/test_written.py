@@ -55,7 +55,7 @@ def test_a_marker_that_the_prompt_begins_otherwise_is_not_split() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        turns("<call>{{ f.name }}{{ f.arguments | tojson }}") + "{{ 1 / (tools | length) }}",
+        "{{ tools | tojson if tools }}" + turns("{% if tools %}" + JSON_CALL + "{% endif %}"),
         turns("<call>{{ f.name }}" + "{{ '' + f.arguments }}"),
         turns(JSON_CALL)
         .replace("is string", "is not none")

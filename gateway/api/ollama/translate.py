@@ -164,7 +164,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest.at(f"{at}.images", "this model reads text only")
         result = {"role": message["role"], "content": message.get("content")}
         if message.get("thinking"):
-            result["reasoning_content"] = message["thinking"]
+            result["thinking"] = message["thinking"]
         if message.get("tool_calls"):
             result["tool_calls"] = calls = _calls(message["tool_calls"], place)
             unanswered = [(call["function"]["name"], call["id"]) for call in calls]
