@@ -1,6 +1,6 @@
 """Messages between `tidegate bench step` and the worker process that measures its steps.
 
-The tool starts `python -m worker.debug.benchmark --config JSON` (a StepBench) and reads one JSON
+The tool starts `python -m worker.benchmark --config JSON` (a StepBench) and reads one JSON
 object per line from it: a `StepBenchReady`, then a `StepTiming` for each kind of step, in order.
 """
 

@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 else:
     os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
-# The worker sets it too (worker/startup/environment.py). Threads that spin while they wait for one
+# The worker sets it too (worker/device/environment.py). Threads that spin while they wait for one
 # another take the cores away from the threads that they wait for, on a machine that does other
 # work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -58,7 +58,8 @@ class EmulatedProcessor:
         self._folder = folder
 
     def pytest_configure(self) -> None:
-        from worker.kernels import cpuinfo, library
+        from worker.device import cpuinfo
+        from worker.kernels import library
         from worker.kernels.sets import INSTRUCTION_SETS
 
         library.FOLDER = self._folder

@@ -2,8 +2,8 @@
 
 import sys
 
+from worker.device import environment
 from worker.process import main
-from worker.startup import environment
 
 environment.prepare()
 

@@ -20,9 +20,9 @@ from protocol.config.worker import JoinConfig, WorkerConfig
 from protocol.exit_codes import ExitCode
 from protocol.log_lines import log_to_stderr
 from protocol.steps import JoinRefused, WorkerJoins, WorkerSettings
-from worker.connection import EngineConnection, EngineWatch, ParentGone
+from worker.device import environment
 from worker.process import run
-from worker.startup import environment
+from worker.service.connection import EngineConnection, EngineWatch, ParentGone
 
 log = logging.getLogger("worker")
 

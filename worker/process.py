@@ -25,10 +25,9 @@ from protocol.lifeline import attach_to_parent
 from protocol.log_lines import log_to_stderr
 from protocol.start_gate import wait_at_gate
 from protocol.steps import WorkerFailed
-from worker.connection import EngineConnection, ParentGone
-from worker.loading.errors import NotEnoughMemory, UnusableModel
-from worker.parallel.errors import PeerLost
-from worker.startup.timing import StartupTiming
+from worker.device.timing import StartupTiming
+from worker.errors import NotEnoughMemory, PeerLost, UnusableModel
+from worker.service.connection import EngineConnection, ParentGone
 
 log = logging.getLogger("worker")
 
@@ -76,7 +75,7 @@ def run(
     try:
         timing = StartupTiming()
         with timing("import torch"):
-            from worker.execution import load_and_execute
+            from worker.service.execution import load_and_execute
         gc.freeze()  # later collections skip the million objects that the imports created
         wait_at_gate()
         load_and_execute(config, context, engine, timing)

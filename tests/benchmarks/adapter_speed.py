@@ -28,9 +28,9 @@ from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.plans import slot_init, step_plan
 from tests.support.replica import load, new_cache, new_runner, slot_table
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter
-from worker.models.load import LoadedModel
-from worker.step import Runner
+from worker.step.runner import Runner
 
 BLOCK_TOKENS = 16
 NUM_ADAPTERS = 8

@@ -33,8 +33,8 @@ from tests.support.engines import Bench, guess_with_accuracy
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from tests.support.server import Server
+from worker.loading.decoder import LoadedModel
 from worker.models.decoder import DecoderModel
-from worker.models.load import LoadedModel
 
 TURNS = 24
 TOKENS = 48

@@ -30,8 +30,8 @@ from protocol.encoding import EncodeInputs
 from tests.support.model import minilm
 from tests.support.server import Server
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
+from worker.loading.encoder import load_encoder
 from worker.loading.header import read_any_header
 
 BATCH = 32

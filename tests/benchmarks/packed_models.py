@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 from protocol.quantize import TYPES
 from tests.benchmarks.packed_steps import ROWS
 from tests.support.checkpoints import tiny_tokenizer
+from worker.device.machine import cpu_name
 from worker.loading.header import ModelHeader, read_header
-from worker.models.families.registry import find_family
-from worker.models.tensors import ModelTensors
 from worker.quantize.tensors import OutputTensor
 from worker.quantize.types import quantize
 from worker.quantize.writing import write_model
-from worker.startup.machine import cpu_name
+from worker.spec.families.registry import find_family
+from worker.spec.tensors import ModelTensors
 
 MIB = 1 << 20
 LLAMA3 = {

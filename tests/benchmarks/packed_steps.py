@@ -22,11 +22,11 @@ import torch
 
 from tests.support.paged import PagedRow, attention_batch
 from worker.attention.select import select_attention
-from worker.kernels.cpuinfo import cpu_flags
+from worker.device.cpuinfo import cpu_flags
+from worker.device.device import choose_dtype
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
-from worker.models.load import LoadedModel, load_model
-from worker.startup.device import choose_dtype
+from worker.loading.decoder import LoadedModel, load_model
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32)

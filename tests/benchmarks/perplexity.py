@@ -38,11 +38,11 @@ from protocol.quantize import TYPES
 from protocol.sampling import SamplingParams
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
-from worker.kernels.cpuinfo import cpu_flags
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.device.cpuinfo import cpu_flags
 from worker.kernels.select import select_kernels
-from worker.loading.gguf_file import GGUFFile
+from worker.loading.decoder import LoadedModel, open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.models.load import LoadedModel, open_weights
 from worker.quantize.writing import quantized_weights, write_model
 
 PIECE = 2048

@@ -21,9 +21,9 @@ from transformers.utils.quantization_config import BitNetQuantConfig
 from tests.differential.test_transformers_models import random_model
 from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, expected, load, some_tokens
-from worker.loading.errors import UnusableModel
-from worker.models.architectures import BitNetMode
+from worker.errors import UnusableModel
 from worker.models.hf_bitnet import BitLinear, install, read_packed, unpacked
+from worker.spec.architectures import BitNetMode
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch, "compile", lambda function: function)  # there may be no compiler

@@ -15,15 +15,15 @@ from protocol.steps import EncodePlan
 from tests.support.checkpoints import write_directory
 from tests.support.encoder_models import encode_inputs, pooled, some_inputs, write_modules
 from tests.support.family_models import random_model
-from worker.encoders.memory import check_options, extra_bytes
+from worker.device import device
+from worker.device.timing import StartupTiming
 from worker.encoders.runner import EncodeRunner
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 from worker.loading.header import read_any_header
-from worker.startup import device
 from worker.startup.assembly import assemble
+from worker.startup.encoder_memory import check_options, extra_bytes
 from worker.startup.encoding import Assembled
 from worker.startup.preflight import preflight
-from worker.startup.timing import StartupTiming
 
 LENGTHS = [5, 1, 2, 90, 9, 33, 8, 1, 31]
 TOLERANCE = 1e-4

@@ -26,9 +26,9 @@ from tests.support.encoder_models import (
     write_modules,
 )
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.encoders.spec import QUERY_TILE
+from worker.loading.encoder import load_encoder
 from worker.loading.header import encoder_header
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from tests.support.family_models import (
 from tests.support.kernels import native_kernels
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select_attention
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
 
 NUM_TOKENS = 61
 

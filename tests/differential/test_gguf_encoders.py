@@ -35,9 +35,9 @@ from tests.support.gguf_files import write_gguf
 from tests.support.gguf_tokenizers import assert_same
 from tests.support.unigram import sentencepiece_model, unigram_metadata, xlmr_tokenizer
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
+from worker.loading.encoder import load_encoder
 from worker.loading.header import ModelHeader, read_any_header
 from worker.startup.check_config import check_config
 

@@ -14,7 +14,7 @@ from gguf import MODEL_ARCH_NAMES
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.family_models import CASES, random_model
 from tests.support.gguf_files import ARCHITECTURES, write_gguf
-from worker.loading.gguf_header import FAMILIES
+from worker.checkpoint.gguf_header import FAMILIES
 
 NUM_TOKENS = 61
 UNSTORED = {

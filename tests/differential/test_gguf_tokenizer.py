@@ -17,11 +17,11 @@ from tests.support.gguf_tokenizers import (
 )
 from tests.support.model import smollm2_gguf
 from tests.support.tokenizers import FAMILY_NAMES, family_json, family_of
-from worker.loading.fields import Fields
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_tokenizer import tokenizer_json
-from worker.loading.text import TextFacts
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_tokenizer import tokenizer_json
+from worker.checkpoint.text import TextFacts
 from worker.quantize.tokens import tokenizer_metadata
+from worker.spec.fields import Fields
 
 
 def test_smollm2_encodes_like_the_conversion_of_transformers_but_for_digits() -> None:

@@ -17,7 +17,7 @@ from tests.support.unigram import (
     unigram_metadata,
     xlmr_tokenizer,
 )
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 
 MARKS = [*SPECIAL, "<mask>", " <mask> ", "<s", "\u2581", "\u2581the"]
 ORDINARY = [

@@ -27,7 +27,7 @@ from tests.support.model import smollm2_gguf
 from tests.support.prompts import NUM_TOKENS, PROMPTS
 from tests.support.reference import GOLDEN, greedy, load_reference
 from tests.support.replica import Replica, load
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.library_formats import COLUMNS, EXPECTED, FORMATS, ROWS
 from tests.support.quantized_files import change_config
+from worker.loading.decoder import open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.models.load import open_weights
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
 LAYER = "model.layers.0.mlp.down_proj"

@@ -24,8 +24,8 @@ from tests.support.gguf_files import write_gguf
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.same_bits import DENSE, small_model
 from worker.attention.select import select_attention
+from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.targets import find_targets
-from worker.models.load import LoadedModel, load_model
 from worker.models.whole_step import WholePass
 
 KERNELS = {"torch": None, "compiled": native_kernels}

@@ -20,10 +20,10 @@ from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from worker.attention.select import select_attention
+from worker.errors import UnusableModel
 from worker.kernels.packed import PackedLinear
-from worker.loading.errors import UnusableModel
+from worker.loading.decoder import LoadedModel, load_model
 from worker.loading.header import read_header
-from worker.models.load import LoadedModel, load_model
 from worker.startup.memory_plan import PlannedModel, weights_bytes
 
 EXPERTS = ("gate_up_proj", "down_proj")

@@ -27,9 +27,9 @@ from tests.support.encoder_models import (
     write_newer_modules,
 )
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
 from worker.encoders.runner import EncoderModel, EncodeRunner
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
+from worker.loading.encoder import load_encoder
 from worker.loading.header import encoder_header
 
 LIMIT = 20

@@ -19,8 +19,8 @@ from tests.support.kernels import native_kernels
 from worker.attention.select import select_attention
 from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
-from worker.kernels.sizes import BLOCK_FORMATS
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
+from worker.spec.kernel_sizes import BLOCK_FORMATS
 
 NUM_TOKENS = 40
 SIZES = {

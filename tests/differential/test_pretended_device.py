@@ -36,20 +36,20 @@ from tests.support.tiny_model import new_slots
 from tests.support.triton_code import interpreted
 from worker.attention.base import Attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.debug.slot_registry import Poison
 from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.loading.decoder import load_model
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
-from worker.models.load import load_model
-from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensor_names import names_of
-from worker.models.tensors import ModelTensors
 from worker.sampling.base import Sampling
 from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.fields import slot_fields
-from worker.step import Runner
+from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.tensor_names import names_of
+from worker.spec.tensors import ModelTensors
+from worker.step.runner import Runner
+from worker.step.slot_registry import Poison
 
 pytestmark = [
     pytest.mark.long,

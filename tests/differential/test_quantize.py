@@ -14,8 +14,8 @@ from tests.support.checkpoints import LLAMA3_ROPE, TEMPLATE, random_llama, write
 from tests.support.eager import EagerStepper, load, some_tokens
 from tests.support.family_models import LINEAR, VARIANTS, WINDOW, YARN, random_model
 from tests.support.quantized_files import FORMATS, write_quantized
-from worker.loading.errors import UnusableModel
-from worker.models.load import LoadedModel
+from worker.errors import UnusableModel
+from worker.loading.decoder import LoadedModel
 from worker.quantize.writing import quantize_model
 
 WIDE = {

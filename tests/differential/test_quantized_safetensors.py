@@ -23,7 +23,7 @@ from tests.support.family_models import random_model
 from tests.support.kernels import native_kernels
 from tests.support.quantized_files import FORMATS, write_quantized
 from worker.attention.select import select_attention
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
 
 TOKENS = some_tokens(24)
 

@@ -41,15 +41,15 @@ from tests.support.rerankers import (
     write_logit_score,
     write_reranker,
 )
+from worker.device import device
+from worker.device.timing import StartupTiming
 from worker.encoders.header import EncoderHeader
 from worker.encoders.pair_scorer import PROMPT
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 from worker.loading.header import ModelHeader, read_any_header
-from worker.startup import device
 from worker.startup.assembly import assemble
 from worker.startup.encoding import Assembled
 from worker.startup.preflight import preflight
-from worker.startup.timing import StartupTiming
 
 TOLERANCE = 1e-4
 PAIRS = [

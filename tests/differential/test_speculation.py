@@ -17,7 +17,7 @@ from tests.support.drafted import is_same, prompts, replica_of
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 pytestmark = pytest.mark.timeout(600)
 

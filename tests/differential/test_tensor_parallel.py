@@ -27,9 +27,9 @@ from tests.support.kernels import native_kernels
 from tests.support.quantized_files import FORMATS, write_quantized
 from tests.support.ranks import in_ranks, load_share
 from worker.attention.select import select_attention
-from worker.loading.huggingface import SafetensorsWeights
-from worker.models.load import load_model
-from worker.parallel.group import Group
+from worker.checkpoint.huggingface import SafetensorsWeights
+from worker.layers.group import Group
+from worker.loading.decoder import load_model
 
 NUM_TOKENS = 40
 STEPS = [(25,), (1,), (14,)]

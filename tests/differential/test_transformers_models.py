@@ -29,12 +29,12 @@ from tests.support.kernels import native_kernels
 from tests.support.replica import Replica
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.select import select_attention
+from worker.errors import UnusableModel
 from worker.kv.cache import KVCache
-from worker.loading.errors import UnusableModel
+from worker.loading.decoder import load_model
 from worker.loading.header import TransformersHeader, read_header
-from worker.models.architectures import BORROWED, CHECKED, REFUSED
 from worker.models.hf import TransformersModel
-from worker.models.load import load_model
+from worker.spec.architectures import BORROWED, CHECKED, REFUSED
 from worker.startup.memory_plan import PlannedTransformersModel, weights_bytes
 from worker.startup.preflight import preflight
 

@@ -21,7 +21,7 @@ from tests.support.eager import expected, some_tokens
 from tests.support.family_models import random_model
 from tests.support.kernels import native_kernels
 from tests.support.replica import Replica, load
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 from worker.startup.kv_window import kv_groups
 
 WINDOW, BLOCK_TOKENS, BUDGET = 24, 4, 9

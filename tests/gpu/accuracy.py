@@ -24,7 +24,7 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
-from worker.models.load import LoadedModel, load_model
+from worker.loading.decoder import LoadedModel, load_model
 
 BLOCK_TOKENS = 16
 MAX_ERROR, MIN_EQUAL = 2e-2, 0.99

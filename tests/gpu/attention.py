@@ -27,7 +27,7 @@ from worker.attention.flash import FlashPagedAttention
 from worker.attention.flash_library import FA2, FA3, VARLEN, FlashLibrary, installed_folders
 from worker.attention.limits import NoBackend
 from worker.loading.header import ModelHeader, read_header
-from worker.models.spec import ModelSpec
+from worker.spec.model_spec import ModelSpec
 from worker.startup.attention_needs import attention_needs
 
 TOLERANCE = 1.6e-2

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from worker.checkpoint.random_weights import RandomWeights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.random_weights import RandomWeights
 
 SHARD_BYTES = 2 << 30
 

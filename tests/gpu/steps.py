@@ -22,10 +22,10 @@ from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, figure
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
-from worker.debug.benchmark.steps import StepBenchmark, assemble_benchmark
+from worker.benchmark.steps import StepBenchmark, assemble_benchmark
 from worker.kv.cache import KVCache
 from worker.models.decoder import DecoderModel
-from worker.step import Runner
+from worker.step.runner import Runner
 
 CONTEXT = 1024
 SHARES = {1: 0.75, 64: 0.75, 256: 0.70}

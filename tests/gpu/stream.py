@@ -16,8 +16,8 @@ from tests.support.device_stream import FLOAT, DeviceWorker, assert_same, record
 from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.pretended_device import DEVICE, PretendedDevice
 from tests.support.recording import BLOCK_TOKENS, replay
-from worker.batch.decode_graph import CudaGraphs
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
+from worker.step.decode_graph import CudaGraphs
 
 MODEL = "stream"
 REHEARSED_STEPS = 12

@@ -2,7 +2,7 @@
 tests use real processes, and kill some of them.
 
 No GPU is needed, because the locks depend only on the GPU's name. A worker gets the name from
-`worker.startup.device.identity_of`.
+`worker.device.device.identity_of`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ else:
 """
 WORKER = """
 import sys
-from worker.startup import device
+from worker.device import device
 from worker.process import main
 device.identity_of = lambda device: "gpu-0a1b"  # as if the CPU were one
 sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from protocol.sampling import SamplingParams
 from tests.support.drafted import replica_of
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 NUM_PROMPTS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)

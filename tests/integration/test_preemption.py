@@ -19,7 +19,7 @@ from protocol.messages import Output
 from protocol.sampling import SamplingParams
 from tests.support.recording import tiny_model
 from tests.support.replica import Replica
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 REQUESTS: list[tuple[list[int], SamplingParams, Body | None]] = [
     (

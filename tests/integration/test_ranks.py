@@ -26,8 +26,8 @@ from tests.support.recording import (
     tiny_model,
 )
 from tests.support.replica import Executed
-from worker.debug.slot_registry import Poison
-from worker.parallel.group import Group
+from worker.layers.group import Group
+from worker.step.slot_registry import Poison
 
 pytestmark = pytest.mark.long
 

@@ -37,9 +37,9 @@ from tests.support.recording import (
     replay,
     tiny_model,
 )
-from worker.debug.slot_registry import Poison
 from worker.slots.fields import slot_fields
 from worker.slots.table import RestPolicy, SlotField, SlotTable, SlotWrite
+from worker.step.slot_registry import Poison
 
 pytestmark = pytest.mark.long
 

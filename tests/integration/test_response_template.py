@@ -23,7 +23,7 @@ from tests.support.scripted_engine import (
     thinking_card,
 )
 from tests.support.tiny_checkpoint import write_tiny_llama
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
 
 CHAT = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

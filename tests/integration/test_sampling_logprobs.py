@@ -17,7 +17,7 @@ from protocol.sampling import SamplingParams
 from tests.support.grammars import signs_tokenizer
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_tiny_llama
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 PROMPT = [5, 9, 2, 77, 31, 8]
 

@@ -23,10 +23,10 @@ from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWork
 from tests.support.kv_worker import idle_transfers
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.batch.readback import DeviceEvent, mark
-from worker.connection import EngineConnection
-from worker.debug.slot_registry import CheckedRunner
-from worker.loop import WorkerLoop
+from worker.device.readback import DeviceEvent, mark
+from worker.service.connection import EngineConnection
+from worker.service.loop import WorkerLoop
+from worker.step.slot_registry import CheckedRunner
 
 WAIT_S = 20.0
 PROMPT = [5, 9, 2, 77, 31]

@@ -28,8 +28,8 @@ from tests.support.tiny_checkpoint import VOCAB
 from worker.attention.base import Attention, AttentionBatch
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.loading.decoder import LoadedModel
 from worker.lora.table import StepAdapters
-from worker.models.load import LoadedModel
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
 PARAMS = SamplingParams(

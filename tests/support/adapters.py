@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm, read_adapter
 from worker.lora.table import AdapterTable
 from worker.lora.targets import Target, find_targets
-from worker.models.load import LoadedModel
-from worker.models.spec import AdaptedLinear
+from worker.spec.model_spec import AdaptedLinear
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -26,14 +26,14 @@ from tests.support.recording import (
 from tests.support.replica import Arrived, Executed
 from tests.support.tiny_model import new_slots
 from worker.attention.base import Attention
-from worker.batch.decode_graph import Capture, GraphDecode
-from worker.debug.slot_registry import Poison
 from worker.kv.blocks import CacheBlocks, cache_blocks
 from worker.kv.cache import KVCache
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
-from worker.step import Runner
+from worker.step.decode_graph import Capture, GraphDecode
+from worker.step.runner import Runner
+from worker.step.slot_registry import Poison
 
 FLOAT = torch.float32
 NUM_REQUESTS = 48

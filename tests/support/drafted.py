@@ -14,7 +14,7 @@ import json
 from protocol.sampling import SamplingParams
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 TIE = 1e-3
 """Largest difference between the best two logprobs of a token at which answers may differ."""

@@ -16,8 +16,8 @@ from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.kv.cache import KVCache
+from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.table import AdapterTable, StepAdapters
-from worker.models.load import LoadedModel, load_model
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")

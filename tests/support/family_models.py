@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from tests.support.checkpoints import VOCAB
-from worker.models.families.registry import FAMILIES
+from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 SIZES: dict[str, Any] = {

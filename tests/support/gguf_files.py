@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from tests.support.checkpoints import SPECIAL, TEMPLATE, tiny_tokenizer
-from worker.loading.gguf_file import GGMLType
+from worker.checkpoint.gguf_file import GGMLType
 
 Array = NDArray[np.float32]
 Kinds = Callable[[str], GGMLQuantizationType]

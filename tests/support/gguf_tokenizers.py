@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from worker.loading.fields import Fields
-from worker.loading.gguf_tokenizer import tokenizer_json
+from worker.checkpoint.gguf_tokenizer import tokenizer_json
+from worker.spec.fields import Fields
 
 TEXTS = [
     "",

@@ -16,12 +16,12 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from tests.support.gguf_files import SCALES
-from worker.kernels.cpuinfo import cpu_flags
+from worker.checkpoint.gguf_file import GGMLType
+from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
+from worker.device.cpuinfo import cpu_flags
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.sets import INSTRUCTION_SETS
-from worker.loading.gguf_file import GGMLType
-from worker.loading.quant_blocks import BlockKind, QuantBlocks
 
 NAMES = [each.name for each in INSTRUCTION_SETS]
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

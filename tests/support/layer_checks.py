@@ -23,8 +23,8 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, inverse_frequencies, rotation
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import Activation, MlpSpec, NormSpec
+from worker.spec.model_spec import Activation, MlpSpec, NormSpec
+from worker.spec.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 MAX_ERROR = 1e-5

@@ -216,7 +216,7 @@ class PretendedDevice:
             self._is_fused = was_fused
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture a graph (worker/batch/decode_graph.py): record the operations of `work` with the
+        """Capture a graph (worker/step/decode_graph.py): record the operations of `work` with the
         memory that they read and write. The result repeats them, as one launch. What the host did
         meanwhile is not repeated, and its memory must not be read."""
         assert self._tape is None

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from protocol.config.worker import WeightForm
 from tests.support.kernels import random_blocks
+from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
-from worker.loading.quant_blocks import BlockKind, QuantBlocks
+from worker.loading.weight_layout import layout
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from worker.models.tensor_names import names_of
-from worker.models.tensors import ModelTensors
-from worker.models.weight_layout import layout
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from worker.spec.rope_config import RopeConfig
+from worker.spec.tensor_names import names_of
+from worker.spec.tensors import ModelTensors
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 96, 6, 2, 32, 160, 70
 ROPE = RopeConfig(HEAD_DIM, 1e4)

@@ -12,9 +12,9 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is not in __all__
 
 from tests.support.waiting import HANG_S
-from worker.models.load import LoadedModel, load_model
-from worker.parallel.group import Group
-from worker.parallel.process_group import GlooGroup
+from worker.layers.group import Group
+from worker.loading.decoder import LoadedModel, load_model
+from worker.startup.process_group import GlooGroup
 
 T = TypeVar("T")
 

@@ -34,10 +34,10 @@ from tests.support.replica import (
     slot_table,
 )
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
-from worker.debug.slot_registry import Poison
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter
-from worker.models.load import LoadedModel
 from worker.slots.table import SlotTable
+from worker.step.slot_registry import Poison
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 33

@@ -36,19 +36,19 @@ from tests.support.model import smollm2_gguf
 from tests.support.replica_transfers import ReplicaTransfers
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
-from worker.debug.slot_registry import Poison
+from worker.device.cpuinfo import cpu_flags
+from worker.device.device import choose_dtype
 from worker.draft.model import DraftModel
-from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.adapter import Adapter
-from worker.models.load import LoadedModel, load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.device import choose_dtype
 from worker.startup.kv_window import kv_groups, num_block_layers
-from worker.step import Runner
+from worker.step.runner import Runner
+from worker.step.slot_registry import Poison
 
 CLIENT = b"test"
 

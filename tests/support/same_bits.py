@@ -30,8 +30,8 @@ from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
 from worker.kv.cache import block_bytes
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter
-from worker.models.load import LoadedModel
 from worker.quantize.writing import quantize_model
 
 NUM_TOKENS, BLOCK_TOKENS, MAX_PROMPT = 8, 16, 300

@@ -11,8 +11,8 @@ from protocol.sampling import SamplingParams
 from tests.support.plans import slot_init
 from tests.support.tiny_model import tiny_slots
 from worker.batch.batch import Sampled, features_of_rows
-from worker.debug.slot_registry import Poison
 from worker.slots.table import SlotTable
+from worker.step.slot_registry import Poison
 
 
 @dataclass

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from tests.support.tiny_checkpoint import CONFIG, tiny_tokenizer_json
-from worker.models.families.registry import find_family
-from worker.models.tensors import ModelTensors
+from worker.spec.families.registry import find_family
+from worker.spec.tensors import ModelTensors
 
 LARGE = {
     "hidden_size": 8192,

@@ -68,9 +68,9 @@ def write_babbling_llama(folder: Path, **changes: object) -> Path:
     constrain an answer, this model shows it sooner than the default model, in a hundredth of the
     time.
     """
-    from worker.loading.fields import Fields
-    from worker.loading.gguf_file import GGUFFile
-    from worker.loading.gguf_tokenizer import gguf_text
+    from worker.checkpoint.gguf_file import GGUFFile
+    from worker.checkpoint.gguf_tokenizer import gguf_text
+    from worker.spec.fields import Fields
 
     vocab_size = 49152
     path = smollm2_gguf()

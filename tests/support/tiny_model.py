@@ -13,15 +13,15 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.batch.readback import Mark, mark
-from worker.debug.slot_registry import Poison, PoisonedSlots
+from worker.device.readback import Mark, mark
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
 from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
-from worker.step import Runner
+from worker.step.runner import Runner
+from worker.step.slot_registry import Poison, PoisonedSlots
 
 VOCAB = 97
 MAX_LEN = 48

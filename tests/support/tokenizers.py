@@ -18,9 +18,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from gateway.text.tokenizer import Tokenizer
 from protocol.model_card import ModelCard
 from tests.support.model import smollm2_gguf
-from worker.loading.fields import Fields
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_tokenizer import tokenizer_json
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_tokenizer import tokenizer_json
+from worker.spec.fields import Fields
 
 REAL_TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 """If this folder exists, tests use the real vocabularies in it as well."""

@@ -16,7 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
 from tests.support.tokenizers import DATA, OTHER_SCRIPTS
-from worker.loading.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
+from worker.checkpoint.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 """Tokens of XLM-RoBERTa with the ids 0 to 3, which SentencePiece orders otherwise."""

@@ -27,8 +27,8 @@ import pytest
 
 from tests.emulated import CSRC, OPTIONS, ROOT
 from tests.torture.table import print_table
+from worker.device.cpuinfo import cpu_flags
 from worker.kernels import library
-from worker.kernels.cpuinfo import cpu_flags
 
 TEST = "tests/differential/test_same_bits.py"
 FILTER = "weights_of_every_kind and {dtype}"

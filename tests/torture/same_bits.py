@@ -29,7 +29,7 @@ from tests.support.model import smollm2_gguf
 from tests.support.replica import load
 from tests.support.same_bits import DENSE, WAYS, BitCase, Subject, small_model
 from tests.torture.table import print_table
-from worker.models.load import LoadedModel
+from worker.loading.decoder import LoadedModel
 
 DEFAULT = "default"
 MODELS = (DEFAULT, "Q4_1", "Q4_1-int8", "Q8_0", "Q8_0-int8", "Q4_K", "Q4_K-int8", "Q4_1-kv8", DENSE)

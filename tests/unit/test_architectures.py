@@ -9,8 +9,8 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from worker.loading.errors import UnusableModel
-from worker.models.architectures import (
+from worker.errors import UnusableModel
+from worker.spec.architectures import (
     BORROWED,
     CHECKED,
     INLINE_ATTENTION,
@@ -20,7 +20,7 @@ from worker.models.architectures import (
     TransformersArchitecture,
     fallback,
 )
-from worker.models.families.registry import FAMILIES, find_family
+from worker.spec.families.registry import FAMILIES, find_family
 
 OURS = {family.architecture for family in FAMILIES}
 

@@ -32,11 +32,11 @@ from worker.attention.limits import (
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.select import GpuBackend, choose_backend, select_attention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels import triton_driver
-from worker.kernels.cpuinfo import cpu_flags
+from worker.device import triton_driver
+from worker.device.cpuinfo import cpu_flags
+from worker.errors import UnusableModel
 from worker.kernels.library import load, runnable
-from worker.loading.errors import UnusableModel
-from worker.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from worker.startup.attention_needs import attention_needs, version_of
 
 HOPPER = AttentionNeeds(

@@ -21,7 +21,7 @@ from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT
 from tools.processes.serve_plan import ServePlan
 from tools.processes.topology import with_model
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 from worker.startup.card import UNKNOWN_CONTEXT, main, text_card
 
 SETTINGS: dict[str, Any] = {"eos_token": "<eos>", "chat_template": "{{ messages }}"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.startup.machine import cgroup_free_bytes, cpu_quota
+from worker.device.machine import cgroup_free_bytes, cpu_quota
 
 UNIT = "0::/system.slice/tidegate.service"
 OLD = "9:name=systemd:/u\n4:memory:/slurm/job_7\n2:cpu,cpuacct:/slurm/job_7\n0::/u"

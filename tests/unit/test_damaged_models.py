@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.torture.damaged.cases import LOADS, REFUSED, Originals, outcome_of
-from worker.loading.errors import UnusableModel
-from worker.models.families.family import ModelFamily
-from worker.models.families.registry import FAMILIES
+from worker.errors import UnusableModel
+from worker.spec.families.family import ModelFamily
+from worker.spec.families.registry import FAMILIES
 
 COUNT, SEED = 200, 3
 

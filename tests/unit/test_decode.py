@@ -17,14 +17,14 @@ from tests.support.checkpoints import VOCAB, random_llama, write_directory
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.plans import GREEDY, slot_init, step_plan
 from worker.attention.select import select_attention
-from worker.debug.slot_registry import PoisonedSlots
 from worker.kernels.native import NativeKernels
 from worker.kv.cache import KVCache
 from worker.layers.embedding import DenseEmbedding
+from worker.loading.decoder import load_model
 from worker.models.decoder import DecoderModel
-from worker.models.load import load_model
 from worker.slots.fields import slot_fields
-from worker.step import Runner
+from worker.step.runner import Runner
+from worker.step.slot_registry import PoisonedSlots
 
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK_TOKENS, SLOTS, BLOCKS_EACH = 40, 4, 6, 10

@@ -21,7 +21,20 @@ from tests.support.random_decoder import ROLES, RandomTensors, attention, mlp, m
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.batch.batch import read_rows
-from worker.batch.decode_graph import (
+from worker.errors import UnusableModel
+from worker.kv.cache import KVCache, layer_places
+from worker.loading.decoder import load_model
+from worker.loading.weights import load_weights
+from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm
+from worker.lora.table import AdapterTable
+from worker.models.decoder import DecoderModel
+from worker.slots.fields import slot_fields
+from worker.slots.table import SlotTable
+from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.tensor_names import names_of
+from worker.spec.tensors import ModelTensors
+from worker.startup.runner_parts import RunnerParts
+from worker.step.decode_graph import (
     PADDING,
     CudaGraphs,
     GraphDecode,
@@ -29,20 +42,7 @@ from worker.batch.decode_graph import (
     padded_rows,
     reason_against_graphs,
 )
-from worker.kv.cache import KVCache, layer_places
-from worker.loading.errors import UnusableModel
-from worker.loading.weights import load_weights
-from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm
-from worker.lora.table import AdapterTable
-from worker.models.decoder import DecoderModel
-from worker.models.load import load_model
-from worker.models.spec import LayerSpec, ModelSpec
-from worker.models.tensor_names import names_of
-from worker.models.tensors import ModelTensors
-from worker.slots.fields import slot_fields
-from worker.slots.table import SlotTable
-from worker.startup.runner_parts import RunnerParts
-from worker.step import Runner
+from worker.step.runner import Runner
 
 BLOCK_TOKENS, MAX_SLOTS, MAX_LEN = 4, 7, 24
 BLOCKS = MAX_LEN // BLOCK_TOKENS

@@ -24,11 +24,11 @@ from tests.support.encoder_models import (
     write_modules,
 )
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
 from worker.encoders.position_bias import alibi_slopes
 from worker.encoders.ragged import LENGTH_RATIO, LENGTH_SLACK, group_ends
 from worker.encoders.runner import EncoderModel, EncodeRunner
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
+from worker.loading.encoder import load_encoder
 from worker.loading.header import encoder_header, read_any_header
 from worker.startup.preflight import preflight
 

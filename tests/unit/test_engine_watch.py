@@ -10,8 +10,8 @@ import zmq
 
 from protocol import sockets
 from tests.support.waiting import HANG_S, eventually
-from worker import connection
-from worker.connection import EngineWatch
+from worker.service import connection
+from worker.service.connection import EngineWatch
 
 
 def test_a_loss_that_is_read_before_the_worker_has_joined_is_not_forgotten(

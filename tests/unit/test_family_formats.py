@@ -10,7 +10,7 @@ from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.events import Content, Event, Reasoning, ToolArguments, ToolCall, merged
 from protocol.messages import Output
 from tests.support.family_formats import CALL, PUBLISHED, THOUGHT, PublishedTemplate
-from worker.models.families.registry import FAMILIES
+from worker.spec.families.registry import FAMILIES
 
 BY_TEMPLATE = pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each.name)
 

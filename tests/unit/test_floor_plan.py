@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,18 +59,71 @@ RAY_IN = ("tools/cluster/actor.py", "tools/cluster/attempt.py", "tools/cluster/c
 PURE = ("prompt", "text", "formats")
 """Folders of the gateway without sockets, threads, greenlets or request objects."""
 
-LEVELS = (
-    {"app", "gunicorn_conf", "unparsed", "check", "offline"},
-    {"api"},
-    {"service", "model_host", "model_preparation", "context"},
-    {"store", "observe"},
-    {"generation", "served_model"},
-    {"prompt", "formats", "sandbox"},
-    {"engine"},
-    {"text", "http", "auth", "threads", "web", "gateway_start"},
-)
-"""The modules and folders of the gateway in levels, from the entrances down. Each may import its
-own level and the levels below."""
+LEVELS: dict[str, Sequence[set[str]]] = {
+    "gateway": (
+        {"app", "gunicorn_conf", "unparsed", "check", "offline"},
+        {"api"},
+        {"service", "model_host", "model_preparation", "context"},
+        {"store", "observe"},
+        {"generation", "served_model"},
+        {"prompt", "formats", "sandbox"},
+        {"engine"},
+        {"text", "http", "auth", "threads", "web", "gateway_start"},
+    ),
+    "engine_core": (
+        {"__main__"},
+        {"process"},
+        {"loop"},
+        {"startup"},
+        {"journal"},
+        {"workers"},
+        {
+            *("engine", "parts", "endings", "open_requests", "request", "status", "invariants"),
+            *("policy", "schedule", "speculation", "encode", "adapters", "history"),
+            *("grammar", "kv", "blocks"),
+        },
+        {"connections", "profiling", "stage_timer"},
+    ),
+    "worker": (
+        {"__main__", "join", "list_families", "list_encoder_families"},
+        {"process"},
+        {"service", "benchmark", "quantize"},
+        {"startup"},
+        {"loading"},
+        {"step", "draft", "encoders"},
+        {"models"},
+        {"lora"},
+        {"batch", "sampling"},
+        {"attention", "kernels", "layers"},
+        {"kv", "checkpoint"},
+        {"spec", "slots"},
+        {"device"},
+        {"errors"},
+    ),
+    "tools": (
+        {"offline"},
+        {"commands"},
+        {"__main__", "cluster", "completion"},
+        {"bench", "batches", "chat", "config_file"},
+        {"models", "libraries", "processes"},
+        {"http", "top", "flags", "paths"},
+        {"terminal", "failure", "findings", "other_servers"},
+    ),
+    "simulator": (
+        {"__main__"},
+        {"run"},
+        {"processes"},
+        {"cluster"},
+        {"machine"},
+        {"light", "measured"},
+        {"replica"},
+        {"gateway", "steps", "workload", "light_cache", "figures"},
+        {"hardware", "requests", "trace"},
+    ),
+}
+"""Room -> its modules and folders in levels, from the entrances down. Each may import its own level
+and the levels below. So a reader can learn a room from below: what a level needs, she knows
+already. And what two levels share has one place, which is below both."""
 
 BROAD_EXCEPTS = {
     # A process's loop, or the end of a process.
@@ -124,7 +177,7 @@ ENVIRONMENT = {
     # Variables of libraries, which read them when they are imported.
     "gateway/gunicorn_conf.py": "prometheus_client's directory",
     "gateway/observe/metrics.py": "prometheus_client's directory",
-    "worker/startup/environment.py": "the defaults of OpenMP and oneDNN",
+    "worker/device/environment.py": "the defaults of OpenMP and oneDNN",
 }
 """Files besides `__main__` that may read or set environment variables, and what for."""
 
@@ -271,8 +324,8 @@ def test_text_folders_of_the_gateway_import_no_sockets_and_no_greenlets(folder: 
         assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
 
 
-def gateway_imports(path: Path) -> set[str]:
-    """Return the gateway's modules and folders that one of its files imports anywhere."""
+def parts_imported_by(path: Path, room: str) -> set[str]:
+    """Return the modules and folders of its own room that a file imports anywhere."""
     modules = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -280,30 +333,39 @@ def gateway_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} imports relatively"
             module = node.module or ""
-            names = [alias.name for alias in node.names] if module == "gateway" else [""]
+            names = [alias.name for alias in node.names] if module == room else [""]
             modules |= {f"{module}.{name}" for name in names}
-    return {each.split(".")[1] for each in modules if each.startswith("gateway.")}
+    return {each.split(".")[1] for each in modules if each.startswith(f"{room}.")}
 
 
-def level_of(part: str) -> int:
-    return next(level for level, parts in enumerate(LEVELS) if part in parts)
+def part_of(path: Path, room: str) -> str:
+    """Return the module or folder of the room that a file is, or is in."""
+    return path.relative_to(ROOT / room).parts[0].removesuffix(".py")
 
 
-def test_every_part_of_the_gateway_has_one_level() -> None:
-    folder = ROOT / "gateway"
-    found = {path.relative_to(folder).parts[0].removesuffix(".py") for path in files("gateway")}
-    assert sorted(part for parts in LEVELS for part in parts) == sorted(found - {"__init__"})
+def level_of(part: str, levels: Sequence[set[str]]) -> int:
+    """Return the place of a part's level, counted from the entrances."""
+    return next(level for level, parts in enumerate(levels) if part in parts)
 
 
-def test_imports_in_the_gateway_go_down_only() -> None:
-    folder = ROOT / "gateway"
-    for path in files("gateway"):
-        own = path.relative_to(folder)
-        if str(own) == "__init__.py":
-            continue
-        level = level_of(own.parts[0].removesuffix(".py"))
-        higher = {part for part in gateway_imports(path) if level_of(part) < level}
-        assert not higher, f"{own} imports {sorted(higher)}, which are on a higher level"
+@pytest.mark.parametrize("room", LEVELS)
+def test_every_part_of_a_room_has_one_level(room: str) -> None:
+    found = {part_of(path, room) for path in files(room)} - {"__init__"}
+    assert sorted(part for parts in LEVELS[room] for part in parts) == sorted(found)
+
+
+@pytest.mark.parametrize("room", LEVELS)
+def test_imports_go_down_only(room: str) -> None:
+    for path in files(room):
+        own = part_of(path, room)
+        if own != "__init__":
+            level = level_of(own, LEVELS[room])
+            imported = parts_imported_by(path, room)
+            higher = {part for part in imported if level_of(part, LEVELS[room]) < level}
+            assert not higher, (
+                f"{path.relative_to(ROOT)} imports {sorted(higher)}, on a higher level than {own}. "
+                "A level is learned without those above it: move what both need further down"
+            )
 
 
 def catches_everything(node: ast.AST) -> bool:
@@ -398,7 +460,7 @@ def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
 def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:
     code = """if True:
         import sys
-        from worker.startup.postponed import TORCH_SHAPES, load_postponed, postpone
+        from worker.device.postponed import TORCH_SHAPES, load_postponed, postpone
         postpone(TORCH_SHAPES)
         import worker.startup.assembly
         assert not sys.modules.keys() & {"transformers", "gguf", "triton", "torch._refs"}

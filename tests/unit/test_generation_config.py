@@ -9,16 +9,16 @@ import pytest
 from transformers import GenerationConfig
 
 from protocol.model_card import SamplingDefaults
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.generation_config import (
+from worker.checkpoint.generation_config import (
     APPLIED,
     KNOWN,
     NAMED,
     NO_EFFECT,
     generation_defaults,
 )
-from worker.loading.gguf_tokenizer import gguf_text
+from worker.checkpoint.gguf_tokenizer import gguf_text
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 
 VOCAB = 100
 APPLIED_VALUES: dict[str, tuple[Any, SamplingDefaults]] = {

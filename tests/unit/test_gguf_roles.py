@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.gguf_roles import END_TEXTS, INFILL_END_TEXTS, end_tokens
-from worker.loading.gguf_tokenizer import gguf_text
-from worker.loading.gguf_tokens import CONTROL, NORMAL, USER_DEFINED
+from worker.checkpoint.gguf_roles import END_TEXTS, INFILL_END_TEXTS, end_tokens
+from worker.checkpoint.gguf_tokenizer import gguf_text
+from worker.checkpoint.gguf_tokens import CONTROL, NORMAL, USER_DEFINED
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 
 INFILL_ENDS = [text for texts in INFILL_END_TEXTS.values() for text in texts]
 SMOLLM2 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "Paris"]

@@ -16,8 +16,8 @@ from tests.gpu.kernels import row_of
 from tests.gpu.session import CONFIGS
 from tests.gpu.steps import bytes_read, waits_us
 from tests.support.replica import new_cache
+from worker.loading.decoder import load_model
 from worker.loading.header import ModelHeader, read_header
-from worker.models.load import load_model
 
 CPU = torch.device("cpu")
 

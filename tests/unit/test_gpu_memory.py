@@ -22,16 +22,17 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.draft.model import DraftModel
+from worker.errors import NotEnoughMemory, UnusableModel
+from worker.kv.budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.kv.cache import KVCache, LayerPlace
-from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.loading.decoder import load_model
 from worker.lora.table import StepAdapters
-from worker.models.load import load_model
-from worker.sampling import features
-from worker.sampling.features import features_of
+from worker.slots import features
+from worker.slots.features import features_of
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
+from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
-from worker.startup.kv_budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
 from worker.startup.profile_run import (
     CACHE_BLOCKS,
     ProfileRun,
@@ -41,9 +42,8 @@ from worker.startup.profile_run import (
 )
 from worker.startup.reserve import measured_memory
 from worker.startup.runner_parts import RunnerParts
-from worker.startup.step_limits import StepLimits, step_limits
 from worker.startup.warm_up import warm_up
-from worker.step import Runner, no_masks
+from worker.step.runner import Runner, no_masks
 
 MIB = 1 << 20
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import NAMES, dequantised, native_kernels, randn, random_blocks
+from worker.checkpoint.quant_blocks import BlockKind
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear, PackedPart, pack
-from worker.loading.quant_blocks import BlockKind
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP = 32

@@ -15,6 +15,7 @@ from tests.support.kernels import (
     randn,
     random_blocks,
 )
+from worker.checkpoint.quant_blocks import BlockKind
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedPart, pack
@@ -23,9 +24,8 @@ from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED
 from worker.layers.norm import Norm
 from worker.layers.rope import inverse_frequencies, rotation
-from worker.loading.quant_blocks import BlockKind
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import MlpSpec, NormSpec
+from worker.spec.model_spec import MlpSpec, NormSpec
+from worker.spec.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 NORM = NormSpec(eps=1e-5)

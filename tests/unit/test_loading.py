@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, tiny_tokenizer, write_directory
-from worker.loading import digest as digests
-from worker.loading.errors import UnusableModel
+from worker.checkpoint import digest as digests
+from worker.errors import UnusableModel
+from worker.loading.decoder import LoadedModel, load_model, open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.models.load import LoadedModel, load_model, open_weights
 
 
 @pytest.fixture(scope="module")

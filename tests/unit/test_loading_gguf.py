@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from protocol.model_card import InfillTokens, SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama
 from tests.support.gguf_files import write_gguf
-from worker.loading import gguf_weights
-from worker.loading.errors import UnusableModel
-from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
-from worker.loading.gguf_weights import read_tensor
+from worker.checkpoint import gguf_weights
+from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
+from worker.checkpoint.gguf_weights import read_tensor
+from worker.errors import UnusableModel
+from worker.loading.decoder import load_model
 from worker.loading.header import read_header
-from worker.models.load import load_model
 from worker.startup.card import text_card
 
 Kind = GGMLQuantizationType

@@ -20,9 +20,9 @@ from tokenizers import (
 
 from tests.support.checkpoints import SPECIAL, tiny_tokenizer
 from tests.support.gguf_tokenizers import TEXTS, as_metadata, assert_same, rebuilt
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.gguf_tokenizer import tokenizer_json
+from worker.checkpoint.gguf_tokenizer import tokenizer_json
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 
 
 def test_the_default_pretokenizer_is_gpt2() -> None:

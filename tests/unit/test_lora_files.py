@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapters import peft_model, read, write_adapter
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import load
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import DOWN, PREFIX, UP, WEIGHTS, find_adapter
 from worker.lora.config import CONFIG, parse_config
 from worker.lora.errors import MissingAdapter, UnusableAdapter
 from worker.lora.targets import adapter_bytes, find_targets
-from worker.models.load import LoadedModel
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 

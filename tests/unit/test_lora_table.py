@@ -22,15 +22,15 @@ from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import CPU, load
 from tests.support.plans import slot_init
 from tests.support.tiny_model import tiny_slots
-from worker.loading.errors import UnusableModel
+from worker.device.timing import StartupTiming
+from worker.errors import UnusableModel
+from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import AdapterFiles
 from worker.lora.service import AdapterService
 from worker.lora.startup import kept_bytes, load_adapters
 from worker.lora.table import AdapterTable
 from worker.lora.targets import adapter_bytes, find_targets
-from worker.models.load import LoadedModel
 from worker.slots.table import SlotTable
-from worker.startup.timing import StartupTiming
 
 
 @pytest.fixture(scope="module")

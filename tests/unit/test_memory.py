@@ -23,19 +23,22 @@ from tests.support.checkpoints import random_llama, write_directory
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
-from worker.kernels import sizes
-from worker.kernels.cpuinfo import cpu_flags
+from worker.device import device, machine
+from worker.device.cpuinfo import cpu_flags
+from worker.device.timing import StartupTiming
+from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kernels.native import NativeKernels
+from worker.kv.budget import KVBudget, KVDemand, kv_budget
 from worker.kv.cache import block_bytes
 from worker.kv.rounding import ROUNDED
-from worker.loading.errors import NotEnoughMemory, UnusableModel
+from worker.loading.decoder import load_model
 from worker.loading.header import read_header
 from worker.lora.targets import adapter_bytes
-from worker.models.load import load_model
-from worker.models.spec import ModelSpec
-from worker.startup import assembly, device, machine
+from worker.spec import kernel_sizes as sizes
+from worker.spec.model_spec import ModelSpec
+from worker.spec.step_limits import StepLimits, step_limits
+from worker.startup import assembly
 from worker.startup.gpu_memory import RESERVE_BYTES, SMALLER_STEP
-from worker.startup.kv_budget import KVBudget, KVDemand, kv_budget
 from worker.startup.memory_plan import (
     DTYPE_BYTES,
     PlannedModel,
@@ -45,8 +48,6 @@ from worker.startup.memory_plan import (
     weights_bytes,
 )
 from worker.startup.memory_plan import block_bytes as planned_block_bytes
-from worker.startup.step_limits import StepLimits, step_limits
-from worker.startup.timing import StartupTiming
 
 CPU = torch.device("cpu")
 
@@ -479,7 +480,7 @@ def test_a_length_beyond_the_models_context_is_not_a_memory_error(large: Planned
 STEPS, PIECES, PIECE_BYTES, PAGE_BYTES = 8, 3, 12 << 20, 4096
 PROGRAM = f"""
 import ctypes, resource, sys
-from worker.startup import malloc
+from worker.device import malloc
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -6,16 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support import family_formats
-from worker.encoders.families.__main__ import table as encoders
-from worker.loading import generation_config as generation
-from worker.models.architectures import documented
-from worker.models.families.__main__ import table
+from worker.checkpoint import generation_config as generation
+from worker.list_encoder_families import table as encoders
+from worker.list_families import table
+from worker.spec.architectures import documented
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_the_documented_families_are_the_supported_ones() -> None:
-    """`python -m worker.models.families` prints this part of the page."""
+    """`python -m worker.spec.families` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- families -->\n")
     assert rest.partition("\n<!-- /families -->")[0] == table()
 
@@ -27,13 +27,13 @@ def test_the_documented_encoders_are_the_supported_ones() -> None:
 
 
 def test_the_documented_architectures_are_those_of_the_lists() -> None:
-    """`python -m worker.models.architectures` prints this part of the page."""
+    """`python -m worker.spec.architectures` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
     assert rest.partition("\n<!-- /transformers -->")[0] == documented()
 
 
 def test_the_documented_keys_of_generation_config_are_those_of_the_tables() -> None:
-    """`python -m worker.loading.generation_config` prints this part of the page."""
+    """`python -m worker.checkpoint.generation_config` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- generation -->\n")
     assert rest.partition("\n<!-- /generation -->")[0] == generation.documented()
 

@@ -19,9 +19,10 @@ from tests.support.paged import PagedRow, attention_batch, scattered
 from tests.support.same_bits import small_model
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.device.cpuinfo import cpu_flags
+from worker.errors import UnusableModel
 from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
-from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
@@ -30,12 +31,11 @@ from worker.kernels.select import select_kernels
 from worker.kernels.sets import INSTRUCTION_SETS
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
-from worker.loading.errors import UnusableModel
+from worker.loading.decoder import LoadedModel, load_model, open_weights
 from worker.loading.header import ModelHeader, read_header
+from worker.loading.weight_layout import layout
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
-from worker.models.load import LoadedModel, load_model, open_weights
-from worker.models.weight_layout import layout
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4

@@ -17,7 +17,7 @@ from gateway.api.ollama.requests import (
 from gateway.api.ollama.responses import AnswerLine, DoneReason
 from gateway.app import operations
 from gateway.prompt.infill import INFILL_MARKERS
-from worker.loading.gguf_roles import INFILL_KEYS
+from worker.checkpoint.gguf_roles import INFILL_KEYS
 
 DOCS = Path(__file__).parents[2] / "docs"
 OLLAMA, INFILL = (DOCS / name for name in ("api-ollama.md", "api-infill.md"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from worker.batch.pending_step import SampledTokens
-from worker.sampling.logprob_columns import LogprobColumns
+from worker.device.logprob_columns import LogprobColumns
 from worker.sampling.verify import NO_DRAFT, verify
 
 DRAFTS = np.array([4, 9, NO_DRAFT, NO_DRAFT, 7, 3, 2, NO_DRAFT, 6, NO_DRAFT])

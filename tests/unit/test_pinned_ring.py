@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from tests.support.checkpoints import random_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny_checkpoint import write_tiny_llama
+from worker.checkpoint.pinned_ring import PinnedRing, copying_to
+from worker.loading.decoder import open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.pinned_ring import PinnedRing, copying_to
-from worker.models.load import open_weights
 
 CPU = torch.device("cpu")
 

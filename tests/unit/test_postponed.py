@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from worker.startup.postponed import load_postponed, postpone, postpone_torch_shapes
+from worker.device.postponed import load_postponed, postpone, postpone_torch_shapes
 
 NAME, DEPENDENT = "postponed_example", "dependent_of_postponed_example"
 

@@ -23,10 +23,11 @@ from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.commands.models import memory_line
 from tools.models.preflight import limit, preflight_each
-from worker.loading.errors import UnusableModel
-from worker.startup import cuda_driver, gpu_libraries, machine
+from worker.device import cuda_driver, machine
+from worker.device.machine import TorchBuild
+from worker.errors import UnusableModel
+from worker.startup import gpu_libraries
 from worker.startup.check_device import ChosenDevice, choose_device
-from worker.startup.machine import TorchBuild
 from worker.startup.preflight import preflight
 
 PROGRAM = """

@@ -16,7 +16,7 @@ from protocol.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
 from tools.commands.profile import CpuSample, cores_used, descendants
-from worker.debug.tracing import Tracer
+from worker.step.tracing import Tracer
 
 US, THEM = b"us", b"them"
 REQUEST = Profile(request=7, steps=3, directory="/traces")

@@ -7,10 +7,10 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from tests.support.gguf_files import random_blocks
-from worker.kernels.sizes import BLOCK_FORMATS
-from worker.loading import mxfp4
-from worker.loading.gguf_file import GGMLType
-from worker.loading.quant_blocks import BlockKind, QuantBlocks
+from worker.checkpoint import mxfp4
+from worker.checkpoint.gguf_file import GGMLType
+from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
+from worker.spec.kernel_sizes import BLOCK_FORMATS
 
 BLOCKS = 200
 

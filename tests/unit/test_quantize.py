@@ -21,14 +21,14 @@ from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, wri
 from tests.support.gguf_tokenizers import TEXTS, assert_same
 from tools.commands import quantize as command
 from tools.failure import Failure
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.gguf_file import MAGIC
-from worker.loading.gguf_tokenizer import QWEN2, gguf_text
-from worker.loading.gguf_tokens import SPACE
-from worker.loading.text import TextFacts
+from worker.checkpoint.gguf_file import MAGIC
+from worker.checkpoint.gguf_tokenizer import QWEN2, gguf_text
+from worker.checkpoint.gguf_tokens import SPACE
+from worker.checkpoint.text import TextFacts
+from worker.errors import UnusableModel
 from worker.quantize.tokens import tokenizer_metadata
 from worker.quantize.types import has_more_bits, quantize, tensor_kind
+from worker.spec.fields import Fields
 
 # ---- K-quants
 

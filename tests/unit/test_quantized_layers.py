@@ -25,11 +25,11 @@ from tests.support.quantized_files import (
     gptq,
     write_quantized,
 )
-from worker.loading.errors import UnusableModel
+from worker.checkpoint.quant_blocks import BLOCK_WEIGHTS, BlockKind, dequantized
+from worker.errors import UnusableModel
+from worker.loading.decoder import load_model, open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.quant_blocks import BLOCK_WEIGHTS, BlockKind, dequantized
-from worker.loading.quantization import PACKED_AS, read_quantization
-from worker.models.load import load_model, open_weights
+from worker.spec.quantization import PACKED_AS, read_quantization
 from worker.startup.memory_plan import PlannedModel, expanded_kinds, weights_bytes
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}

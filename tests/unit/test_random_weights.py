@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.tiny_checkpoint import CONFIG
-from worker.loading.errors import UnusableModel
-from worker.loading.random_weights import RandomWeights
+from worker.checkpoint.random_weights import RandomWeights
+from worker.errors import UnusableModel
+from worker.loading.decoder import LoadedModel, load_model
 from worker.models.decoder import DecoderModel
-from worker.models.load import LoadedModel, load_model
 from worker.quantize.writing import quantize_model
 
 CPU = torch.device("cpu")

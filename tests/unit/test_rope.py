@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from worker.errors import UnusableModel
 from worker.layers.rope import attention_factor, inverse_frequencies, rotate, rotation
-from worker.loading.errors import UnusableModel
-from worker.models.families.registry import find_family
-from worker.models.rope_config import FactorScaling, RopeConfig
+from worker.spec.families.registry import find_family
+from worker.spec.rope_config import FactorScaling, RopeConfig
 
 SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -26,11 +26,11 @@ from tests.support.tiny_model import (
 )
 from worker.batch.batch import StepBatch, read_rows
 from worker.batch.batch import build_batch as build
-from worker.batch.readback import Readback
-from worker.debug.slot_registry import Poison
-from worker.sampling import features
-from worker.sampling.logprob_columns import LogprobColumns
+from worker.device.logprob_columns import LogprobColumns
+from worker.device.readback import Readback
+from worker.slots import features
 from worker.slots.table import SlotTable
+from worker.step.slot_registry import Poison
 
 PROMPT = [5, 9, 2, 77, 31]
 

@@ -20,9 +20,9 @@ from protocol.sampling import SamplingParams
 from protocol.steps import StepResult
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
-from worker.debug.slot_registry import Poison
 from worker.sampling.verify import NO_DRAFT, VerifiedDrafts, verify
-from worker.step import Runner
+from worker.step.runner import Runner
+from worker.step.slot_registry import Poison
 
 PROMPT = [5, 9, 2, 77, 31]
 NUM_NEW = 24

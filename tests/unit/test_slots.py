@@ -25,11 +25,11 @@ from tests.support.tiny_model import (
     tiny_runner,
     tiny_slots,
 )
-from worker.debug.slot_registry import CheckedRunner, Poison, check_registry, rows_for, strays
-from worker.sampling.features import ALL
 from worker.sampling.sampler import TokenChoice
+from worker.slots.features import ALL
 from worker.slots.table import RestPolicy, SlotField, SlotTable
-from worker.step import Runner
+from worker.step.runner import Runner
+from worker.step.slot_registry import CheckedRunner, Poison, check_registry, rows_for, strays
 
 
 def scalar(name: str, **more: Any) -> SlotField:

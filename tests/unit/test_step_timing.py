@@ -18,17 +18,17 @@ from protocol.config.worker import WorkerConfig
 from protocol.steps import WorkerReady
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.select import select_attention
-from worker.debug.benchmark.parts import PartsClock, TimedPart
-from worker.debug.benchmark.steps import StepBenchmark, worker_config
-from worker.debug.device_idle import LATEST, DeviceIdle
+from worker.benchmark.parts import PartsClock, TimedPart
+from worker.benchmark.steps import StepBenchmark, worker_config
 from worker.kv.cache import KVCache
 from worker.layers.linear import Dense
+from worker.loading.decoder import load_model
 from worker.models.autotune import RowTime, dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times
-from worker.models.load import load_model
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.step import Runner
+from worker.step.device_idle import LATEST, DeviceIdle
+from worker.step.runner import Runner
 
 
 def ticking() -> PartsClock:
@@ -142,7 +142,7 @@ def test_a_bad_config_is_reported_in_one_line_with_code_2() -> None:
     command = [
         sys.executable,
         "-m",
-        "worker.debug.benchmark",
+        "worker.benchmark",
         "--config",
         json.dumps({"batch": [1]}),
     ]

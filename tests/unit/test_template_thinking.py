@@ -23,7 +23,7 @@ from tests.support.tokenizers import (
     family_json,
     smollm2_tokenizer_json,
 )
-from worker.loading.gguf_file import GGUFFile
+from worker.checkpoint.gguf_file import GGUFFile
 
 SETTINGS: dict[str, ThinkingFields] = {
     "omitted": ThinkingFields(),

@@ -22,12 +22,12 @@ from tools.commands import engine as engine_command
 from tools.commands import worker as worker_command
 from tools.commands.serve import plan as serve_plan
 from tools.failure import Failure
-from worker.loading.errors import UnusableModel
-from worker.models.families.registry import FAMILIES
-from worker.models.spec import ModelSpec
-from worker.models.tensors import ModelTensors
-from worker.parallel.share import Share
-from worker.startup import machine
+from worker.device import machine
+from worker.errors import UnusableModel
+from worker.spec.families.registry import FAMILIES
+from worker.spec.model_spec import ModelSpec
+from worker.spec.share import Share
+from worker.spec.tensors import ModelTensors
 from worker.startup.preflight import preflight
 
 # ---- shares

@@ -10,7 +10,7 @@ import torch
 
 from protocol.bench import PARTS
 from tests.support.kernels import native_kernels, randn
-from worker.debug.benchmark.parts import PartsClock, timed_kernels
+from worker.benchmark.parts import PartsClock, timed_kernels
 from worker.kernels.packed import PackedLinear, pack
 
 

@@ -43,16 +43,16 @@ from tests.support.triton_code import interpreted
 from tests.unit.test_whole_step import SPECS
 from worker.attention.base import AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
+from worker.device.cpuinfo import cpu_flags
+from worker.device.triton_driver import reason_against_launches
 from worker.kernels.base import Kernels
-from worker.kernels.cpuinfo import cpu_flags
 from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
-from worker.kernels.triton_driver import reason_against_launches
 from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED
 from worker.layers.norm import Norm
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
+from worker.spec.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
+from worker.spec.rope_config import RopeConfig
 
 tl: Any = importlib.import_module("triton.language")
 interpreter: Any = importlib.import_module("triton.runtime.interpreter")

@@ -31,7 +31,7 @@ from worker.kernels.gpu import TritonKernels
 from worker.kernels.triton import layers
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
-from worker.models.spec import Activation, MlpSpec, NormSpec
+from worker.spec.model_spec import Activation, MlpSpec, NormSpec
 
 GOLDEN = Path(__file__).parents[1] / "data" / "triton_layers_resources.json"
 RECORDED = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}

@@ -25,7 +25,7 @@ from worker.sampling.sampler import TokenChoice, sample
 from worker.sampling.verify import NO_DRAFT, verify
 
 triton_sampling: Any = interpreted("worker.sampling.triton_sampling")
-KERNELS = Path("worker/kernels/triton/sampling.py")
+KERNELS = Path("worker/sampling/triton/sampling.py")
 BLOCK = 64
 DRAWING = [params for params in PARAMS if params.temperature > 0]
 

@@ -26,9 +26,9 @@ from tests.support.triton_code import (
     recorded_calls,
     triton,
 )
-from worker.kernels.triton import logit_stages, sampling, scores
 from worker.sampling.bans import RowMasks
 from worker.sampling.row_split import EXACT
+from worker.sampling.triton import logit_stages, sampling, scores
 from worker.sampling.triton_sampling import TritonSampling
 
 RECORDED = Path("tests/data/triton_sampling_resources.json")

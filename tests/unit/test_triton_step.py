@@ -29,10 +29,9 @@ from tests.support.triton_code import interpreted, recorded_launches
 from tests.unit.test_logits import WORDS, random_logits, requests
 from worker.batch.batch import Sampled
 from worker.batch.pending_step import PendingStep
-from worker.batch.readback import Readback
+from worker.device.readback import Readback
 from worker.kernels.gpu import TritonKernels
 from worker.kernels.reference import TorchKernels
-from worker.sampling import features
 from worker.sampling.bans import RowMasks
 from worker.sampling.base import Sampling
 from worker.sampling.logits import process_logits
@@ -41,11 +40,12 @@ from worker.sampling.row_split import RowSplit
 from worker.sampling.select import select_sampling
 from worker.sampling.torch_sampling import TorchSampling
 from worker.sampling.verify import NO_DRAFT
+from worker.slots import features
 from worker.slots.table import SlotTable
 
 triton_sampling: Any = interpreted("worker.sampling.triton_sampling")
-STAGES = Path("worker/kernels/triton/logit_stages.py")
-SCORES = Path("worker/kernels/triton/scores.py")
+STAGES = Path("worker/sampling/triton/logit_stages.py")
+SCORES = Path("worker/sampling/triton/scores.py")
 CPU = torch.device("cpu")
 
 

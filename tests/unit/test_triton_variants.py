@@ -17,15 +17,16 @@ from tests.support.pretended_device import DEVICE, DeviceTensor, PretendedDevice
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.triton_code import KernelLaunch, interpreted, triton
 from worker.attention.triton_tiles import SplitRule
-from worker.kernels.triton import attention, layers, logit_stages, sampling, scores
+from worker.kernels.triton import attention, layers
 from worker.kv.cache import KVCache
-from worker.models.load import LoadedModel, load_model
+from worker.loading.decoder import LoadedModel, load_model
+from worker.sampling.triton import logit_stages, sampling, scores
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
+from worker.spec.step_limits import StepLimits
 from worker.startup.profile_run import CACHE_BLOCKS, ProfileRun
-from worker.startup.step_limits import StepLimits
 from worker.startup.warm_up import warm_up
-from worker.step import Runner
+from worker.step.runner import Runner
 
 pytestmark = pytest.mark.long
 FLOAT = torch.float32

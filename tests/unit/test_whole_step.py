@@ -22,18 +22,18 @@ from tests.support.random_decoder import (
     random_decoder,
 )
 from worker.attention.select import select_attention
+from worker.checkpoint.quant_blocks import BlockKind
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
-from worker.loading.quant_blocks import BlockKind
 from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
-from worker.models.rope_config import LinearScaling, RopeConfig
-from worker.models.spec import LayerSpec, ModelSpec, NormSpec
-from worker.models.tensor_names import names_of
-from worker.models.tensors import ModelTensors
 from worker.models.whole_step import PassMemory
+from worker.spec.model_spec import LayerSpec, ModelSpec, NormSpec
+from worker.spec.rope_config import LinearScaling, RopeConfig
+from worker.spec.step_limits import STEP_TOKENS, StepLimits
+from worker.spec.tensor_names import names_of
+from worker.spec.tensors import ModelTensors
 from worker.startup.memory_plan import PROCESS_BYTES, PlannedModel, weights_bytes, work_bytes
-from worker.startup.step_limits import STEP_TOKENS, StepLimits
 
 BLOCK_TOKENS = 4
 LAYER_NORM = NormSpec(kind="layer", eps=1e-5, bias=True)

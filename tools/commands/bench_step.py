@@ -1,6 +1,6 @@
 """`tidegate bench step`: measures one step of the worker and its parts.
 
-A child process (`worker.debug.benchmark`) measures, and this module prints the table.
+A child process (`worker.benchmark`) measures, and this module prints the table.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
     """Run the benchmark in a child process. Yield its results as they arrive. Raises Failure, with
     the child's error, if it fails."""
     encoded = msgspec.json.encode(config).decode()
-    command = module_command("worker.debug.benchmark", "--config", encoded)
+    command = module_command("worker.benchmark", "--config", encoded)
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.config.worker import AttentionBackend
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 
 Platform = Literal["cpu", "cuda", "rocm"]
 Version = tuple[int, int]

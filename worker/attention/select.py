@@ -26,11 +26,11 @@ from worker.attention.limits import (
 )
 from worker.attention.native_paged import NativePagedAttention
 from worker.attention.torch_paged import TorchPagedAttention
-from worker.kernels import triton_driver
+from worker.device import triton_driver
+from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
-from worker.loading.errors import UnusableModel
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
 from protocol.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
+from worker.device.staging import upload_one
 from worker.kv.rounding import ROUNDED, numbers_of
-from worker.slots.staging import upload_one
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """`_attend` with its scale and soft cap bound: (q, k, v, mask, sinks) -> attention."""

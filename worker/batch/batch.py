@@ -26,8 +26,8 @@ from torch import Tensor
 
 from protocol.steps import StepPlan
 from worker.attention.base import AttentionBatch
+from worker.device.staging import integers, upload
 from worker.sampling.verify import NO_DRAFT
-from worker.slots.staging import integers, upload
 from worker.slots.table import SlotTable
 
 Ints = NDArray[np.int64]
@@ -66,7 +66,7 @@ class Sampled:
                              which is the new one's position
     slots, known             the same on the device
     last                     on the device: index of the token before the place, among the step's T
-    features                 union of the features of all rows of the step (sampling/features.py)
+    features                 union of the features of all rows of the step (slots/features.py)
     """
 
     host_slots: Tensor

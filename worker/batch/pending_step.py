@@ -13,8 +13,8 @@ from torch import Tensor
 
 from protocol.arrays import Int32
 from protocol.steps import StepResult
-from worker.batch.readback import Readback
-from worker.sampling.logprob_columns import LogprobColumns, int32
+from worker.device.logprob_columns import LogprobColumns, int32
+from worker.device.readback import Readback
 
 
 @dataclass(frozen=True, slots=True)

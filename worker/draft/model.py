@@ -20,9 +20,9 @@ from torch import Tensor
 from protocol.steps import StepPlan
 from worker.attention.base import Attention
 from worker.batch.batch import Ints, Spans, place
+from worker.device.staging import integers, upload
 from worker.kv.cache import KVCache
 from worker.models.base import StepModel
-from worker.slots.staging import integers, upload
 from worker.slots.table import SlotTable
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from protocol.encoding import MAX_STEP_INPUTS
 from worker.attention.base import Attention, AttentionBatch
+from worker.device.staging import upload
 from worker.encoders.pooling import InputHead
 from worker.encoders.ragged import RaggedBatch
 from worker.kv.cache import KVCache, LayerPlace
 from worker.models.base import StepModel
-from worker.slots.staging import upload
 
 
 def scratch_blocks(max_tokens: int, block_tokens: int) -> int:

@@ -20,7 +20,7 @@ from worker.kernels.reference import ACTIVATIONS
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, inverse_frequencies, rotate, rotation
-from worker.models.rope_config import RopeConfig
+from worker.spec.rope_config import RopeConfig
 
 
 @dataclass(slots=True)

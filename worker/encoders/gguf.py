@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.encoding import Pooling
+from worker.checkpoint.gguf_config import Metadata, rope_parameters
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_tokenizer import gguf_text
 from worker.encoders.families.registry import find_encoder
 from worker.encoders.header import EncoderHeader
 from worker.encoders.modules import VectorSpec
 from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.gguf_config import Metadata, rope_parameters
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_tokenizer import gguf_text
-from worker.models.tensor_names import TensorNames
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
+from worker.spec.tensor_names import TensorNames
 
 LAYER = "blk.{i}."
 ROLES = {

@@ -9,6 +9,9 @@ from typing import Any
 
 from protocol.config.worker import PoolingOption
 from protocol.encoding import EncodingCard
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
+from worker.checkpoint.text import TextFacts, directory_name, directory_text
 from worker.encoders.families.family import EncoderFamily
 from worker.encoders.modules import (
     VectorSpec,
@@ -18,12 +21,9 @@ from worker.encoders.modules import (
 )
 from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
-from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.tensor_names import without_prefix
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields, read_json
+from worker.spec.tensor_names import without_prefix
 
 DEFAULT_VECTORS = VectorSpec(pooling="mean")
 """The vectors of an encoder whose files do not describe them. The pooling is that of

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from protocol.encoding import EncodeTask, EncodingCard, Pooling, Similarity
-from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.loading.fields import Fields, parsed_json, read_json
-from worker.loading.safetensors_files import SINGLE, SafetensorsFiles
+from worker.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
+from worker.errors import FETCH_AGAIN, UnusableModel
+from worker.spec.fields import Fields, parsed_json, read_json
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 TRANSFORMER_FILES = tuple(

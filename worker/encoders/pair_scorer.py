@@ -26,6 +26,8 @@ from typing import Any
 import msgspec
 
 from protocol.encoding import EncodingCard, PairPrompt
+from worker.checkpoint.gguf_config import Metadata
+from worker.checkpoint.text import token_ids
 from worker.encoders.families.family import SCORES, check_one_label, has_sigmoid
 from worker.encoders.modules import (
     MODULES,
@@ -34,11 +36,9 @@ from worker.encoders.modules import (
     read_prompts,
     with_activation,
 )
-from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.loading.fields import Fields, parsed_json, read_json
-from worker.loading.gguf_config import Metadata
-from worker.loading.text import token_ids
-from worker.models.tensors import MatrixPart, Shape
+from worker.errors import FETCH_AGAIN, UnusableModel
+from worker.spec.fields import Fields, parsed_json, read_json
+from worker.spec.tensors import MatrixPart, Shape
 
 ARCHITECTURE, CLASSIFIER = "Qwen3ForCausalLM", f"Qwen3{SCORES}"
 SCORE_TENSOR, GGUF_TENSOR = "score.weight", "cls.output.weight"

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from worker.device.staging import upload
 from worker.encoders.position_bias import bias_tile
 from worker.encoders.spec import MAX_GROUP_TOKENS, QUERY_TILE
-from worker.slots.staging import upload
 
 Ints = NDArray[np.int64]
 LENGTH_RATIO, LENGTH_SLACK = 1.25, 8

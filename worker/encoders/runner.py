@@ -1,6 +1,6 @@
 """Runs a step that encodes: takes an EncodePlan, and returns an EncodeResult.
 
-Launching a step queues all its work on the device without waiting, as in worker/step.py.
+Launching a step queues all its work on the device without waiting, as in worker/step/runner.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from protocol.arrays import Float32
 from protocol.encoding import EncodeInputs
 from protocol.steps import EncodePlan, EncodeResult
-from worker.batch.readback import Mark, Readback, mark
+from worker.device.logprob_columns import int32
+from worker.device.readback import Mark, Readback, mark
+from worker.device.staging import integers
 from worker.encoders.encoder import Encoder
 from worker.encoders.pooling import VectorHead
 from worker.encoders.ragged import RaggedBatch, ragged_batch
-from worker.sampling.logprob_columns import int32
-from worker.slots.staging import integers
 
 
 class EncodeModel(Protocol):

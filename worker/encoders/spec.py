@@ -1,6 +1,6 @@
 """The description of an encoder that its forward pass follows. Needs no torch.
 
-An encoder differs from a decoder (models/spec.py) in that each token sees the tokens on both sides.
+An encoder differs from a decoder (../spec/model_spec.py): each token sees the tokens on both sides.
 So it has specs of its own. A family (families/) reads its config into an `EncoderSpec`, and the
 forward pass (encoder.py) reads nothing else.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.encoding import Pooling
-from worker.loading.errors import UnusableModel
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import MAX_DIMENSION, Activation, NormSpec
+from worker.errors import UnusableModel
+from worker.spec.model_spec import MAX_DIMENSION, Activation, NormSpec
+from worker.spec.rope_config import RopeConfig
 
 OFFSET_BUCKETS = 32
 """Number of buckets for the offset of two tokens. Models with learned biases have one number for

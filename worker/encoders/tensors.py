@@ -1,6 +1,6 @@
 """The tensors of an encoder: their names in its files, and their shapes. Needs no torch.
 
-The parts are those of models/tensors.py. Roles that a decoder does not have: "token_types",
+The parts are those of worker/spec/tensors.py. Roles that a decoder does not have: "token_types",
 "embedding_norm", "offset_bias", and those of a model that scores: "head_dense", "head_norm" and
 "head_out".
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from worker.encoders.spec import OFFSET_BUCKETS, EncoderSpec
-from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.models.tensor_names import TensorNames
-from worker.models.tensors import FusedMatrix, MatrixPart, NormTensor, Shape
+from worker.errors import FETCH_AGAIN, UnusableModel
+from worker.spec.tensor_names import TensorNames
+from worker.spec.tensors import FusedMatrix, MatrixPart, NormTensor, Shape
 
 
 @dataclass(frozen=True, slots=True)

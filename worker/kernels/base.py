@@ -16,7 +16,7 @@ from torch import Tensor
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
-from worker.models.spec import MlpSpec
+from worker.spec.model_spec import MlpSpec
 
 
 class Kernels(Protocol):

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 import torch
 
+from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
+from worker.device.measurements import stored_or_measured
 from worker.kernels.library import VERSION
 from worker.kernels.native import DTYPE_CODES, NativeKernels, address
 from worker.kernels.packed import PackedMatrix, pack
-from worker.loading.quant_blocks import BlockKind, QuantBlocks
-from worker.measurements import stored_or_measured
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from worker.kernels.triton import layers
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
-from worker.models.spec import MlpSpec
+from worker.spec.model_spec import MlpSpec
 
 WIDE = 256
 """Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""

@@ -21,7 +21,7 @@ from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED, stored_width
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
-from worker.models.spec import MlpSpec
+from worker.spec.model_spec import MlpSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}

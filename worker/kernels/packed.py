@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.kernels import sizes
+from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code
-from worker.kernels.sizes import ALIGNMENT, GROUP, MAX_PARTS
 from worker.kernels.structs import CPacked, CPart
-from worker.loading.quant_blocks import QuantBlocks
+from worker.spec import kernel_sizes as sizes
+from worker.spec.kernel_sizes import ALIGNMENT, GROUP, MAX_PARTS
 
 DENSE_FORMATS = {torch.bfloat16: sizes.BF16, torch.float32: sizes.F32}
 PackedPart = QuantBlocks | Tensor

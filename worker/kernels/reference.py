@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
-from worker.models.spec import Activation, MlpSpec
+from worker.spec.model_spec import Activation, MlpSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

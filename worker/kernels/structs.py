@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-from worker.kernels.sizes import MAX_PARTS
+from worker.spec.kernel_sizes import MAX_PARTS
 
 
 class CHeads(Structure):

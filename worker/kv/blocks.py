@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.device.staging import upload, upload_bytes
 from worker.kv.cache import KVCache
 from worker.kv.transfer.exports import Ids
-from worker.slots.staging import upload, upload_bytes
 
 Pieces = NDArray[np.uint8]
 """[some rows, N, P]: the pieces of N blocks in some of the R rows. C-contiguous if they come

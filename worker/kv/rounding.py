@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import KVDtype
-from worker.kernels.sizes import SCALE_BYTES
+from worker.spec.kernel_sizes import SCALE_BYTES
 
 ROUNDED = torch.int8
 """dtype of a cache that stores rounded heads."""

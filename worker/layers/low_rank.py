@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from worker.models.spec import AdaptedLinear
+from worker.spec.model_spec import AdaptedLinear
 
 LayerAdapters = Callable[[AdaptedLinear, Tensor, Tensor], None]
 """Adds the terms of all tokens, for one layer, to the result [T, outputs] of a linear, in place.

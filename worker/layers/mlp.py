@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import softmax
 
 from worker.kernels.base import Kernels
+from worker.layers.group import Group
 from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
-from worker.models.spec import MlpSpec
-from worker.parallel.group import Group
+from worker.spec.model_spec import MlpSpec
 
 
 @dataclass(slots=True)

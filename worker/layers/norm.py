@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from worker.models.spec import NormSpec
+from worker.spec.model_spec import NormSpec
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from worker.models.rope_config import (
+from worker.spec.rope_config import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,

@@ -17,6 +17,21 @@ from typing import Any
 
 from protocol.config.worker import PoolingOption
 from protocol.encoding import EncodingCard
+from worker.checkpoint.gguf_config import Metadata
+from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
+from worker.checkpoint.gguf_header import gguf_names, gguf_spec
+from worker.checkpoint.gguf_tokenizer import gguf_text
+from worker.checkpoint.quantized_layers import QuantizedFiles
+from worker.checkpoint.safetensors_files import (
+    BLOCKS,
+    DTYPE_BYTES,
+    PICKLES,
+    SCALES,
+    SafetensorsFiles,
+    find_packed,
+    weight_files,
+)
+from worker.checkpoint.text import TextFacts, directory_name, directory_text
 from worker.encoders.families.registry import find_encoder
 from worker.encoders.gguf import ENCODERS, RANK, gguf_encoder, pooling_type
 from worker.encoders.header import EncoderHeader, config_encoder, directory_encoder
@@ -33,35 +48,20 @@ from worker.encoders.pair_scorer import (
     module_scorer,
     token_scorer,
 )
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_config import Metadata
-from worker.loading.gguf_file import GGMLType, GGUFFile, architecture_at_start
-from worker.loading.gguf_header import gguf_names, gguf_spec
-from worker.loading.gguf_tokenizer import gguf_text
-from worker.loading.quantization import PACKED_AS, Quantization, read_quantization
-from worker.loading.quantized_layers import QuantizedFiles
-from worker.loading.safetensors_files import (
-    BLOCKS,
-    DTYPE_BYTES,
-    PICKLES,
-    SCALES,
-    SafetensorsFiles,
-    find_packed,
-    weight_files,
-)
-from worker.loading.text import TextFacts, directory_name, directory_text
-from worker.models.architectures import (
+from worker.errors import UnusableModel
+from worker.spec.architectures import (
     BITNET,
     TransformersArchitecture,
     TransformersSpec,
     bitnet_mode,
     fallback,
 )
-from worker.models.families.registry import find_family
-from worker.models.spec import ModelSpec
-from worker.models.tensor_names import without_prefix
-from worker.models.tensors import ModelTensors, Shape
+from worker.spec.families.registry import find_family
+from worker.spec.fields import Fields, read_json
+from worker.spec.model_spec import ModelSpec
+from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
+from worker.spec.tensor_names import without_prefix
+from worker.spec.tensors import ModelTensors, Shape
 
 log = logging.getLogger(__name__)
 

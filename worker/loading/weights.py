@@ -15,15 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.embedding import DenseEmbedding, Embedding
+from worker.layers.group import Group
 from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
-from worker.loading.quant_blocks import QuantBlocks
+from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.models.decoder import DecoderLayer, DecoderWeights
-from worker.models.spec import LayerSpec, NormSpec
-from worker.models.tensor_names import RowOrder
-from worker.models.tensors import (
+from worker.spec.model_spec import LayerSpec, NormSpec
+from worker.spec.share import Box, MatrixCut, VectorCut
+from worker.spec.tensor_names import RowOrder
+from worker.spec.tensors import (
     FusedMatrix,
     LayerTensors,
     MatrixPart,
@@ -31,9 +34,6 @@ from worker.models.tensors import (
     NormTensor,
     VectorTensor,
 )
-from worker.parallel.group import Group
-from worker.parallel.layers import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
-from worker.parallel.share import Box, MatrixCut, VectorCut
 
 
 class WeightSource(Protocol):

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker.loading.errors import UnusableModel
-from worker.loading.huggingface import SafetensorsWeights
-from worker.loading.safetensors_files import DTYPE_BYTES, SafetensorsFiles
+from worker.checkpoint.huggingface import SafetensorsWeights
+from worker.checkpoint.safetensors_files import DTYPE_BYTES, SafetensorsFiles
+from worker.errors import UnusableModel
 from worker.lora.config import CONFIG, LoraConfig, read_config
 from worker.lora.errors import MissingAdapter, UnusableAdapter
 from worker.lora.targets import Target
-from worker.models.spec import AdaptedLinear
+from worker.spec.model_spec import AdaptedLinear
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"

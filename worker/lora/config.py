@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields, parsed_json
+from worker.errors import UnusableModel
 from worker.lora.errors import UnusableAdapter
+from worker.spec.fields import Fields, parsed_json
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 
 
 class UnusableAdapter(UnusableModel):

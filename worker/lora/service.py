@@ -17,7 +17,7 @@ import torch
 
 from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
 from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 from worker.lora.adapter import Adapter
 from worker.lora.errors import MissingAdapter
 from worker.lora.table import AdapterTable

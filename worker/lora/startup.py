@@ -6,13 +6,13 @@ import torch
 
 from protocol.adapters import AdapterInfo, split_adapter
 from protocol.config.worker import WorkerConfig
-from worker.loading.errors import UnusableModel
+from worker.device.timing import StartupTiming
+from worker.errors import UnusableModel
 from worker.lora.adapter import AdapterFiles
 from worker.lora.errors import UnusableAdapter
 from worker.lora.table import AdapterTable
 from worker.lora.targets import adapter_bytes, find_targets
-from worker.models.spec import ModelFacts
-from worker.startup.timing import StartupTiming
+from worker.spec.model_spec import ModelFacts
 
 
 def load_adapters(

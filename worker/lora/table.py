@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protocol.steps import NO_ADAPTER, SlotInit
+from worker.device.staging import upload
 from worker.kernels import structs
 from worker.layers.low_rank import LayerAdapters
 from worker.lora.adapter import Adapter, AdapterFiles, LowRankTerm
 from worker.lora.targets import LINEARS
-from worker.models.spec import AdaptedLinear
-from worker.slots.staging import upload
 from worker.slots.table import SlotTable
+from worker.spec.model_spec import AdaptedLinear
 
 Ints = NDArray[np.int64]
 FREE = -1

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from worker.lora.errors import UnusableAdapter
-from worker.models.families.registry import FAMILIES
-from worker.models.spec import AdaptedLinear, ModelFacts, ModelSpec
-from worker.models.tensor_names import RowOrder
-from worker.models.tensors import FusedMatrix, ModelTensors
+from worker.spec.families.registry import FAMILIES
+from worker.spec.model_spec import AdaptedLinear, ModelFacts, ModelSpec
+from worker.spec.tensor_names import RowOrder
+from worker.spec.tensors import FusedMatrix, ModelTensors
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
 """The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""

@@ -16,8 +16,8 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor
 
+from worker.device.measurements import stored_or_measured
 from worker.layers.linear import Linear
-from worker.measurements import stored_or_measured
 from worker.models.autotune import RowTime
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from worker.kernels import sizes
-from worker.models.spec import ModelSpec
+from worker.spec import kernel_sizes as sizes
+from worker.spec.model_spec import ModelSpec
 
 
 def is_fitting(spec: ModelSpec) -> bool:

@@ -25,9 +25,9 @@ from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
 from worker.lora.table import StepAdapters
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import LayerSpec, ModelSpec
 from worker.models.whole_step import WholePass
+from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.rope_config import RopeConfig
 
 
 @dataclass(slots=True)

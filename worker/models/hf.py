@@ -25,21 +25,15 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from worker.attention.base import Attention, AttentionBatch
-from worker.kernels import sizes
+from worker.checkpoint.safetensors_files import weight_files
+from worker.device.postponed import TORCH_SHAPES, load_postponed
+from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
-from worker.loading.errors import FETCH_AGAIN, UnusableModel
-from worker.loading.safetensors_files import weight_files
 from worker.lora.table import StepAdapters
 from worker.models import hf_bitnet
-from worker.models.architectures import (
-    BITNET,
-    TransformersArchitecture,
-    TransformersSpec,
-    bitnet_mode,
-)
 from worker.models.hf_attention import (
     PagedFunction,
     PagedStep,
@@ -48,7 +42,13 @@ from worker.models.hf_attention import (
     misfit,
     registered,
 )
-from worker.startup.postponed import TORCH_SHAPES, load_postponed
+from worker.spec import kernel_sizes as sizes
+from worker.spec.architectures import (
+    BITNET,
+    TransformersArchitecture,
+    TransformersSpec,
+    bitnet_mode,
+)
 
 OUTPUTS = {
     "output_attentions": False,

@@ -25,9 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from worker.attention.base import Attention, AttentionBatch
+from worker.errors import UnusableModel
 from worker.kv.cache import KVCache
-from worker.loading.errors import UnusableModel
-from worker.models.architectures import (
+from worker.spec.architectures import (
     INLINE_ATTENTION,
     MASKED_WINDOWS,
     OWN_ATTENTION,

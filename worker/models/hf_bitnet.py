@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from worker.loading.errors import FETCH_AGAIN, UnusableModel
+from worker.errors import FETCH_AGAIN, UnusableModel
 
 PER_BYTE = 4
 """Packed weights in a byte, of two bits each. Byte row r has the rows r, r + O/4, r + O/2 ..."""

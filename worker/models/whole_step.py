@@ -34,8 +34,8 @@ from worker.layers.norm import Norm
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import Activation, ModelSpec
+from worker.spec.model_spec import Activation, ModelSpec
+from worker.spec.rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from worker.models.decoder import DecoderLayer, DecoderWeights

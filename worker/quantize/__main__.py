@@ -15,7 +15,7 @@ import msgspec
 
 from protocol.exit_codes import ExitCode
 from protocol.quantize import QuantizeJob, QuantizeProgress
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 from worker.quantize.writing import quantize_model
 
 REMEDY = "serve the safetensors as they are, or choose another model"

@@ -1,4 +1,4 @@
-"""Metadata of a model in a GGUF file: the inverse of `loading.gguf_config`.
+"""Metadata of a model in a GGUF file: the inverse of `checkpoint.gguf_config`.
 
 Everything is derived from the model's spec. The architectures of GGUF files cannot store every
 spec. So the metadata are read back (`check_spec`), and a file never describes a different model.
@@ -13,16 +13,16 @@ from typing import Any
 
 from gguf import RopeScalingType
 
-from worker.loading.errors import UnusableModel
-from worker.loading.gguf_header import FAMILIES, GGUFFamily
-from worker.models.rope_config import (
+from worker.checkpoint.gguf_header import FAMILIES, GGUFFamily
+from worker.errors import UnusableModel
+from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.rope_config import (
     FactorScaling,
     LinearScaling,
     Llama3Scaling,
     RopeConfig,
     YarnScaling,
 )
-from worker.models.spec import LayerSpec, ModelSpec
 
 Values = dict[str, Any]
 NOT_WRITTEN = frozenset({"gpt-oss"})

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, and the tensors of safetensors files that they are made from.
 
-Both lists come from `models.tensors`. They are lists of the same model's tensors, once with the
+Both lists come from `spec.tensors`. They are lists of the same model's tensors, once with the
 names and row orders of the files that are read, and once with those of GGUF.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from worker.loading.weights import WeightSource, read_part
-from worker.models.tensor_names import RowOrder
-from worker.models.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor
+from worker.spec.tensor_names import RowOrder
+from worker.spec.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor
 
 Shape = tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Metadata of a tokenizer in a GGUF file: the inverse of `loading.gguf_tokenizer`.
+"""Metadata of a tokenizer in a GGUF file: the inverse of `checkpoint.gguf_tokenizer`.
 
 A GGUF file does not store the rules by which a text is split before merging, only a name for them.
 A tokenizer whose rules have no name is refused, and so is one that would be read back from the file
@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.loading.gguf_roles import END_KEYS, END_TEXTS
-from worker.loading.gguf_tokenizer import FAMILIES, tokenizer_json
-from worker.loading.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from worker.loading.text import TOOL_USE, TextFacts, token_ids
+from worker.checkpoint.gguf_roles import END_KEYS, END_TEXTS
+from worker.checkpoint.gguf_tokenizer import FAMILIES, tokenizer_json
+from worker.checkpoint.gguf_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from worker.checkpoint.text import TOOL_USE, TextFacts, token_ids
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 
 Values = dict[str, Any]
 PREFIX = "tokenizer.ggml."

@@ -19,27 +19,27 @@ from gguf import GGMLQuantizationType, GGUFWriter, quant_shape_to_byte_shape
 from numpy.typing import NDArray
 
 from protocol.facts import GIB
-from worker.layers.rope import inverse_frequencies
-from worker.loading.errors import UnusableModel
-from worker.loading.gguf_config import ROPE_FREQS
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_header import (
+from worker.checkpoint.gguf_config import ROPE_FREQS
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_header import (
     FAMILIES,
     architecture_names,
     gguf_names,
     gguf_spec,
 )
+from worker.checkpoint.safetensors_files import SafetensorsFiles
+from worker.errors import UnusableModel
+from worker.layers.rope import inverse_frequencies
+from worker.loading.decoder import open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.safetensors_files import SafetensorsFiles
 from worker.loading.weights import WeightSource
-from worker.models.load import open_weights
-from worker.models.rope_config import RopeConfig
-from worker.models.spec import ModelSpec
-from worker.models.tensors import ModelTensors
 from worker.quantize.metadata import architecture_of, check_spec, metadata, rope_of
 from worker.quantize.tensors import OutputTensor, output_tensors
 from worker.quantize.tokens import tokenizer_metadata
 from worker.quantize.types import FILE_TYPES, quantize, tensor_kind
+from worker.spec.model_spec import ModelSpec
+from worker.spec.rope_config import RopeConfig
+from worker.spec.tensors import ModelTensors
 
 PIECE_ITEMS = 1 << 18
 QUANTIZATION_VERSION = 2

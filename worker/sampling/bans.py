@@ -16,8 +16,8 @@ from torch import Tensor
 
 from protocol.steps import Masks, StepPlan
 from worker.batch.batch import BatchRows, Sampled
+from worker.device.staging import integers, upload, upload_bytes
 from worker.sampling.slot_lookup import listed_ids, rows_and_slots
-from worker.slots.staging import integers, upload, upload_bytes
 from worker.slots.table import SlotTable
 
 BANNED = float("-inf")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from worker.batch.batch import Sampled
-from worker.sampling import features
 from worker.sampling.bans import RowMasks, allow_rows, apply_masks, ban_early_ends, ban_words
 from worker.sampling.slot_lookup import known_tokens, listed_ids, rows_and_slots, where
+from worker.slots import features
 from worker.slots.table import SlotTable
 
 RowFilter = Callable[[SlotTable, Sampled], Tensor]

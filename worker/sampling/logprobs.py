@@ -21,12 +21,12 @@ from torch import Tensor
 
 from protocol.sampling import MAX_LOGPROBS
 from worker.batch.batch import Sampled, StepBatch
+from worker.device.logprob_columns import LogprobColumns
+from worker.device.staging import upload, upload_one
 from worker.sampling.exact_probs import relative, rows_at_once, scale_bits, weigh
-from worker.sampling.features import LOGPROBS, PROMPT_LOGPROBS
-from worker.sampling.logprob_columns import LogprobColumns
 from worker.sampling.sampler import drawn_from
+from worker.slots.features import LOGPROBS, PROMPT_LOGPROBS
 from worker.slots.fields import LOGPROBS_OF
-from worker.slots.staging import upload, upload_one
 from worker.slots.table import SlotTable
 
 CHUNK = 64

@@ -57,7 +57,7 @@ class RowSplit:
 class DrawnRows:
     """The chosen tokens of a step, and what they were drawn from.
 
-    records   [S, width] int64, see kernels/triton/sampling.py
+    records   [S, width] int64, see sampling/triton/sampling.py
     """
 
     records: Tensor

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from worker.batch.batch import Sampled
+from worker.device.staging import upload_one
 from worker.sampling.exact_probs import relative, rows_at_once, weigh
-from worker.sampling.features import DRAW
 from worker.sampling.randomness import uniform
-from worker.slots.staging import upload_one
+from worker.slots.features import DRAW
 from worker.slots.table import SlotTable
 
 DIGIT_BITS = 10

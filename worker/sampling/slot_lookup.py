@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker.batch.batch import Sampled
-from worker.slots.staging import upload_one
+from worker.device.staging import upload_one
 from worker.slots.table import SlotTable
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from worker.batch.batch import Ints, Sampled
 from worker.batch.pending_step import SampledTokens
+from worker.device.staging import upload
 from worker.sampling.bans import RowMasks
 from worker.sampling.logits import process_logits
 from worker.sampling.logprobs import Scores, sampled_logprobs, score
 from worker.sampling.sampler import TokenChoice, sample
 from worker.sampling.verify import verify
-from worker.slots.staging import upload
 from worker.slots.table import SlotTable
 
 

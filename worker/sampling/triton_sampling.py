@@ -18,19 +18,19 @@ from torch import Tensor
 
 from worker.batch.batch import Ints, Sampled
 from worker.batch.pending_step import SampledTokens
-from worker.kernels.triton import logit_stages
-from worker.kernels.triton import sampling as kernels
-from worker.kernels.triton.launch_scores import DrawSource, ScoredPlaces, score_tokens
+from worker.device.logprob_columns import LogprobColumns
+from worker.device.staging import upload
 from worker.sampling.bans import RowMasks
-from worker.sampling.features import DRAW, LOGPROBS
 from worker.sampling.logits import needed_stages
-from worker.sampling.logprob_columns import LogprobColumns
 from worker.sampling.logprobs import Scores
 from worker.sampling.row_split import EXACT, WARPS, DrawnRows, RowSplit
 from worker.sampling.sampler import TokenChoice
+from worker.sampling.triton import logit_stages
+from worker.sampling.triton import sampling as kernels
+from worker.sampling.triton.launch_scores import DrawSource, ScoredPlaces, score_tokens
 from worker.sampling.verify import NO_DRAFT
+from worker.slots.features import DRAW, LOGPROBS
 from worker.slots.fields import LOGPROBS_OF
-from worker.slots.staging import upload
 from worker.slots.table import SlotTable
 
 MIN_PLACES = 32

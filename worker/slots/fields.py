@@ -23,8 +23,8 @@ from protocol.sampling import (
     SamplingParams,
 )
 from protocol.steps import NULL_BLOCK, SlotInit
-from worker.sampling.features import features_of
-from worker.slots.staging import integers
+from worker.device.staging import integers
+from worker.slots.features import features_of
 from worker.slots.table import RestPolicy, SlotField, Value
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
@@ -35,7 +35,7 @@ requests the logprob of the token itself only."""
 LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 """A slot stores the index of its request's `logprobs_of` in this tuple."""
 
-SAMPLED = ("SlotTable.append_tokens", "kernels.triton.sampling.append_token")
+SAMPLED = ("SlotTable.append_tokens", "sampling.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
 """Values of `SlotField.written_by`: sampling writes the field, or the plan does."""
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protocol.steps import SlotInit
-from worker.slots.staging import Words, upload
+from worker.device.staging import Words, upload
 
 Value = int | float | Words
 Derive = Callable[["SlotTable", Tensor], None]

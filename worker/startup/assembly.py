@@ -19,24 +19,25 @@ from protocol.model_card import ModelCard
 from protocol.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
-from worker.batch.decode_fast_path import PlainDecode
-from worker.batch.decode_graph import CudaGraphs
-from worker.kernels import cpuinfo
+from worker.checkpoint.text import check_draft
+from worker.device import cpuinfo, machine, malloc
+from worker.device import device as devices
+from worker.device.device import free_bytes
+from worker.device.environment import visible_devices
+from worker.device.timing import StartupTiming
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
 from worker.kernels.select import ChooseKernels, select_kernels
+from worker.kv.budget import in_gib
 from worker.kv.cache import KVCache
+from worker.layers.group import Group
+from worker.loading.decoder import LoadedModel, load_model
 from worker.loading.header import encoder_header
-from worker.loading.text import check_draft
 from worker.lora.startup import load_adapters
-from worker.models.load import LoadedModel, load_model
-from worker.parallel.group import Group
 from worker.slots.table import SlotTable
-from worker.startup import device as devices
-from worker.startup import machine, malloc
+from worker.spec.step_limits import step_limits
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
-from worker.startup.device import free_bytes
 from worker.startup.encoding import (
     Assembled,
     assemble_encoder,
@@ -45,14 +46,12 @@ from worker.startup.encoding import (
     tokenizer_read,
     with_input_limit,
 )
-from worker.startup.environment import visible_devices
-from worker.startup.kv_budget import in_gib
 from worker.startup.reserve import ReservedMemory, reserve_memory
 from worker.startup.runner_parts import RunnerParts
-from worker.startup.step_limits import step_limits
-from worker.startup.timing import StartupTiming
 from worker.startup.warm_up import warm_up
-from worker.step import Runner
+from worker.step.decode_fast_path import PlainDecode
+from worker.step.decode_graph import CudaGraphs
+from worker.step.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ def _group(
     """Return the group of this rank, once all ranks are there. Raises PeerLost if they cannot be
     reached, and UnusableModel if this rank computes with other hardware or libraries than rank
     0."""
-    from worker.parallel.process_group import join_group  # imports torch.distributed
+    from worker.startup.process_group import join_group  # imports torch.distributed
 
     facts = {"torch": torch.__version__, "dtype": dtype, "kernels": kernels.name}
     if device.type == "cpu":
@@ -277,7 +276,7 @@ def _cost(draft: ModelCard, model: ModelCard) -> float:
 def _runner_class(config: WorkerConfig) -> type[Runner]:
     if config.poison_slots == "off":
         return Runner
-    from worker.debug.slot_registry import CheckedRunner
+    from worker.step.slot_registry import CheckedRunner
 
     return CheckedRunner
 

@@ -7,8 +7,8 @@ import re
 import torch
 
 from worker.attention.limits import AttentionNeeds
-from worker.models.architectures import TransformersSpec
-from worker.models.spec import ModelSpec
+from worker.spec.architectures import TransformersSpec
+from worker.spec.model_spec import ModelSpec
 
 
 def attention_needs(

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from protocol.model_card import CardFile, ModelCard, sampling_defaults, write_card
-from worker.loading.errors import REMEDY, UnusableModel
-from worker.loading.fields import Fields, read_json
-from worker.loading.gguf_file import GGUFFile
-from worker.loading.gguf_tokenizer import gguf_text
-from worker.loading.text import TextFacts, directory_name, directory_text, token_ids
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_tokenizer import gguf_text
+from worker.checkpoint.text import TextFacts, directory_name, directory_text, token_ids
+from worker.errors import REMEDY, UnusableModel
+from worker.spec.fields import Fields, read_json
 
 UNKNOWN_CONTEXT = 1 << 20
 """Context length if the model's files give none."""

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 from protocol.exit_codes import ExitCode
+from worker.checkpoint.gguf_file import MAGIC, architecture_at_start
+from worker.checkpoint.gguf_header import gguf_family
 from worker.encoders.families.registry import find_encoder
 from worker.encoders.gguf import ENCODERS
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import read_json
-from worker.loading.gguf_file import MAGIC, architecture_at_start
-from worker.loading.gguf_header import gguf_family
-from worker.models.architectures import fallback
-from worker.models.families.registry import find_family
+from worker.errors import UnusableModel
+from worker.spec.architectures import fallback
+from worker.spec.families.registry import find_family
+from worker.spec.fields import read_json
 
 REMEDY = "use another model"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from protocol.exit_codes import ExitCode
 from protocol.facts import CudaDriver
-from worker.loading.errors import UnusableModel
-from worker.startup import cuda_driver, machine
-from worker.startup.environment import VISIBLE_DEVICES, visible_devices
-from worker.startup.machine import TorchBuild
+from worker.device import cuda_driver, machine
+from worker.device.environment import VISIBLE_DEVICES, visible_devices
+from worker.device.machine import TorchBuild
+from worker.errors import UnusableModel
 
 CPU = "cpu"
 
@@ -36,7 +36,7 @@ class ChosenDevice:
 
 def choose_device(wanted: str, visible: str | None = None, local_rank: int = 0) -> ChosenDevice:
     """Return the device for "auto", "cpu", "cuda" or "cuda:N". With torch,
-    `worker.startup.device.choose_device` chooses the same one.
+    `worker.device.device.choose_device` chooses the same one.
 
     visible      value of VISIBLE_DEVICES, for error messages
     local_rank   number of the GPU of a rank of a group, unless one is named

@@ -16,19 +16,18 @@ from protocol.encoding import EncodeInputs
 from protocol.model_card import ModelCard
 from protocol.steps import EncodePlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
+from worker.device import cpuinfo, machine, malloc
+from worker.device.timing import StartupTiming
 from worker.encoders.decoder import DecoderVectors
 from worker.encoders.header import EncoderHeader
-from worker.encoders.load import load_encoder
-from worker.encoders.memory import check_options, dtype_of, token_budget
 from worker.encoders.runner import EncoderModel, EncodeRunner
-from worker.kernels import cpuinfo
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
+from worker.loading.decoder import LoadedModel
+from worker.loading.encoder import load_encoder
 from worker.loading.header import AnyHeader
 from worker.models.decoder import DecoderModel
-from worker.models.load import LoadedModel
-from worker.startup import machine, malloc
-from worker.startup.timing import StartupTiming
-from worker.step import Runner
+from worker.startup.encoder_memory import check_options, dtype_of, token_budget
+from worker.step.runner import Runner
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 from protocol.facts import MachineFacts
-from worker.kernels.cpuinfo import cpu_flags
-from worker.startup import device as devices
-from worker.startup import machine
+from worker.device import device as devices
+from worker.device import machine
+from worker.device.cpuinfo import cpu_flags
+from worker.device.cuda_driver import read_driver
+from worker.device.device import free_bytes
+from worker.device.environment import visible_devices
 from worker.startup.check_device import gpu_problem
-from worker.startup.cuda_driver import read_driver
-from worker.startup.device import free_bytes
-from worker.startup.environment import visible_devices
 from worker.startup.gpu_libraries import attention_libraries, c_compiler, version_of
 
 SPEED_FLAGS = frozenset(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.config.worker import WorkerConfig
-from worker.loading.errors import NotEnoughMemory
-from worker.startup.kv_budget import KVBudget, KVDemand, in_gib, kv_budget, round_down
-from worker.startup.step_limits import StepLimits
+from worker.errors import NotEnoughMemory
+from worker.kv.budget import KVBudget, KVDemand, in_gib, kv_budget, round_down
+from worker.spec.step_limits import StepLimits
 
 RESERVE_BYTES = 512 << 20
 """Memory for captured graphs without their logits, for workspaces of libraries, and for gaps

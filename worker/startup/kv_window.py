@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from protocol.config.worker import WorkerConfig
 from protocol.kv_window import KVGroups, num_column_blocks
-from worker.models.spec import ModelFacts
+from worker.spec.model_spec import ModelFacts
 
 MAX_PADDING = 1.25
 """Groups are formed only if a column's blocks are at most this many times as large as its keys and

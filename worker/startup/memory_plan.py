@@ -24,30 +24,30 @@ from protocol.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
 )
-from worker.kernels import sizes
-from worker.loading import quantization
-from worker.loading.errors import NotEnoughMemory, UnusableModel
-from worker.loading.header import PLAIN_KINDS
-from worker.lora.targets import adapter_bytes
-from worker.models.architectures import TransformersSpec
-from worker.models.compiled import is_fitting, why_not
-from worker.models.spec import ModelFacts, ModelSpec
-from worker.models.tensors import FusedMatrix, LayerTensors, ModelTensors
-from worker.startup.gpu_memory import (
-    SMALLER_STEP,
-    GpuMemory,
-    gpu_kv_budget,
-    reserve_bytes,
-)
-from worker.startup.kv_budget import (
+from worker.errors import NotEnoughMemory, UnusableModel
+from worker.kv.budget import (
     FREE_SHARE,
     KVDemand,
     in_gib,
     kv_budget,
     round_down,
 )
+from worker.loading.header import PLAIN_KINDS
+from worker.lora.targets import adapter_bytes
+from worker.models.compiled import is_fitting, why_not
+from worker.spec import kernel_sizes as sizes
+from worker.spec import quantization
+from worker.spec.architectures import TransformersSpec
+from worker.spec.model_spec import ModelFacts, ModelSpec
+from worker.spec.step_limits import StepLimits, step_limits
+from worker.spec.tensors import FusedMatrix, LayerTensors, ModelTensors
+from worker.startup.gpu_memory import (
+    SMALLER_STEP,
+    GpuMemory,
+    gpu_kv_budget,
+    reserve_bytes,
+)
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers
-from worker.startup.step_limits import StepLimits, step_limits
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS

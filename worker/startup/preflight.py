@@ -27,11 +27,13 @@ from protocol.config.worker import WorkerConfig
 from protocol.facts import ModelPlan, Preflight
 from protocol.model_card import ModelCard
 from worker.attention.limits import check_attention_option
+from worker.checkpoint.text import check_draft
+from worker.device import machine
+from worker.device.cpuinfo import cpu_flags
+from worker.device.environment import visible_devices
 from worker.encoders.header import EncoderHeader
-from worker.encoders.memory import dtype_of, extra_bytes, only_encodes, plan_encoder
-from worker.kernels.cpuinfo import cpu_flags
+from worker.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.kernels.library import is_compiled, runnable
-from worker.loading.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.loading.header import (
     AnyHeader,
     ModelHeader,
@@ -39,12 +41,10 @@ from worker.loading.header import (
     read_any_header,
     read_header,
 )
-from worker.loading.text import check_draft
-from worker.parallel.share import NOT_DIVIDED, check_dense
-from worker.startup import machine
+from worker.spec.share import NOT_DIVIDED, check_dense
 from worker.startup.card import card_of_text
 from worker.startup.check_device import CPU, choose_device
-from worker.startup.environment import visible_devices
+from worker.startup.encoder_memory import dtype_of, extra_bytes, only_encodes, plan_encoder
 from worker.startup.memory_plan import (
     PlannedModel,
     PlannedTransformersModel,

@@ -16,11 +16,11 @@ import torch
 from protocol.arrays import Int32, UInt8
 from protocol.sampling import MAX_LOGPROBS, SamplingParams
 from protocol.steps import Masks, SlotInit, SlotRelease, StepPlan
-from worker.loading.errors import NotEnoughMemory
+from worker.errors import NotEnoughMemory
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField
-from worker.startup.step_limits import StepLimits
-from worker.step import Runner
+from worker.spec.step_limits import StepLimits
+from worker.step.runner import Runner
 
 CACHE_BLOCKS = 2
 """The null block, and the block that all columns name."""

@@ -15,23 +15,23 @@ import torch
 
 from protocol.config.worker import Poisoning, WorkerConfig
 from protocol.kv_window import KVGroups, num_column_blocks
+from worker.device.device import free_bytes
 from worker.encoders.runner import EncodeRunner
+from worker.errors import UnusableModel
+from worker.kv.budget import KVDemand, in_gib, kv_budget
 from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
-from worker.loading.errors import UnusableModel
+from worker.loading.decoder import LoadedModel
 from worker.lora.startup import kept_bytes
-from worker.models.load import LoadedModel
-from worker.models.spec import ModelFacts
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
-from worker.startup.device import free_bytes
+from worker.spec.model_spec import ModelFacts
+from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
-from worker.startup.kv_budget import KVDemand, in_gib, kv_budget
 from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
 from worker.startup.runner_parts import RunnerParts
-from worker.startup.step_limits import StepLimits
 
 log = logging.getLogger(__name__)
 
@@ -207,10 +207,10 @@ def _slot_table(
 ) -> SlotTable:
     """Return the slot table. The number of rows of a poisoned table equals no dimension of the
     tensors in `others`, so that a search can recognise per-slot tensors
-    (debug/slot_registry.py)."""
+    (step/slot_registry.py)."""
     if poisoning == "off":
         return SlotTable(fields, max_slots, device)
-    from worker.debug.slot_registry import Poison, PoisonedSlots, rows_for
+    from worker.step.slot_registry import Poison, PoisonedSlots, rows_for
 
     rows = rows_for(max_slots, others)
     return PoisonedSlots(fields, rows, device, poison=Poison[poisoning.upper()])

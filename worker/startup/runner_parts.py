@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.attention.base import Attention
-from worker.batch.decode_fast_path import PlainDecode
-from worker.batch.decode_graph import Capture, GraphDecode
 from worker.draft.model import DraftModel
+from worker.errors import UnusableModel
 from worker.kv.cache import KVCache
-from worker.loading.errors import UnusableModel
+from worker.loading.decoder import LoadedModel
 from worker.lora.table import AdapterTable
-from worker.models.load import LoadedModel
 from worker.sampling.select import select_sampling
 from worker.slots.table import SlotTable
-from worker.step import Runner
+from worker.step.decode_fast_path import PlainDecode
+from worker.step.decode_graph import Capture, GraphDecode
+from worker.step.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)

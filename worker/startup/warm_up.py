@@ -10,7 +10,7 @@ from protocol.arrays import Int32, UInt8
 from protocol.sampling import SamplingParams
 from protocol.steps import SlotInit, SlotRelease, StepPlan
 from worker.kv.cache import KVCache
-from worker.step import Runner
+from worker.step.runner import Runner
 
 WARM_UP_TOKENS = 2
 """Tokens of the warm-up prompt. They make a prefill chunk, and a decode step follows, so both kinds

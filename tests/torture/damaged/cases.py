@@ -20,11 +20,11 @@ from tests.support.gguf_files import write_gguf
 from tests.support.quantized_files import FORMATS, write_quantized
 from tests.torture.damaged.damage import damaged_bytes, damaged_json
 from tests.torture.damaged.gguf import GGUFParts
-from worker.kernels.cpuinfo import cpu_flags
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.device.cpuinfo import cpu_flags
+from worker.errors import UnusableModel
 from worker.kernels.select import select_kernels
-from worker.loading.errors import UnusableModel
-from worker.loading.gguf_file import GGUFFile
-from worker.models.load import load_model
+from worker.loading.decoder import load_model
 from worker.startup.preflight import preflight
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "phi3", "smollm3", "gpt2", "gpt_oss", "stablelm")

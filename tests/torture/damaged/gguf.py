@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from tests.torture.damaged.damage import NUMBERS, ODD
-from worker.loading.gguf_file import GGUFFile
+from worker.checkpoint.gguf_file import GGUFFile
 
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, FLOAT64 = 4, 5, 6, 7, 8, 9, 10, 12
 ALIGNMENT = 32

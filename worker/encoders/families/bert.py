@@ -7,7 +7,7 @@ from typing import Any
 
 from worker.encoders.families.family import COMPUTED, EncoderConfig, EncoderFamily
 from worker.encoders.spec import EncoderSpec
-from worker.models.tensor_names import TensorNames
+from worker.spec.tensor_names import TensorNames
 
 LAYER = "encoder.layer.{i}."
 ROLES = {

@@ -1,6 +1,6 @@
 """The base of all families of encoders.
 
-As for decoders (models/families/family.py), a missing key has the value that its transformers
+As for decoders (worker/spec/families/family.py), a missing key has the value that its transformers
 config class gives it, and keys that would change the result and are not understood are refused by
 name.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.encoders.spec import EncoderLayerSpec, EncoderSpec, HeadSpec
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.models.families.family import ConfigFields
-from worker.models.spec import NormSpec
-from worker.models.tensor_names import TensorNames
+from worker.errors import UnusableModel
+from worker.spec.families.family import ConfigFields
+from worker.spec.fields import Fields
+from worker.spec.model_spec import NormSpec
+from worker.spec.tensor_names import TensorNames
 
 COMPUTED = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 """Ends of names of tensors that older checkpoints store although the config determines them."""

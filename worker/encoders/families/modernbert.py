@@ -6,10 +6,10 @@ from typing import Any
 
 from worker.encoders.families.family import COMPUTED, EncoderConfig, EncoderFamily
 from worker.encoders.spec import EncoderSpec
-from worker.loading.errors import UnusableModel
-from worker.models.families.family import FULL, SLIDING
-from worker.models.rope_config import RopeConfig, layered_rope_config
-from worker.models.tensor_names import TensorNames
+from worker.errors import UnusableModel
+from worker.spec.families.family import FULL, SLIDING
+from worker.spec.rope_config import RopeConfig, layered_rope_config
+from worker.spec.tensor_names import TensorNames
 
 LAYER = "layers.{i}."
 ROLES = {

@@ -11,10 +11,10 @@ from typing import Any
 from worker.encoders.families.bert import UNUSED
 from worker.encoders.families.family import COMPUTED, EncoderConfig, EncoderFamily
 from worker.encoders.spec import EncoderSpec
-from worker.loading.errors import UnusableModel
-from worker.loading.fields import Fields
-from worker.models.rope_config import RopeConfig
-from worker.models.tensor_names import TensorNames
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
+from worker.spec.rope_config import RopeConfig
+from worker.spec.tensor_names import TensorNames
 
 LAYER = "encoder.layers.{i}."
 ROLES = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from worker.encoders.families import bert, modernbert, mpnet, nomic
 from worker.encoders.families.family import EncoderFamily
-from worker.loading.errors import UnusableModel
+from worker.errors import UnusableModel
 
 FAMILIES: tuple[EncoderFamily, ...] = tuple(
     family for module in (bert, modernbert, mpnet, nomic) for family in module.FAMILIES

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.batch.readback import DeviceEvent, mark
+from worker.device.readback import DeviceEvent, mark
 from worker.kv.blocks import Pieces
 from worker.kv.tiers.changes import Changes
 

@@ -12,13 +12,13 @@ from queue import SimpleQueue
 from threading import Thread
 
 from protocol.kv import KVFailure, KVFetch, KVFetched, TierSource
+from worker.device.staging import integers
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import Counts
 from worker.kv.tiers.disk import BlockLost, DamagedBlockFile, DiskTier
 from worker.kv.tiers.host import HostMemory, HostTier
 from worker.kv.transfer.exports import Ids
-from worker.slots.staging import integers
 
 MOVER = "tier"
 

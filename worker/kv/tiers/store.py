@@ -16,6 +16,7 @@ from torch import Tensor
 from protocol.config.worker import WorkerConfig
 from protocol.facts import GIB
 from protocol.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
+from worker.device.device import free_bytes
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import KINDS, Counts, Kind, Tier
@@ -23,7 +24,6 @@ from worker.kv.tiers.disk import DiskTier
 from worker.kv.tiers.host import HostMemory, HostTier
 from worker.kv.tiers.reader import TierReader
 from worker.kv.tiers.writer import TierWriter, max_unwritten
-from worker.startup.device import free_bytes
 
 
 class TierStore:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from worker.batch.readback import DeviceEvent
+from worker.device.readback import DeviceEvent
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import Counts, Tier
 from worker.kv.tiers.disk import SCAN_S, DiskTier

@@ -33,13 +33,13 @@ from protocol.kv_peers import (
     KVRead,
     KVUnlike,
 )
+from worker.device.staging import integers
 from worker.kv.blocks import CacheBlocks
 from worker.kv.movers.base import DamagedTransfer, Mover, PollHint, TransferLost
 from worker.kv.movers.choice import MoverFactory, NoCommonMover
 from worker.kv.report_queue import ReportQueue
 from worker.kv.transfer.exports import Ids
 from worker.kv.transfer.fetch_job import FetchJob, FetchJobEvent, FetchJobState
-from worker.slots.staging import integers
 
 MAX_TRANSFERS = 64
 """Most transfers that run at the same time. They are limited because each needs sockets. Further

@@ -38,12 +38,12 @@ from protocol.kv_peers import (
     Offer,
     ZmqOffer,
 )
+from worker.device.logprob_columns import int32
 from worker.kv.blocks import CacheBlocks
 from worker.kv.movers.nixl import Agent
 from worker.kv.movers.zmq import cuts_of
 from worker.kv.report_queue import ReportQueue
 from worker.kv.transfer.exports import Exports
-from worker.sampling.logprob_columns import int32
 
 log = logging.getLogger(__name__)
 

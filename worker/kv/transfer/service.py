@@ -22,6 +22,7 @@ from protocol.kv import (
 )
 from protocol.kv_peers import Offer, ZmqOffer
 from protocol.steps import NULL_BLOCK
+from worker.device.staging import integers
 from worker.kv.blocks import cache_blocks
 from worker.kv.cache import KVCache
 from worker.kv.layout import KVLayout
@@ -33,7 +34,6 @@ from worker.kv.tiers.store import TierStore
 from worker.kv.transfer.exports import Exports
 from worker.kv.transfer.fetcher import Fetcher, TransferContext
 from worker.kv.transfer.server import SEND_QUEUE, KVServer
-from worker.slots.staging import integers
 
 KVMessage = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 

@@ -1,0 +1,380 @@
+"""Translates a GGUF file's metadata to the keys of config.json. Needs no torch.
+
+`common` returns the keys that all architectures have. The function of an architecture returns the
+other keys. If a file lacks an optional key, llama.cpp's default is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from worker.checkpoint.gguf_file import GGMLType, GGUFFile
+from worker.errors import UnusableModel
+from worker.spec.families.family import FULL, SLIDING
+from worker.spec.fields import Fields
+from worker.spec.model_spec import checked_layers
+
+Config = dict[str, Any]
+ROPE_FREQS = "rope_freqs.weight"
+FINETUNED = "rope.scaling.finetuned"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+class Metadata:
+    """The metadata of a GGUF file that belong to its architecture. The methods take names without
+    the architecture: "block_count" stands for "llama.block_count" in a file of that architecture.
+
+    A value that is missing and has no default, or that has the wrong type, raises UnusableModel,
+    which names the key.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.fields = Fields(file.metadata, str(file.path))
+        self.file = file
+        self.architecture = self.fields.text("general.architecture")
+
+    def key(self, name: str) -> str:
+        """Return the full key of `name`, with the architecture."""
+        return f"{self.architecture}.{name}"
+
+    def __contains__(self, name: str) -> bool:
+        return self.key(name) in self.fields
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(self.key(name))
+
+    def integer(self, name: str, *default: int) -> int:
+        return self.fields.integer(self.key(name), *default)
+
+    def number(self, name: str, *default: float) -> float:
+        return self.fields.number(self.key(name), *default)
+
+    def positive(self, name: str, *default: float) -> float:
+        return self.fields.positive(self.key(name), *default)
+
+    def flag(self, name: str, *default: bool) -> bool:
+        return self.fields.flag(self.key(name), *default)
+
+    @property
+    def num_layers(self) -> int:
+        return checked_layers(self.integer("block_count"))
+
+    def shared(self, name: str, *default: int) -> int:
+        """Return an integer that a file may also store as a list with an item for each layer.
+        Raises UnusableModel if the items differ."""
+        found = self.get(name)
+        if not isinstance(found, list):
+            return self.integer(name, *default)
+        if len(found) != self.num_layers or any(each != found[0] for each in found):
+            raise UnusableModel(
+                f"{self.key(name)} must be the same number for each of the {self.num_layers} layers"
+            )
+        return Fields({name: found[0]}, self.key(name)).integer(name)
+
+    @property
+    def num_heads(self) -> int:
+        return self.shared("attention.head_count")
+
+    @property
+    def head_dim(self) -> int:
+        default = self.integer("embedding_length") // max(self.num_heads, 1)
+        head_dim = self.integer("attention.key_length", default)
+        if self.integer("attention.value_length", head_dim) != head_dim:
+            name = self.key("attention.value_length")
+            raise UnusableModel(f"{name} differs from the head dimension {head_dim}: not supported")
+        return head_dim
+
+    @property
+    def window(self) -> int | None:
+        """Return the window, in tokens, of the layers that have one; None if the key is missing or
+        0."""
+        return self.integer("attention.sliding_window", 0) or None
+
+    def factors(self, name: str, width: int) -> list[float]:
+        """Return the factors of the rotary frequencies in the tensor `name`, one per pair of the
+        `width` rotated items. Raises UnusableModel if the tensor has another type or shape."""
+        info = self.file.tensors[name]
+        if info.kind is not GGMLType.F32 or info.shape != (width // 2,):
+            raise UnusableModel(f"tensor {name} must have {width // 2} numbers of type F32")
+        return list(struct.unpack(f"<{width // 2}f", self.file.content(name)))
+
+
+# ---- to config.json
+
+
+def common(metadata: Metadata) -> Config:
+    """Return the keys of config.json that all architectures have."""
+    tensors = metadata.file.tensors
+    return {
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": metadata.integer("embedding_length"),
+        "intermediate_size": metadata.shared("feed_forward_length"),
+        "num_hidden_layers": metadata.num_layers,
+        "num_attention_heads": metadata.num_heads,
+        "num_key_value_heads": metadata.shared("attention.head_count_kv", metadata.num_heads),
+        "head_dim": metadata.head_dim,
+        "max_position_embeddings": metadata.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_parameters": rope_parameters(metadata),
+        # Whether there are biases is read from the tensors.
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def rope_parameters(metadata: Metadata) -> Config:
+    """Return `rope_parameters`. A factor without a type means linear scaling.
+
+    Factors in the tensor ROPE_FREQS are added to the spec afterwards (gguf_header.py).
+    """
+    theta = metadata.number("rope.freq_base", 10000.0)
+    if theta <= 1:
+        raise UnusableModel(f"{metadata.key('rope.freq_base')} is {theta}; it must be above 1")
+    rope = {"rope_theta": theta, "rope_type": "default", **_partial(metadata)}
+    kind = metadata.get("rope.scaling.type") or "linear"
+    if kind == "longrope" or SHORT_FACTORS in metadata.file.tensors:
+        return rope | _long(metadata)
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if metadata.number(f"rope.scaling.{name}", 1.0) != 1.0:
+            raise UnusableModel(f"{metadata.key(f'rope.scaling.{name}')} is not supported")
+    match kind:
+        case "none":
+            return rope
+        case "linear":
+            factor = _factor(metadata)
+            return rope if factor == 1.0 else rope | {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            return rope | _yarn(metadata)
+    raise UnusableModel(f"rope scaling {kind!r} is not supported in GGUF files")
+
+
+def _partial(metadata: Metadata) -> Config:
+    head_dim = metadata.head_dim
+    width = metadata.integer("rope.dimension_count", head_dim)
+    if width == head_dim:
+        return {"partial_rotary_factor": 1.0}
+    # Half a dimension is added, because the reader multiplies by head_dim and rounds down.
+    return {"partial_rotary_factor": (width + 0.5) / max(head_dim, 1)}
+
+
+def _factor(metadata: Metadata) -> float:
+    """Return the linear factor, from the current or the older key; 1 if it is 0 or missing."""
+    for name in ("rope.scaling.factor", "rope.scale_linear"):
+        if name in metadata:
+            return metadata.positive(name) if metadata.number(name) else 1.0
+    return 1.0
+
+
+def _yarn(metadata: Metadata) -> Config:
+    rope: Config = {"rope_type": "yarn", "factor": metadata.positive("rope.scaling.factor")}
+    original = "rope.scaling.original_context_length"
+    if original in metadata:
+        rope["original_max_position_embeddings"] = metadata.integer(original)
+    for name in ("beta_fast", "beta_slow"):
+        rope[name] = metadata.number(f"rope.scaling.yarn_{name}", 0.0)
+    return rope
+
+
+def _long(metadata: Metadata) -> Config:
+    if SHORT_FACTORS not in metadata.file.tensors:
+        raise UnusableModel(f"{metadata.file.path} has no tensor {SHORT_FACTORS!r}")
+    width = metadata.integer("rope.dimension_count", metadata.head_dim)
+    return {
+        "rope_type": "longrope",
+        "short_factor": metadata.factors(SHORT_FACTORS, width),
+        "original_max_position_embeddings": metadata.integer(
+            "rope.scaling.original_context_length"
+        ),
+        "attention_factor": metadata.positive("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def rms(metadata: Metadata) -> Config:
+    return {"rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
+
+
+def _layer_norm(key: str) -> Callable[[Metadata], Config]:
+    return lambda metadata: {key: metadata.number("attention.layer_norm_epsilon")}
+
+
+def _pattern(metadata: Metadata, interval: int) -> Config:
+    """Return `layer_types`: which layers have windows.
+
+    interval   used if the metadata have no pattern: every `interval`-th layer has no window
+    """
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if isinstance(pattern, int):
+        interval, pattern = max(pattern, 1), None
+    count = metadata.num_layers
+    slides = pattern or [(index + 1) % interval != 0 for index in range(count)]
+    if not isinstance(slides, list) or len(slides) != count:
+        name = metadata.key("attention.sliding_window_pattern")
+        raise UnusableModel(f"{name} must have an item for each of the {count} layers")
+    return {"layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides]}
+
+
+def _windows(metadata: Metadata, interval: int) -> Config:
+    if metadata.window is None:
+        return {"sliding_window": None, "layer_types": [FULL] * metadata.num_layers}
+    return {"sliding_window": metadata.window, **_pattern(metadata, interval)}
+
+
+def _ropes(metadata: Metadata, sliding_theta: float) -> Config:
+    """Return `rope_parameters` with an object for each kind of layer. Only the frequencies of
+    layers without windows are scaled."""
+    return {
+        "rope_parameters": {
+            FULL: rope_parameters(metadata),
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa", sliding_theta),
+            },
+        }
+    }
+
+
+def llama(metadata: Metadata) -> Config:
+    return rms(metadata) | {"sliding_window": metadata.window, **_experts(metadata)}
+
+
+def _experts(metadata: Metadata) -> Config:
+    experts = metadata.integer("expert_count", 0)
+    if not experts:
+        return {}
+    top_k = metadata.integer("expert_used_count")
+    return {"num_local_experts": experts, "num_experts_per_tok": top_k}
+
+
+def qwen3_moe(metadata: Metadata) -> Config:
+    """Return the keys of Qwen3-MoE besides those of `common`. As in llama.cpp, the weights of the
+    chosen experts are always divided by their sum."""
+    inner = metadata.integer("expert_feed_forward_length")
+    experts = {**_experts(metadata), "moe_intermediate_size": inner, "norm_topk_prob": True}
+    return rms(metadata) | experts
+
+
+def gpt_oss(metadata: Metadata) -> Config:
+    """Return the keys of gpt-oss besides those of `common`. The ends of its YaRN ramp are not
+    rounded. GGUF files do not store this, so `truncate` (`YarnScaling`) is set here."""
+    rope = rope_parameters(metadata)
+    return {
+        **rms(metadata),
+        **_windows(metadata, 2),
+        **_experts(metadata),
+        "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
+
+
+def gemma2(metadata: Metadata) -> Config:
+    return {
+        **rms(metadata),
+        "query_pre_attn_scalar": _gemma_scale(metadata, largest=46),
+        "sliding_window": metadata.window or 4096,
+        **_pattern(metadata, 2),
+        "attn_logit_softcapping": metadata.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.positive("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(metadata: Metadata) -> Config:
+    return {
+        **rms(metadata),
+        **_ropes(metadata, 10000.0),
+        "query_pre_attn_scalar": _gemma_scale(metadata, largest=62),
+        **_windows(metadata, 6),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _gemma_scale(metadata: Metadata, *, largest: int) -> float:
+    """Return `query_pre_attn_scalar`. Attention scores are divided by its square root.
+
+    The value is the head dimension, except in the largest model of a family, which has
+    embedding_length divided by the number of heads. A GGUF file does not store the value, so the
+    largest model is recognised by its number of layers.
+
+    largest   number of layers of the family's largest model
+    """
+    if metadata.num_layers == largest:
+        return metadata.integer("embedding_length") // max(metadata.num_heads, 1)
+    return metadata.head_dim
+
+
+def phi3(metadata: Metadata) -> Config:
+    return rms(metadata) | {"sliding_window": metadata.window}
+
+
+def olmo2(metadata: Metadata) -> Config:
+    """Return the keys of OLMo 2 or OLMo 3 besides those of `common`. Files of both name the same
+    architecture, but only those of OLMo 3 have a window."""
+    config = rms(metadata)
+    if metadata.window is None:
+        return config
+    theta = metadata.number("rope.freq_base", 10000.0)
+    return config | _windows(metadata, 4) | _ropes(metadata, theta)
+
+
+def exaone4(metadata: Metadata) -> Config:
+    return rms(metadata) | _windows(metadata, 4)
+
+
+def granite(metadata: Metadata) -> Config:
+    """Return the keys of Granite 3, or of dense Granite 4, besides those of `common`. Only the
+    latter may have no rotary embeddings (`is_rotated`)."""
+    usual = max(metadata.head_dim, 1) ** -0.5
+    dense = {
+        "position_embedding_type": None,
+        "layer_types": [FULL] * metadata.num_layers,
+        "num_local_experts": 0,
+        "shared_intermediate_size": metadata.shared("feed_forward_length"),
+    }
+    return {
+        **({} if is_rotated(metadata) else dense),
+        **rms(metadata),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "attention_multiplier": metadata.number("attention.scale", 0.0) or usual,
+        "logits_scaling": metadata.positive("logit_scale"),
+    }
+
+
+def is_rotated(metadata: Metadata) -> bool:
+    """Return whether a Granite model has rotary embeddings: the key FINETUNED, as in llama.cpp, or
+    True if the key is missing."""
+    return metadata.flag(FINETUNED, True)
+
+
+def cohere2(metadata: Metadata) -> Config:
+    return {
+        **_layer_norm("layer_norm_eps")(metadata),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        **_pattern(metadata, 4),
+        "logit_scale": metadata.number("logit_scale"),
+    }
+
+
+def starcoder2(metadata: Metadata) -> Config:
+    has_biases = "blk.0.attn_q.bias" in metadata.file.tensors
+    return _layer_norm("norm_epsilon")(metadata) | {"use_bias": has_biases}
+
+
+def stablelm(metadata: Metadata) -> Config:
+    return {
+        **_layer_norm("layer_norm_eps")(metadata),
+        "use_parallel_residual": metadata.flag("use_parallel_residual", True),
+    }
+
+
+def gpt2(metadata: Metadata) -> Config:
+    inner = metadata.shared("feed_forward_length")
+    return _layer_norm("layer_norm_epsilon")(metadata) | {"n_inner": inner}
+
+
+def gpt_neox(metadata: Metadata) -> Config:
+    return {
+        **_layer_norm("layer_norm_eps")(metadata),
+        "use_parallel_residual": metadata.flag("use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in metadata.file.tensors,
+    }

@@ -1,0 +1,254 @@
+"""Reads the model spec, and the names of tensors, from a GGUF file's header. Needs no torch.
+
+The metadata keys are translated to those of config.json (gguf_config.py), and the reader of the
+model's family reads the result. So a model's GGUF file and its Hugging Face directory give the same
+spec. Tensor names and row order are those of llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from worker.checkpoint import gguf_config
+from worker.checkpoint.gguf_config import (
+    LONG_FACTORS,
+    ROPE_FREQS,
+    SHORT_FACTORS,
+    Config,
+    Metadata,
+)
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.errors import UnusableModel
+from worker.spec.families.registry import find_family
+from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
+from worker.spec.tensor_names import RowOrder, TensorNames, interleaved
+
+LAYER = "blk.{i}."
+ROLES = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attention_norm": LAYER + "attn_norm",
+    "q": LAYER + "attn_q",
+    "k": LAYER + "attn_k",
+    "v": LAYER + "attn_v",
+    "sinks": LAYER + "attn_sinks",
+    "q_norm": LAYER + "attn_q_norm",
+    "k_norm": LAYER + "attn_k_norm",
+    "output": LAYER + "attn_output",
+    "mlp_norm": LAYER + "ffn_norm",
+    "gate": LAYER + "ffn_gate",
+    "up": LAYER + "ffn_up",
+    "down": LAYER + "ffn_down",
+    "router": LAYER + "ffn_gate_inp",
+    "expert_gate": LAYER + "ffn_gate_exps",
+    "expert_up": LAYER + "ffn_up_exps",
+    "expert_down": LAYER + "ffn_down_exps",
+}
+OLD_EXPERTS = {
+    "expert_gate": LAYER + "ffn_gate.{e}",
+    "expert_up": LAYER + "ffn_up.{e}",
+    "expert_down": LAYER + "ffn_down.{e}",
+}
+"""Older files have a tensor for each expert."""
+POST_NORMS = {
+    "post_attention_norm": LAYER + "post_attention_norm",
+    "post_mlp_norm": LAYER + "post_ffw_norm",
+}
+FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFamily:
+    """How the GGUF files of one `general.architecture` are read."""
+
+    #: Families to which the files may belong, by their name in `architectures` of config.json.
+    families: tuple[str, ...]
+    #: Returns the keys of config.json besides those of `gguf_config.common`.
+    config: Callable[[Metadata], Config]
+    #: Roles whose names differ from ROLES.
+    roles: Mapping[str, str] = field(default_factory=dict)
+    #: Whether the rows of each query and key head alternate between the head's two halves, because
+    #: llama.cpp's rotary embedding rotates neighbouring items.
+    is_interleaved: bool = False
+    #: Whether the converter added the norms' offset to their weights.
+    has_whole_norms: bool = False
+    #: Returns the one of `families` to which a file belongs; None: the first one.
+    choose: Callable[[Metadata], str] | None = None
+
+    def family(self, metadata: Metadata) -> str:
+        return self.choose(metadata) if self.choose else self.families[0]
+
+
+def _llama_family(metadata: Metadata) -> str:
+    if metadata.integer("expert_count", 0):
+        return "MixtralForCausalLM"
+    return "LlamaForCausalLM" if metadata.window is None else "MistralForCausalLM"
+
+
+def _olmo_family(metadata: Metadata) -> str:
+    return "Olmo2ForCausalLM" if metadata.window is None else "Olmo3ForCausalLM"
+
+
+def _granite_family(metadata: Metadata) -> str:
+    rotated = gguf_config.is_rotated(metadata)
+    return "GraniteForCausalLM" if rotated else "GraniteMoeHybridForCausalLM"
+
+
+FAMILIES = {
+    "llama": GGUFFamily(
+        families=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
+        choose=_llama_family,
+        config=gguf_config.llama,
+        is_interleaved=True,
+    ),
+    "qwen2": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
+    "qwen3": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
+    "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
+    "gemma2": GGUFFamily(
+        families=("Gemma2ForCausalLM",),
+        config=gguf_config.gemma2,
+        roles=POST_NORMS,
+        has_whole_norms=True,
+    ),
+    "gemma3": GGUFFamily(
+        families=("Gemma3ForCausalLM",),
+        config=gguf_config.gemma3,
+        roles=POST_NORMS,
+        has_whole_norms=True,
+    ),
+    "phi3": GGUFFamily(
+        families=("Phi3ForCausalLM",),
+        config=gguf_config.phi3,
+        roles=FUSED_QKV | {"gate_up": LAYER + "ffn_up"},
+    ),
+    "olmo2": GGUFFamily(
+        families=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        choose=_olmo_family,
+        config=gguf_config.olmo2,
+        roles=POST_NORMS,
+    ),
+    "exaone4": GGUFFamily(
+        families=("Exaone4ForCausalLM",), config=gguf_config.exaone4, roles=POST_NORMS
+    ),
+    "granite": GGUFFamily(
+        families=("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"),
+        choose=_granite_family,
+        config=gguf_config.granite,
+        is_interleaved=True,
+    ),
+    "smollm3": GGUFFamily(
+        families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
+    ),
+    "seed_oss": GGUFFamily(
+        families=("SeedOssForCausalLM",),
+        config=gguf_config.rms,
+        roles={"mlp_norm": LAYER + "post_attention_norm"},
+    ),
+    "cohere2": GGUFFamily(
+        families=("Cohere2ForCausalLM",), config=gguf_config.cohere2, is_interleaved=True
+    ),
+    "starcoder2": GGUFFamily(families=("Starcoder2ForCausalLM",), config=gguf_config.starcoder2),
+    "stablelm": GGUFFamily(families=("StableLmForCausalLM",), config=gguf_config.stablelm),
+    "gpt2": GGUFFamily(
+        families=("GPT2LMHeadModel",),
+        config=gguf_config.gpt2,
+        roles=FUSED_QKV | {"positions": "position_embd"},
+    ),
+    "gpt-oss": GGUFFamily(
+        families=("GptOssForCausalLM",),
+        config=gguf_config.gpt_oss,
+        roles={"mlp_norm": LAYER + "post_attention_norm"},
+    ),
+    "gptneox": GGUFFamily(
+        families=("GPTNeoXForCausalLM",), config=gguf_config.gpt_neox, roles=FUSED_QKV
+    ),
+}
+"""`general.architecture` -> how its files are read."""
+
+
+def gguf_family(architecture: str) -> GGUFFamily:
+    """Return how files with this `general.architecture` are read. Raises UnusableModel if the
+    architecture is not supported."""
+    if family := FAMILIES.get(architecture):
+        return family
+    raise UnusableModel(
+        f"architecture {architecture!r} is not supported in GGUF files; supported: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
+    """Return the names of the model's tensors in this file.
+
+    Files of older llama.cpp versions, which store each expert in its own tensor, are supported.
+    """
+    names = architecture_names(file.metadata["general.architecture"], spec)
+    if "blk.0.ffn_gate.0.weight" in file.tensors:
+        return replace(names, roles={**names.roles, **OLD_EXPERTS})
+    return names
+
+
+def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
+    """Return the names of the model's tensors in files that today's llama.cpp writes, and the order
+    of their rows."""
+    family = gguf_family(architecture)
+    orders: dict[str, RowOrder] = {}
+    if family.is_interleaved:
+        attention = spec.layers[0].attention
+        orders = {
+            "q": interleaved(attention.num_heads, attention.head_dim),
+            "k": interleaved(attention.num_kv_heads, attention.head_dim),
+        }
+    computed = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)
+    return TensorNames({**ROLES, **family.roles}, orders=orders, computed=computed)
+
+
+def gguf_spec(file: GGUFFile) -> ModelSpec:
+    """Return the spec of the model that the file's metadata describe. Raises UnusableModel, naming
+    the key, if a key is missing, or if its value is wrong or not supported."""
+    metadata = Metadata(file)
+    family = gguf_family(metadata.architecture)
+    if "token_embd.weight" not in file.tensors:
+        raise UnusableModel(f"{file.path} holds no tensor 'token_embd.weight'")
+    config = {"architectures": [family.family(metadata)], **gguf_config.common(metadata)}
+    config |= family.config(metadata)
+    spec = find_family(config).spec(config, source=str(file.path))
+    if family.has_whole_norms:
+        spec = replace(spec, norm=replace(spec.norm, offset=0.0))
+    return _with_layers(spec, metadata)
+
+
+def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
+    """Return `spec` with the biases and the factors of rotary frequencies for which the file has
+    tensors."""
+    tensors = metadata.file.tensors
+
+    def has_bias(*names: str) -> bool:
+        return any(f"blk.0.{name}.bias" in tensors for name in names)
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        attention, mlp = layer.attention, layer.mlp
+        attention = replace(
+            attention,
+            rope=attention.rope and _with_rope_factors(attention.rope, metadata),
+            qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
+            output_bias=attention.output_bias or has_bias("attn_output"),
+        )
+        mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
+        return replace(layer, attention=attention, mlp=mlp)
+
+    new = {layer: changed(layer) for layer in set(spec.layers)}
+    return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
+
+
+def _with_rope_factors(rope: RopeConfig, metadata: Metadata) -> RopeConfig:
+    """Return `rope` with the factors of ROPE_FREQS, multiplied by the linear factor if the model
+    has one."""
+    if ROPE_FREQS not in metadata.file.tensors:
+        return rope
+    factor = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else 1.0
+    factors = metadata.factors(ROPE_FREQS, rope.width)
+    return replace(rope, scaling=FactorScaling(tuple(factor * each for each in factors)))

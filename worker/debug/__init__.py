@@ -1,1 +1,0 @@
-"""Traces, benchmarks and checks of a worker."""

@@ -1,0 +1,359 @@
+"""The architectures that transformers computes with our paged attention (hf.py), and those that
+cannot be served, each with the reason. Needs no torch.
+
+Each causal decoder of transformers 5.24 is a family of ours (families/), in CHECKED or in REFUSED;
+a test compares the lists. An architecture is served only if a differential test covers it, because
+a class can change the result in ways that its signature does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from worker.errors import UnusableModel
+from worker.spec.families.registry import FAMILIES
+
+CHECKED: dict[str, str] = {
+    "AfmoeForCausalLM": "afmoe",
+    "Apertus1p5TextForCausalLM": "apertus1p5_text",
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "AriaTextForCausalLM": "aria_text",
+    "BeamForCausalLM": "beam",
+    "BioGptForCausalLM": "biogpt",
+    "BitNetForCausalLM": "bitnet",
+    "CTRLLMHeadModel": "ctrl",
+    "CodeGenForCausalLM": "codegen",
+    "Cohere2MoeForCausalLM": "cohere2_moe",
+    "CohereForCausalLM": "cohere",
+    "CwmForCausalLM": "cwm",
+    "DbrxForCausalLM": "dbrx",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "FalconForCausalLM": "falcon",
+    "FlexOlmoForCausalLM": "flex_olmo",
+    "FlintForCausalLM": "flint",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "GPTNeoXJapaneseForCausalLM": "gpt_neox_japanese",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GlmForCausalLM": "glm",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSWAForCausalLM": "granitemoe_swa",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "GraniteSWAForCausalLM": "granite_swa",
+    "HYV3ForCausalLM": "hy_v3",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "HyperCLOVAXForCausalLM": "hyperclovax",
+    "Jais2ForCausalLM": "jais2",
+    "Kolibri1ForCausalLM": "kolibri1",
+    "LagunaForCausalLM": "laguna",
+    "MellumForCausalLM": "mellum",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "ModernBertDecoderForCausalLM": "modernbert-decoder",
+    "NanoChatForCausalLM": "nanochat",
+    "NemotronForCausalLM": "nemotron",
+    "OPTForCausalLM": "opt",
+    "OlmoForCausalLM": "olmo",
+    "OlmoeForCausalLM": "olmoe",
+    "PersimmonForCausalLM": "persimmon",
+    "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "SolarOpenForCausalLM": "solar_open",
+    "StableLmForCausalLM": "stablelm",
+    "VaultGemmaForCausalLM": "vaultgemma",
+}
+"""Architecture -> its `model_type`, for each architecture that tests/differential checks."""
+
+BORROWED: dict[str, tuple[str, str]] = {
+    "exaone": ("LlamaForCausalLM", "ExaoneForCausalLM"),
+    "internlm3": ("LlamaForCausalLM", "InternLM3ForCausalLM"),
+    "iquestcoder": ("LlamaForCausalLM", "IQuestCoderForCausalLM"),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
+    "sarvam_moe": ("Glm4MoeForCausalLM", "SarvamMoEForCausalLM"),
+}
+"""`model_type` whose models are computed by the class of another one, with a config class and names
+of tensors of their own -> that class, and the architecture that published configs name."""
+
+OWN_ATTENTION: dict[str, str] = {
+    "CodeGenForCausalLM": "scale_attn",
+    "GPTJForCausalLM": "scale_attn",
+    "GPTNeoForCausalLM": "",
+    "GPTNeoXJapaneseForCausalLM": "norm_factor",
+}
+"""Architectures whose attention modules call their own method `_attn`, which hf_attention.py
+replaces. The value is the module's attribute that divides the scores; empty: they are not
+divided."""
+
+INLINE_ATTENTION = {"FalconForCausalLM": "FalconAttention"}
+"""Architectures whose attention modules, of the given class, call torch's attention directly.
+hf_attention.py intercepts that call."""
+
+BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
+"""Architecture of a family -> a key of its config, and the value of the key that the family does
+not support. Transformers computes the models with this value."""
+
+MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
+    "PhimoeForCausalLM": "config",
+    "Qwen2MoeForCausalLM": "module",
+}
+"""Architectures whose windows are only in their masks, not in the arguments of attention.
+hf_attention.py reads `sliding_window` of the config, or of each attention module."""
+
+_REFUSED: dict[str, str] = {
+    "it uses multi-head latent attention, which has no plain keys and values": """
+        AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+        DeepseekV32ForCausalLM Dots3NoteForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM
+        HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
+    """,
+    "it has state-space, recurrent, convolution or linear attention layers": """
+        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+        Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
+        KimiLinearForCausalLM LaraMiniForCausalLM
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
+        MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
+        Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM
+        RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
+        ZayaForCausalLM xLSTMForCausalLM
+    """,
+    "it is an encoder-decoder, or the decoder of one": """
+        BartForCausalLM BartForConditionalGeneration BigBirdPegasusForCausalLM
+        BlenderbotForCausalLM BlenderbotSmallForCausalLM MBartForCausalLM
+        MBartForConditionalGeneration MarianForCausalLM MT5ForConditionalGeneration
+        MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM PLBartForCausalLM
+        PegasusForCausalLM ProphetNetForCausalLM T5ForConditionalGeneration TrOCRForCausalLM
+        WhisperForCausalLM WhisperForConditionalGeneration
+    """,
+    "it is an encoder, whose attention sees later tokens": """
+        BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM
+        CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+        MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM
+        RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM
+        XLMRobertaXLForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM
+        CpmAntForCausalLM
+    """,
+    "its layers share keys and values, or have different shapes of them": """
+        Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
+        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
+    """,
+    "its attention is sparse or chunked, or has a mask of its own": """
+        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
+        ReformerModelWithLMHead
+    """,
+    "it computes a layer's attention more than once, or with experts": """
+        DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM
+    """,
+    "its class computes attention itself, without transformers' attention interface": """
+        BloomForCausalLM MptForCausalLM OpenAIGPTLMHeadModel XGLMForCausalLM
+    """,
+    "it is a model of images or audio, or works on bytes": """
+        BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM
+        Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration
+        Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GitForCausalLM
+        GotOcr2ForConditionalGeneration MllamaForCausalLM MoshiForCausalLM
+        MossTranscribeDiarizeForConditionalGeneration Phi4MultimodalForCausalLM
+    """,
+}
+MEDIA, TWO_PARTS = list(_REFUSED)[-1], "it is an encoder-decoder, or the decoder of one"
+"""Two of the reasons, which also hold for architectures without an entry."""
+MEDIA_KEYS = frozenset(
+    f"{medium}{end}"
+    for medium in ("vision", "image", "video", "audio", "speech")
+    for end in ("_config", "_encoder_config", "_token_id", "_token_index")
+)
+"""Keys of the configs of models that take images, videos or sound."""
+REFUSED: dict[str, str] = {
+    name: reason for reason, names in _REFUSED.items() for name in names.split()
+}
+"""Architecture -> why it cannot be served, as the second half of a sentence."""
+
+
+BITNET = "BitNetForCausalLM"
+BitNetMode = Literal["offline", "online"]
+BITNET_MODES: tuple[BitNetMode, ...] = get_args(BitNetMode)
+BITNET_KEYS = {
+    "quant_method": "bitnet",
+    "linear_class": "autobitlinear",
+    "modules_to_not_convert": None,
+    "use_rms_norm": False,
+}
+"""The only supported values of BitNet's `quantization_config`, besides its mode."""
+
+
+def bitnet_mode(config: Mapping[str, Any]) -> BitNetMode | None:
+    """Return how the linear layers of a BitNet model are stored: "offline" as packed weights,
+    "online" as those of the training; None if they are ordinary ones. Raises UnusableModel if they
+    are of another kind than in the published models."""
+    values = config.get("quantization_config")
+    if values is None:
+        return None
+    for mode in BITNET_MODES:
+        usual = BITNET_KEYS | {"quantization_mode": mode}
+        if isinstance(values, dict) and usual | values == usual:
+            return mode
+    raise UnusableModel(f"quantization_config {values!r:.160} is not supported for {BITNET}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec:
+    """The facts about a model that transformers computes. It implements ModelFacts."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    context_tokens: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    #: Number of elements of the largest tensor.
+    largest_tensor: int
+    #: How many numbers the widest layer, except the head, computes for one token.
+    inner: int
+    #: All of config.json as JSON. The model's digest covers it.
+    config: str
+
+    @property
+    def window(self) -> int | None:
+        """Return None: the model's class decides which keys a layer sees, when it runs."""
+        return None
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return None for each layer: the model's class decides which keys a layer sees."""
+        return (None,) * self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersArchitecture:
+    """An architecture in CHECKED: the transformers library computes its models."""
+
+    name: str
+    model_type: str
+
+
+def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
+    """Return the architecture of a parsed config.json if transformers computes it.
+
+    Return None if a family of ours has the architecture, or if the architecture is missing,
+    ambiguous or unknown: `registry.find_family` then reads or refuses the config. Raises
+    UnusableModel, with the reason, if the architecture cannot be served, or if the config
+    contradicts itself or has an unsupported value.
+    """
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    borrowed = BORROWED.get(str(model_type))
+    if borrowed is not None and architectures in (None, *([name] for name in borrowed)):
+        return _computed(borrowed[0], str(model_type), config)
+    if isinstance(architectures, list) and len(architectures) == 1:
+        name = str(architectures[0])
+    elif architectures is None:
+        name = next((name for name, kind in CHECKED.items() if kind == model_type), "")
+    else:
+        return None
+    if _has_family(name, config):
+        return None
+    if (reason := _reason(name, config)) is not None:
+        raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {reason}")
+    if name not in CHECKED:
+        return None
+    if model_type not in (None, CHECKED[name]):
+        raise UnusableModel(
+            f"config.json contradicts itself: {name} has the model_type {CHECKED[name]!r}, not "
+            f"{model_type!r:.80}",
+            remedy="correct 'architectures' or 'model_type'",
+        )
+    return _computed(name, CHECKED[name], config)
+
+
+def _computed(name: str, model_type: str, config: Mapping[str, Any]) -> TransformersArchitecture:
+    """Return the architecture `name` with the config class of `model_type`. Raises UnusableModel if
+    it is in REFUSED, or if a key in UNSUPPORTED has a value that is not supported."""
+    if name in REFUSED:
+        raise UnusableModel(f"model_type {model_type!r} is not supported: {REFUSED[name]}")
+    _check_values(config, name)
+    return TransformersArchitecture(name, model_type)
+
+
+def _reason(name: str, config: Mapping[str, Any]) -> str | None:
+    """Return why models of an architecture cannot be served; None if nothing is known against
+    it."""
+    if name in REFUSED or name in CHECKED:
+        return REFUSED.get(name)
+    if not MEDIA_KEYS.isdisjoint(config):
+        return MEDIA
+    if config.get("is_encoder_decoder") is True:
+        return TWO_PARTS
+    return f"{MEDIA}, or {TWO_PARTS}" if name.endswith("ForConditionalGeneration") else None
+
+
+def _has_family(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a family of ours has to read the config, or refuse it."""
+    key, value = BEYOND_FAMILIES.get(name, ("", True))
+    return any(name == family.architecture for family in FAMILIES) and config.get(key) != value
+
+
+def _check_values(config: Mapping[str, Any], name: str) -> None:
+    """Raise UnusableModel if a key in UNSUPPORTED has a value that is not supported."""
+    if name == BITNET and bitnet_mode(config) is not None:
+        config = {**config, "quantization_config": None}
+    for key, supported in UNSUPPORTED.items():
+        if (value := config.get(key)) not in supported:
+            raise UnusableModel(f"{key} {value!r:.80} is not supported for {name}")
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "alibi": (None, False),
+    "per_layer_config": (None,),
+}
+"""Keys that any class may have, with the values that are supported."""
+
+
+def documented() -> str:
+    """Return the two lists of docs/models.md as Markdown: architectures that transformers computes,
+    and a table of the refused ones with their reasons."""
+    ours = {family.architecture for family in FAMILIES} - BEYOND_FAMILIES.keys()
+    checked = ", ".join(f"`{name}`{_condition(name)}" for name in sorted(CHECKED.keys() - ours))
+    rows = [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
+        for reason, names in _REFUSED.items()
+    ]
+    borrowed = ", ".join(
+        f"`{kind}` (`{name}`)" for kind, (name, _) in BORROWED.items() if name not in REFUSED
+    )
+    lines = [
+        *(checked, ""),
+        *(f"These model types are computed by the class of another one: {borrowed}.", ""),
+        *("| not supported, because | architectures |", "|---|---|"),
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
+def _condition(name: str) -> str:
+    """Return the condition under which transformers computes models of `name`, in parentheses; ""
+    if it computes all of them."""
+    if name not in BEYOND_FAMILIES:
+        return ""
+    key, value = BEYOND_FAMILIES[name]
+    return f" (if `{key}` is {str(value).lower()})"
+
+
+if __name__ == "__main__":
+    print(documented())

@@ -1,0 +1,53 @@
+"""The list of all model families, and the search for the one that a config.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker.errors import UnusableModel
+from worker.spec.families import gemma, gpt, gpt_oss, llama, mistral, olmo, phi, qwen
+from worker.spec.families.family import ModelFamily
+
+FAMILIES: tuple[ModelFamily, ...] = tuple(
+    family
+    for module in (llama, mistral, qwen, gemma, phi, olmo, gpt, gpt_oss)
+    for family in module.FAMILIES
+)
+
+AND_OTHERS = (
+    ", and through transformers (the extra tidegate[transformers]) those that docs/models.md lists"
+)
+
+
+def find_family(config: Mapping[str, Any]) -> ModelFamily:
+    """Return the family of a parsed config.json. Raises UnusableModel if no family supports its
+    architecture, or if it names two."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is None:
+        return _with_model_type(model_type)
+    for family in FAMILIES:
+        if architectures == [family.architecture]:
+            if model_type in (None, family.model_type):
+                return family
+            raise UnusableModel(
+                f"config.json contradicts itself: {family.architecture} has the model_type "
+                f"{family.model_type!r}, not {model_type!r}",
+                remedy="correct 'architectures' or 'model_type'",
+            )
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise UnusableModel(
+        f"architecture {architectures!r:.80} is not supported; supported: {known}{AND_OTHERS}"
+    )
+
+
+def _with_model_type(model_type: Any) -> ModelFamily:
+    for family in FAMILIES:
+        if model_type == family.model_type:
+            return family
+    if model_type is None:
+        raise UnusableModel("config.json has neither 'architectures' nor 'model_type'")
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise UnusableModel(
+        f"model_type {model_type!r:.80} is not supported; supported: {known}{AND_OTHERS}"
+    )

@@ -1,0 +1,231 @@
+"""The description of a model that a forward pass follows. Needs no torch.
+
+A family (families/) reads its config into a `ModelSpec`. The eager decoder (decoder.py) and the
+compiled kernels (whole_step.py) read nothing else, so a new family changes neither of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from worker.errors import UnusableModel
+from worker.spec.rope_config import RopeConfig
+
+MAX_DIMENSION = 1 << 24
+MAX_LAYERS = 1 << 12
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
+"""The linears of a layer that a LoRA adapter can change."""
+LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
+
+
+class ModelFacts(Protocol):
+    """Facts about a model that a worker needs, whether our decoder or transformers computes it.
+    Every layer has the same key/value heads."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int | None:
+        """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
+        if the windows are not known."""
+        ...
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer, in tokens; None for a layer that sees all tokens, or
+        whose window is not known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """A norm over the last axis. A `layer` norm also subtracts the mean."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float
+    #: The norm multiplies by `offset + weight`.
+    offset: float = 0.0
+    #: Only layer norms have biases.
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer. `num_heads` query heads share `num_kv_heads` key/value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    #: None: queries and keys are not rotated.
+    rope: RopeConfig | None
+    #: Factor of the scores, usually `head_dim ** -0.5`.
+    scale: float
+    #: Number of latest tokens that a token sees, itself included. None: all.
+    window: int | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    #: Whether queries and keys have a norm: over each head, or over all heads together.
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    #: Scores become `soft_cap * tanh(score / soft_cap)`.
+    soft_cap: float | None = None
+    #: Whether a learned score of each head joins the softmax, without a value of its own.
+    sinks: bool = False
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """The MLP of one layer: `down(act(gate) * up)` if it is gated, else `down(act(up))`.
+
+    With `clamped_swiglu` it is `down(gate * sigmoid(alpha * gate) * (up + 1))`, with the gate at
+    most `limit` and up within `limit` of zero.
+    """
+
+    intermediate: int
+    activation: Activation = "silu"
+    is_gated: bool = True
+    #: Whether the projections of each expert, and the router, have biases.
+    bias: bool = False
+    #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
+    num_experts: int = 1
+    top_k: int = 1
+    #: Whether the weights of the chosen experts are divided by their sum.
+    renormalize: bool = True
+    #: Used only by `clamped_swiglu`.
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: two blocks, attention and MLP. `order` says where their norms are.
+
+    pre                 norm before each block
+    post                norm after each block, before its result is added
+    both                norms before and after each block
+    parallel            both blocks read the layer's input, each through a norm of its own
+    parallel_one_norm   both blocks read the layer's input through one norm
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    order: LayerOrder = "pre"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A causal decoder: its layers, and everything around them. The constructor raises
+    UnusableModel if dimensions are out of bounds or contradict each other."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    context_tokens: int
+    #: Equal layers are one object.
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    tied_embeddings: bool = False
+    head_bias: bool = False
+    #: Rows of the table of learned position embeddings; 0: there is no table.
+    learned_positions: int = 0
+    embedding_scale: float = 1.0
+    #: Factor of the result that each block adds to its input.
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    #: Logits become `cap * tanh(logit / cap)`.
+    logits_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [self.vocab_size, self.hidden, self.context_tokens, len(self.layers)]
+        for layer in set(self.layers):
+            attention, mlp = layer.attention, layer.mlp
+            _check_attention(attention)
+            sizes += [attention.num_heads, attention.num_kv_heads, attention.head_dim]
+            sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]
+            if mlp.top_k > mlp.num_experts:
+                raise UnusableModel(f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen")
+        if not all(0 < size <= MAX_DIMENSION for size in sizes):
+            raise UnusableModel(
+                f"a dimension of the model is not within 1..{MAX_DIMENSION}: {sizes}"
+            )
+        if len({(each.num_kv_heads, each.head_dim) for each in self.attentions}) != 1:
+            raise UnusableModel("layers with different key/value heads are not supported")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Return the attention of each layer."""
+        return tuple(layer.attention for layer in self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """Return the longest window of all layers, in tokens; None if a layer sees all tokens."""
+        windows = self.layer_windows
+        return None if None in windows else max(filter(None, windows))
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer, in tokens; None for a layer that sees all tokens."""
+        return tuple(attention.window for attention in self.attentions)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the number of key/value heads, which is the same in every layer."""
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Return the head dimension, which is the same in every layer."""
+        return self.layers[0].attention.head_dim
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """Return the distinct windows of the layers, in tokens. They include None if a layer sees
+        all tokens."""
+        return frozenset(attention.window for attention in self.attentions)
+
+
+def checked_layers(count: int) -> int:
+    """Return `count`, the number of layers. Raises UnusableModel unless it is 1 to MAX_LAYERS."""
+    if not 0 < count <= MAX_LAYERS:
+        raise UnusableModel(f"the model has {count} layers; 1 to {MAX_LAYERS} are supported")
+    return count
+
+
+def _check_attention(attention: AttentionSpec) -> None:
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    if min(heads, kv_heads, attention.head_dim) < 1:
+        raise UnusableModel(f"attention has {heads} heads of {attention.head_dim}")
+    if heads % kv_heads:
+        raise UnusableModel(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
+    if attention.rope is not None and attention.rope.width > attention.head_dim:
+        raise UnusableModel(
+            f"{attention.rope.width} items of a head of {attention.head_dim} cannot be rotated"
+        )
+    if attention.window is not None and attention.window < 1:
+        raise UnusableModel(f"sliding_window is {attention.window}; it must be above zero")
