@@ -11,7 +11,7 @@ import sys
 
 def main() -> int:
     try:
-        from protocol.rooms import REMEDY, check_rooms
+        from protocol.process.packages import REMEDY, check_rooms
     except ImportError as error:
         print(f"tidegate: the package protocol is not Tidegate's: {error}", file=sys.stderr)
         return 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine_core.parts import EngineParts
 from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.commit import NOTHING_COMMITTED, CommittedTokens, final_output
-from protocol.messages import FinishReason, Output
-from protocol.timeline import AbortReason
+from protocol.engine.messages import FinishReason, Output
+from protocol.engine.timeline import AbortReason
 
 
 class RequestEndings:

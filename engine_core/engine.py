@@ -62,12 +62,10 @@ from engine_core.status import (
     engine_stats,
     worker_status,
 )
-from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.errors import Draining, ServingError, StepFailed
-from protocol.kv import KVReport
-from protocol.kv_events import KVEvent
-from protocol.messages import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.kv_events import KVEvent
+from protocol.engine.messages import (
     Accepted,
     Encode,
     Generate,
@@ -78,10 +76,19 @@ from protocol.messages import (
     Refused,
     UnloadAdapter,
 )
-from protocol.model_card import ModelCard
-from protocol.stats import EngineLoad, EngineStats, WorkerStatus
-from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
-from protocol.timeline import AbortReason
+from protocol.engine.model_card import ModelCard
+from protocol.engine.stats import EngineLoad, EngineStats, WorkerStatus
+from protocol.engine.timeline import AbortReason
+from protocol.wire.errors import Draining, ServingError, StepFailed
+from protocol.worker.kv import KVReport
+from protocol.worker.steps import (
+    AdapterReport,
+    EncodePlan,
+    EncodeResult,
+    Masks,
+    StepPlan,
+    StepResult,
+)
 
 
 def draw_seed() -> int:

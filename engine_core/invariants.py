@@ -13,8 +13,8 @@ from engine_core.encode.scheduler import MAX_STARTED, EncodeScheduler
 from engine_core.kv.leases import KVLeases
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
-from protocol.messages import Limits
-from protocol.steps import NULL_BLOCK
+from protocol.engine.messages import Limits
+from protocol.worker.steps import NULL_BLOCK
 
 UNBOUND = {RequestPhase.FETCHING, RequestPhase.READY}
 

@@ -30,11 +30,8 @@ from engine_core.startup import build_engine
 from engine_core.status import engine_status
 from engine_core.workers.link import WorkerLink
 from engine_core.workers.watch import WorkerWatch
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
-from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
-from protocol.kv import KVReport
-from protocol.messages import (
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     AbortByLabel,
@@ -65,9 +62,12 @@ from protocol.messages import (
     UnloadAdapter,
     Welcome,
 )
-from protocol.model_card import ModelCard
-from protocol.stats import EngineStats
-from protocol.steps import (
+from protocol.engine.model_card import ModelCard
+from protocol.engine.stats import EngineStats
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.errors import EngineLost, EngineNotReady, ErrorInfo
+from protocol.worker.kv import KVReport
+from protocol.worker.steps import (
     AdapterReport,
     EncodeResult,
     StepResult,

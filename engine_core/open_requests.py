@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from engine_core.request import Request
-from protocol.request_ids import begins
+from protocol.shared.request_ids import begins
 
 MAX_DIGITS = 20
 """A request number has at most this many digits."""

@@ -25,10 +25,10 @@ from engine_core.schedule.inflight import InflightSteps
 from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock
-from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.messages import Limits
-from protocol.model_card import ModelCard
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.messages import Limits
+from protocol.engine.model_card import ModelCard
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Entry point of the engine process: command line, logging, signals, exit code.
 
-The exit codes are declared in protocol/exit_codes.py. The code is 0 if the engine was drained on
-request (SIGTERM, SIGINT or a Drain message) or stopped by SIGQUIT. The last log line names the
-cause. The engine also drains when its parent process has ended.
+The exit codes are declared in protocol/process/exit_codes.py. The code is 0 if the engine was
+drained on request (SIGTERM, SIGINT or a Drain message) or stopped by SIGQUIT. The last log line
+names the cause. The engine also drains when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine_core.connections.event_publisher import EventPublisher
 from engine_core.journal.file import Writer
 from engine_core.loop import EngineLoop, StoppedBySignal
 from engine_core.workers.process import WorkerLost
-from protocol import sockets
-from protocol.cluster_key import read_cluster_key
 from protocol.config.engine import EngineConfig
-from protocol.exit_codes import DRAINED, ExitCode
-from protocol.lifeline import attach_to_parent
-from protocol.log_lines import log_to_stderr
-from protocol.start_gate import wait_at_gate
+from protocol.process.exit_codes import DRAINED, ExitCode
+from protocol.process.lifeline import attach_to_parent
+from protocol.process.log_lines import log_to_stderr
+from protocol.process.start_gate import wait_at_gate
+from protocol.wire import sockets
+from protocol.wire.cluster_key import read_cluster_key
 
 log = logging.getLogger("engine_core")
 

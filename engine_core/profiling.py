@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from protocol.errors import InvalidRequest, StepFailed
-from protocol.messages import Profile, Profiled, Refused
-from protocol.steps import Trace, Traced
+from protocol.engine.messages import Profile, Profiled, Refused
+from protocol.wire.errors import InvalidRequest, StepFailed
+from protocol.worker.steps import Trace, Traced
 
 MAX_STEPS = 10_000
 

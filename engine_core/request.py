@@ -19,10 +19,10 @@ from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher
 from engine_core.policy.accounts import AccountUsage
 from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Account
-from protocol.sampling import SamplingParams
-from protocol.steps import NULL_BLOCK
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Account
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
     from engine_core.encode.scheduler import EncodeProgress

@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import cast
 
-from protocol.timeline import Stage
-from protocol.usage import Times
+from protocol.engine.timeline import Stage
+from protocol.engine.usage import Times
 
 
 class RequestStage(Enum):

@@ -8,11 +8,11 @@ from engine_core.engine import Engine
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.kv.peers import PeerCluster
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
-from protocol.kv_window import max_request_tokens
-from protocol.messages import Limits
-from protocol.steps import WorkerReady
+from protocol.engine.kv_window import max_request_tokens
+from protocol.engine.messages import Limits
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker.steps import WorkerReady
 
 log = logging.getLogger(__name__)
 

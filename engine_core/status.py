@@ -16,9 +16,9 @@ from engine_core.parts import EngineParts
 from engine_core.policy.throughput import Throughput
 from engine_core.schedule.commit import status_row
 from engine_core.schedule.inflight import InflightSteps
-from protocol.messages import EngineStatus, GetStatus, RequestStatus
-from protocol.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
-from protocol.timeline import Lack
+from protocol.engine.messages import EngineStatus, GetStatus, RequestStatus
+from protocol.engine.stats import BlockCounts, EngineLoad, EngineStats, WorkerStatus
+from protocol.engine.timeline import Lack
 
 MAX_STATUS_ROWS = 10_000
 """Maximum number of request rows in one EngineStatus."""

@@ -62,7 +62,7 @@ from gateway.served_model import version
 from gateway.service import Service
 from gateway.store.runs import RESPONSE, STREAM
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import ServingError
+from protocol.wire.errors import ServingError
 
 EXTENSION = "tidegate"
 """Key of the `Service` in the extensions of the application."""

@@ -20,8 +20,8 @@ import msgspec
 
 from gateway.sandbox.clients import TemplateProcesses, trial_process, try_tokenizer
 from protocol.config.gateway import GatewayConfig
-from protocol.exit_codes import ExitCode
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.process.exit_codes import ExitCode
 
 
 def main() -> int:

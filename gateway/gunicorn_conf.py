@@ -25,11 +25,11 @@ from gunicorn.workers.ggevent import GeventWorker
 from gateway.gateway_start import FREE, GatewayStart
 from gateway.http.connections import NUM_SPARE, connections_within
 from protocol.config.gateway import GatewayConfig
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import attach_to_parent, die_with_parent
-from protocol.malloc import map_large_pieces
-from protocol.open_files import raise_file_limit
-from protocol.start_gate import wait_at_gate
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import attach_to_parent, die_with_parent
+from protocol.process.malloc import map_large_pieces
+from protocol.process.open_files import raise_file_limit
+from protocol.process.start_gate import wait_at_gate
 
 _parent = attach_to_parent(signal.SIGTERM)
 

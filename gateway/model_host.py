@@ -26,10 +26,12 @@ from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.model_preparation import ModelPreparation
 from gateway.sandbox.clients import TemplateProcesses
 from gateway.served_model import ServedModel
-from protocol.adapters import AdapterInfo
 from protocol.config.gateway import ModelConfig
-from protocol.control import LoadState
-from protocol.errors import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.messages import Account
+from protocol.engine.model_card import ModelCard, SamplingDefaults, read_card
+from protocol.tools.control import LoadState
+from protocol.wire.errors import (
     EngineNotReady,
     InvalidRequest,
     QueueTimeout,
@@ -37,8 +39,6 @@ from protocol.errors import (
     TimedOut,
     UnknownModel,
 )
-from protocol.messages import Account
-from protocol.model_card import ModelCard, SamplingDefaults, read_card
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class ModelHost:
     @property
     def state(self) -> str:
         """The state for operators: "ready" if requests are served now. Otherwise a `LoadState` of
-        `protocol.control`."""
+        `protocol.tools.control`."""
         if self.trouble() is None:
             return "ready"
         if (state := self._unloaded_state()) is not None:

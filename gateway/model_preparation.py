@@ -18,9 +18,9 @@ from gateway.prompt.template import TemplateLoader
 from gateway.sandbox.clients import trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel
 from protocol.config.gateway import ModelConfig
-from protocol.malloc import return_free_memory
-from protocol.messages import Limits
-from protocol.model_card import ModelCard, read_card
+from protocol.engine.messages import Limits
+from protocol.engine.model_card import ModelCard, read_card
+from protocol.process.malloc import return_free_memory
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from gateway.prompt.render import ChatRenderer
 from gateway.prompt.template import TemplateLoader
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
-from protocol.errors import InvalidRequest
-from protocol.messages import Limits
-from protocol.model_card import ModelCard, SamplingDefaults, sampling_defaults
+from protocol.engine.messages import Limits
+from protocol.engine.model_card import ModelCard, SamplingDefaults, sampling_defaults
+from protocol.wire.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

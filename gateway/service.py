@@ -47,11 +47,11 @@ from gateway.store.database import Interrupt
 from gateway.store.runs import DAY_S, Persistence
 from gateway.store.sqlite_file import Store, write_obstacle
 from gateway.threads import result_of
-from protocol.cluster_key import read_cluster_key
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
-from protocol.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
-from protocol.exit_codes import ExitCode
-from protocol.sockets import checked_engine_address
+from protocol.process.exit_codes import ExitCode
+from protocol.wire.cluster_key import read_cluster_key
+from protocol.wire.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
+from protocol.wire.sockets import checked_engine_address
 
 log = logging.getLogger(__name__)
 

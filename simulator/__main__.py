@@ -1,6 +1,6 @@
 """The entrance of the simulator: `python -m simulator --config JSON`.
 
-It writes one JSON object per line to stdout (protocol/simulation.py).
+It writes one JSON object per line to stdout (protocol/tools/simulation.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from protocol.simulation import SimulationConfig, SimulationFailed, SimulatorLine
+from protocol.tools.simulation import SimulationConfig, SimulationFailed, SimulatorLine
 from simulator.hardware import describe_table
 from simulator.machine import replica_type
 from simulator.run import Simulation

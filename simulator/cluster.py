@@ -14,9 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from protocol.errors import ErrorInfo, Overloaded
-from protocol.simulation import SimulationConfig
-from protocol.stats import EngineLoad
+from protocol.engine.stats import EngineLoad
+from protocol.tools.simulation import SimulationConfig
+from protocol.wire.errors import ErrorInfo, Overloaded
 from simulator.figures import LoadCounts, LoadRecorder, SecondCounts
 from simulator.gateway import NO_LOAD, ReportedLoads, RoutingGateway
 from simulator.light import LightReplica

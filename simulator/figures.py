@@ -11,7 +11,7 @@ from math import exp, log
 
 import msgspec
 
-from protocol.simulation import LoadFigures, Quantiles, SecondFigures, SimulationConfig
+from protocol.tools.simulation import LoadFigures, Quantiles, SecondFigures, SimulationConfig
 from simulator.requests import SimulatedRequest
 
 SMALLEST_S = 1e-6

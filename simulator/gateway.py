@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 
 from gateway.engine.refusal_cache import RefusalCache
 from gateway.engine.routing import PrefixRouter, ReplicaLoad, prefix_hashes
-from protocol.arrays import Int32
-from protocol.errors import ErrorInfo, error_from
-from protocol.simulation import SimulationConfig
-from protocol.stats import EngineLoad
+from protocol.engine.stats import EngineLoad
+from protocol.tools.simulation import SimulationConfig
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import ErrorInfo, error_from
 from simulator.requests import SimulatedRequest, prompt_of
 
 NO_LOAD = EngineLoad(0, 0, 0)

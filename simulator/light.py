@@ -26,9 +26,9 @@ from engine_core.policy.admission import check_load
 from engine_core.policy.queue import QueueLoad
 from engine_core.policy.throughput import Throughput
 from protocol.config.engine import EngineConfig
-from protocol.errors import ContextTooLong, Overloaded
-from protocol.messages import Limits
-from protocol.stats import EngineLoad
+from protocol.engine.messages import Limits
+from protocol.engine.stats import EngineLoad
+from protocol.wire.errors import ContextTooLong, Overloaded
 from simulator.figures import LoadRecorder
 from simulator.light_cache import LightCache
 from simulator.replica import Inbox, OnRefused

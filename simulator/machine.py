@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import MAX_SLOTS, TOKEN_BUDGET
-from protocol.kv_window import max_request_tokens
-from protocol.messages import Limits
-from protocol.simulation import SimulatedMachine, SimulationConfig
+from protocol.engine.kv_window import max_request_tokens
+from protocol.engine.messages import Limits
+from protocol.tools.simulation import SimulatedMachine, SimulationConfig
 from simulator.hardware import num_blocks, read_table
 from simulator.measured import read_measurements
 from simulator.steps import FittedSteps, Roofline, StepTimeModel

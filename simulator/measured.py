@@ -15,10 +15,10 @@ from engine_core.adapters.registry import AdapterCommand
 from engine_core.journal.file import list_journals, read
 from engine_core.journal.records import CommitRecord, StartRecord, TickRecord
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
-from protocol.bench import StepBenchReady, StepTiming
-from protocol.errors import WireError
-from protocol.messages import Limits
-from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.engine.messages import Limits
+from protocol.tools.bench import StepBenchReady, StepTiming
+from protocol.wire.errors import WireError
+from protocol.worker.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 from simulator.replica import work_of
 from simulator.steps import MeasuredStep, StepWork, chunk_pairs
 

@@ -15,14 +15,14 @@ from math import inf
 from typing import Protocol
 
 from engine_core.engine import Engine
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
-from protocol.errors import ErrorInfo
-from protocol.messages import Accepted, Generate, Limits
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.stats import EngineLoad
-from protocol.steps import StepPlan, StepResult
+from protocol.engine.messages import Accepted, Generate, Limits
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.stats import EngineLoad
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import ErrorInfo
+from protocol.worker.steps import StepPlan, StepResult
 from simulator.figures import LoadRecorder
 from simulator.requests import VOCAB_SIZE, Segment, SimulatedRequest, prompt_of, segment_tokens
 from simulator.steps import StepTimeModel, StepWork, chunk_pairs

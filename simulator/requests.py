@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.arrays import Int32
+from protocol.wire.arrays import Int32
 
 VOCAB_SIZE = 1 << 15
 KEY_TOKENS = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from protocol.simulation import RoutingFigures, SimulationConfig, SimulationResult
+from protocol.tools.simulation import RoutingFigures, SimulationConfig, SimulationResult
 from simulator.cluster import ClusterPart, PartPeers, PartTotals
 from simulator.figures import second_figures
 from simulator.machine import SimulatedReplicaType

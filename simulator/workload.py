@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from protocol.simulation import SimulationConfig
+from protocol.tools.simulation import SimulationConfig
 from simulator.requests import (
     SHARED_KEYS,
     Segment,

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from protocol.process_state import read_all_stats
+from protocol.process.process_state import read_all_stats
 from tests import oldest
 
 PYTEST = (sys.executable, "-m", "pytest")

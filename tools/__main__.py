@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from protocol.exit_codes import ExitCode
-from protocol.open_files import raise_file_limit
+from protocol.process.exit_codes import ExitCode
+from protocol.process.open_files import raise_file_limit
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
 from tools.flags import OneLineParser, settle_argument, take_late_argument

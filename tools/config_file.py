@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from protocol.config.gateway import NO_STORE
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
 from tools.other_servers import OPTIONS, advice

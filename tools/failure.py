@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 
 
 class Failure(Exception):

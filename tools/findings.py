@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.devices import DeviceHolder
-from protocol.facts import GIB, MachineFacts, ModelPlan, Preflight
-from protocol.rooms import REMEDY, PackageProblem
+from protocol.process.devices import DeviceHolder
+from protocol.process.packages import REMEDY, PackageProblem
+from protocol.tools.facts import GIB, MachineFacts, ModelPlan, Preflight
 
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 
 

@@ -9,7 +9,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from protocol.log_lines import LineFormatter, LogStyle, without_colors
+from protocol.process.log_lines import LineFormatter, LogStyle, without_colors
 
 
 def log_style(log_format: str | None) -> LogStyle:

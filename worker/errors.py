@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.errors import EngineError
+from protocol.wire.errors import EngineError
 
 FETCH_AGAIN = "fetch the model's files again"
 REMEDY = "use another model, or correct its files"

@@ -14,12 +14,12 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from protocol import sockets
-from protocol.cluster_key import read_cluster_key
 from protocol.config.worker import JoinConfig, WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.log_lines import log_to_stderr
-from protocol.steps import JoinRefused, WorkerJoins, WorkerSettings
+from protocol.process.exit_codes import ExitCode
+from protocol.process.log_lines import log_to_stderr
+from protocol.wire import sockets
+from protocol.wire.cluster_key import read_cluster_key
+from protocol.worker.steps import JoinRefused, WorkerJoins, WorkerSettings
 from worker.device import environment
 from worker.process import run
 from worker.service.connection import EngineConnection, EngineWatch, ParentGone

@@ -1,8 +1,9 @@
 """The worker process: command line, logging, connection to the engine, exit code.
 
 It connects, loads the model and executes plans (execution.py). Exit codes are in
-protocol/exit_codes.py; a failure is also sent to the engine as WorkerFailed. The worker never
-outlives the engine. torch is imported late, so that its import time is part of the reported phases.
+protocol/process/exit_codes.py; a failure is also sent to the engine as WorkerFailed. The worker
+never outlives the engine. torch is imported late, so that its import time is part of the reported
+phases.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from protocol import sockets
 from protocol.config.worker import WorkerConfig
-from protocol.devices import DeviceInUse
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import attach_to_parent
-from protocol.log_lines import log_to_stderr
-from protocol.start_gate import wait_at_gate
-from protocol.steps import WorkerFailed
+from protocol.process.devices import DeviceInUse
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import attach_to_parent
+from protocol.process.log_lines import log_to_stderr
+from protocol.process.start_gate import wait_at_gate
+from protocol.wire import sockets
+from protocol.worker.steps import WorkerFailed
 from worker.device.timing import StartupTiming
 from worker.errors import NotEnoughMemory, PeerLost, UnusableModel
 from worker.service.connection import EngineConnection, ParentGone

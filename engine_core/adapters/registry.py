@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
-from protocol.errors import InvalidRequest, StaleAdapter, UnknownModel, error_from
-from protocol.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
-from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
+from protocol.engine.adapters import AdapterInfo, check_adapter_name, check_adapter_path
+from protocol.engine.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
+from protocol.wire.errors import InvalidRequest, StaleAdapter, UnknownModel, error_from
+from protocol.worker.steps import AdapterLoad, AdapterReport, AdapterUnload
 
 if TYPE_CHECKING:
     from engine_core.request import Request

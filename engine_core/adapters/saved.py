@@ -23,9 +23,9 @@ import msgspec
 from engine_core.adapters.registry import AdapterRegistry, AdapterReply
 from engine_core.engine import Engine
 from protocol.config.engine import EngineConfig
-from protocol.messages import LoadAdapter, Refused, UnloadAdapter
-from protocol.process_state import read_stat
-from protocol.sockets import ADAPTERS_SUFFIX
+from protocol.engine.messages import LoadAdapter, Refused, UnloadAdapter
+from protocol.process.process_state import read_stat
+from protocol.wire.sockets import ADAPTERS_SUFFIX
 
 log = logging.getLogger(__name__)
 

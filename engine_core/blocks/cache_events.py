@@ -10,7 +10,13 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from engine_core.request import Request
-from protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, external_hash
+from protocol.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    external_hash,
+)
 
 
 class CacheEvents:

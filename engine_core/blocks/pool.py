@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from engine_core.blocks.prefix_cache import PrefixCache
-from protocol.steps import NULL_BLOCK
+from protocol.worker.steps import NULL_BLOCK
 
 
 class BlockPool:

@@ -17,9 +17,9 @@ from itertools import takewhile
 from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.request import Request
-from protocol.kv_window import num_passed_blocks
-from protocol.messages import Limits
-from protocol.steps import NULL_BLOCK
+from protocol.engine.kv_window import num_passed_blocks
+from protocol.engine.messages import Limits
+from protocol.worker.steps import NULL_BLOCK
 
 
 def window_keys(content: bytes, window_blocks: int) -> list[bytes]:

@@ -6,7 +6,7 @@ in any of these cases:
 
 - Its connection is gone, so that sending to it fails. To notice this, a client that has been silent
   for PROBE_AFTER_S is sent a Probe every PROBE_EVERY_S. A program that was killed or stopped loses
-  its connection within seconds; a program that is only busy keeps it (protocol/sockets.py:
+  its connection within seconds; a program that is only busy keeps it (protocol/wire/sockets.py:
   heartbeat).
 - It is connected, but has sent nothing for `lease_s`.
 - It has more than MAX_UNREAD_BYTES unread.
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.arrays import Float32
-from protocol.encoding import MAX_RESULT_NUMBERS
+from protocol.engine.encoding import MAX_RESULT_NUMBERS
+from protocol.wire.arrays import Float32
 
 PROBE_AFTER_S = 2.0
 PROBE_EVERY_S = 1.0

@@ -1,4 +1,4 @@
-"""Publishes the KV events of an engine (protocol/kv_events.py).
+"""Publishes the KV events of an engine (protocol/engine/kv_events.py).
 
 The engine's loop only encodes a batch and passes it to a thread, which owns the sockets. So neither
 a subscriber that does not read nor a replay delays a step:
@@ -20,15 +20,15 @@ from collections import deque
 import msgspec
 import zmq
 
-from protocol import sockets
 from protocol.config.engine import EngineConfig
-from protocol.kv_events import (
+from protocol.engine.kv_events import (
     END_OF_REPLAY,
     KVEvent,
     KVEventBatch,
     decode_sequence,
     encode_sequence,
 )
+from protocol.wire import sockets
 
 log = logging.getLogger(__name__)
 

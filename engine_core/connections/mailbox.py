@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 import zmq
 
 from engine_core.connections.clients import Clients
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
-from protocol.errors import WireError
-from protocol.messages import Hello, Message, Probe, Refused, ToEngine
+from protocol.engine.messages import Hello, Message, Probe, Refused, ToEngine
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.errors import WireError
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Mailbox:
         #: added.
         self._connections: dict[bytes, sockets.PeerConnection] = {}
         self._on_client_lost = on_client_lost
-        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+        self._decoder: codec.Decoder[ToEngine] = codec.Decoder(ToEngine)
 
     def receive(self, now: float) -> Iterator[tuple[bytes, ToEngine]]:
         """Yield (client, message) for each waiting message, at most MESSAGES_PER_TURN."""
@@ -85,7 +85,7 @@ class Mailbox:
             self._try_to_send(client, message)
 
     def _try_to_send(self, client: bytes, message: Message) -> None:
-        frames = wire.encode(message)
+        frames = codec.encode(message)
         try:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:

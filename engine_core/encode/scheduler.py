@@ -30,9 +30,9 @@ from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.fair_share import FairShare
 from engine_core.policy.queue import QueueLoad, WaitingQueue
 from engine_core.request import Request, RequestEvent, RequestPhase
-from protocol.arrays import Float32, Int32
-from protocol.encoding import MAX_STEP_INPUTS, EncodeInputs
-from protocol.steps import EncodePlan, EncodeResult
+from protocol.engine.encoding import MAX_STEP_INPUTS, EncodeInputs
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import EncodePlan, EncodeResult
 
 MAX_STARTED = 8
 """Most requests of which some inputs are in plans, and others are not, except that every account

@@ -22,7 +22,7 @@ from collections.abc import Iterator, KeysView
 from itertools import chain, islice
 
 from engine_core.request import Request
-from protocol.encoding import MAX_STEP_INPUTS
+from protocol.engine.encoding import MAX_STEP_INPUTS
 
 MAX_UNSENT_BYTES = 256 << 20
 """While more bytes are unsent, no request that encodes is started."""
@@ -71,7 +71,7 @@ class UnsentResults:
     def first(self, client: bytes, num_bytes: int) -> list[Request]:
         """Return the first requests of a client that has unsent results: those whose results have
         at most `num_bytes` together, and at least one. One message has room for the results of
-        MAX_STEP_INPUTS requests (protocol/wire.py)."""
+        MAX_STEP_INPUTS requests (protocol/wire/codec.py)."""
         found: list[Request] = []
         for request in islice(self._by_client[client], MAX_STEP_INPUTS):
             num_bytes -= _num_bytes(request)

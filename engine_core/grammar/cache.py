@@ -24,8 +24,8 @@ import msgspec
 
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.request import Request
-from protocol.errors import Overloaded, ServingError
-from protocol.grammar import Grammar, num_chars
+from protocol.engine.grammar import Grammar, num_chars
+from protocol.wire.errors import Overloaded, ServingError
 
 MIN_TEMPLATE_BYTES = 256 << 10
 """Smallest size that a compiled grammar counts with. It leaves space for what llguidance adds while

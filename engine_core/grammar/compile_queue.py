@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_core.grammar.cache import RETRY_S, CompiledGrammar, CompileJob
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.wire.errors import InvalidRequest, Overloaded
 
 
 @dataclass(slots=True)

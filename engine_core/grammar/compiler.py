@@ -14,10 +14,10 @@ from engine_core.grammar.matcher import MatcherTemplate, explain
 from engine_core.grammar.probe import GrammarProbe
 from engine_core.grammar.source import invalid, write_grammar
 from engine_core.grammar.thinking_budget import spelling
-from protocol.errors import InvalidRequest
-from protocol.grammar import Body, Grammar
-from protocol.model_card import ModelCard
-from protocol.steps import TokenizerRead
+from protocol.engine.grammar import Body, Grammar
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.steps import TokenizerRead
 
 LIMITS = LLParserLimits(
     max_items_in_row=6_000,  # 1,000 optional properties need 4,000; such a mask takes about 30 ms
@@ -28,7 +28,8 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """Published schemas of tools need a tenth of each. With these limits and those of
-`protocol/grammar.py`, a compiled grammar keeps at most about 36 MB (`MAX_TEMPLATE_BYTES`)."""
+`protocol/engine/grammar.py`, a compiled grammar keeps at most about 36 MB
+(`MAX_TEMPLATE_BYTES`)."""
 
 
 class Compiler:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from llguidance import regex_to_lark
 
 from engine_core.grammar.markers import Markers, divider
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Either,
     Form,
     GrammarRule,

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from engine_core.grammar.matcher import Matcher
-from protocol.arrays import Int32
+from protocol.wire.arrays import Int32
 
 WORD_BYTES = 4
 

@@ -15,7 +15,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.thinking_budget import MarkerSpelling, ThinkingBudgetTracker
-from protocol.grammar import ThinkingBudget
+from protocol.engine.grammar import ThinkingBudget
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -28,10 +28,10 @@ from engine_core.grammar.heap import CHeap
 from engine_core.grammar.large_stack import large_stacks
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.grammar.meter import CompileMeter
-from protocol.errors import EngineError, InvalidRequest, RequestError, ServingError
-from protocol.grammar import num_chars
-from protocol.model_card import ModelCard
-from protocol.steps import TokenizerRead
+from protocol.engine.grammar import num_chars
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import EngineError, InvalidRequest, RequestError, ServingError
+from protocol.worker.steps import TokenizerRead
 
 if TYPE_CHECKING:
     from engine_core.grammar.compiler import Compiler

@@ -27,8 +27,7 @@ from engine_core.grammar.lark import (
 )
 from engine_core.grammar.markers import Markers
 from engine_core.grammar.shortest import MAX_DEMANDED_CHARS, demands_too_much
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,
     Gbnf,
@@ -42,7 +41,8 @@ from protocol.grammar import (
     Tag,
     Thinking,
 )
-from protocol.schema_literals import check_literals
+from protocol.engine.schema_literals import check_literals
+from protocol.wire.errors import InvalidRequest
 
 MAX_BLANKS = 8
 """Maximum number of whitespace characters between two items of JSON, line feeds included.

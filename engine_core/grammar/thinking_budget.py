@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine_core.grammar.markers import Markers, divider
-from protocol.grammar import ThinkingBudget
+from protocol.engine.grammar import ThinkingBudget
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

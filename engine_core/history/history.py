@@ -13,9 +13,9 @@ from engine_core.request import Request
 from engine_core.schedule.commit import request_usage
 from engine_core.schedule.inflight import InflightStep
 from engine_core.stage_timer import EngineClock
-from protocol.latency import NUM_BUCKETS, bucket
-from protocol.timeline import AbortReason, EngineTimeline, Lack
-from protocol.usage import Usage
+from protocol.engine.timeline import AbortReason, EngineTimeline, Lack
+from protocol.engine.usage import Usage
+from protocol.shared.latency import NUM_BUCKETS, bucket
 
 MAX_TIMELINES = 16
 """Most timelines in one answer. All choices of an HTTP request have the same names."""
@@ -31,7 +31,7 @@ class EngineHistory:
     def __init__(self, clock: EngineClock, slots: int) -> None:
         self.steps = StepLog()
         #: Counts of the times from arrival to first token, and of the gaps between two outputs of
-        #: an answer, by the buckets of protocol/latency.py.
+        #: an answer, by the buckets of protocol/shared/latency.py.
         self.first_tokens = [0] * NUM_BUCKETS
         self.gaps = [0] * NUM_BUCKETS
         self._clock = clock

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from engine_core.history.history import TimelineWork
 from engine_core.history.requests import MAX_ENDED, MAX_ENDED_S
-from protocol.errors import Overloaded
-from protocol.messages import GetTimeline, Refused, RequestTimelines
-from protocol.timeline import EngineTimeline
+from protocol.engine.messages import GetTimeline, Refused, RequestTimelines
+from protocol.engine.timeline import EngineTimeline
+from protocol.wire.errors import Overloaded
 
 MAX_WAITING = 64
 """Most GetTimeline messages that wait for their answer."""

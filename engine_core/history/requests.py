@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from engine_core.request import Request
-from protocol.request_ids import begins
-from protocol.timeline import AbortReason, Stage
-from protocol.usage import Usage
+from protocol.engine.timeline import AbortReason, Stage
+from protocol.engine.usage import Usage
+from protocol.shared.request_ids import begins
 
 MAX_ENDED = 1000
 """Most ended requests that are remembered."""

@@ -11,9 +11,9 @@ from itertools import chain
 
 from engine_core.encode.scheduler import EncodeStep
 from engine_core.schedule.inflight import InflightStep
-from protocol.arrays import Int32
-from protocol.stats import StepSummary
-from protocol.timeline import Lack
+from protocol.engine.stats import StepSummary
+from protocol.engine.timeline import Lack
+from protocol.wire.arrays import Int32
 
 MAX_RUNS = 8192
 """Most entries of the log."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from engine_core.history.requests import RequestHistory
 from engine_core.history.steps import StepRun
-from protocol.timeline import (
+from protocol.engine.timeline import (
     MAX_GROUPS,
     MAX_SHARES,
     EngineTimeline,
@@ -21,7 +21,7 @@ from protocol.timeline import (
     StageSpan,
     StepGroup,
 )
-from protocol.usage import Usage
+from protocol.engine.usage import Usage
 
 FindOwner = Callable[[int, int], RequestHistory | None]
 """Returns the request that had a slot in a step: (slot, number of the step) -> its history."""

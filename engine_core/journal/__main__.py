@@ -21,7 +21,7 @@ from engine_core.journal.file import SUFFIX, list_journals, read
 from engine_core.journal.replay import NoJournal, ReplayDiffers, ReplayReport, replay
 from engine_core.journal.weights import NotComparable, ReplayWorker
 from engine_core.workers.process import WorkerLost
-from protocol.errors import WireError
+from protocol.wire.errors import WireError
 
 SAME, DIFFERS, NO_JOURNAL = 0, 1, 2
 

@@ -40,7 +40,7 @@ from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import ModelDrafter, RequestDrafting
 from engine_core.speculation.ngram import NgramDrafter
-from protocol import wire
+from protocol.wire import codec
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
@@ -128,7 +128,7 @@ def _from_drafting(drafting: RequestDrafting) -> DraftingSnapshot:
 
 def _from_step(step: InflightStep, requests: dict[Request, int]) -> StepSnapshot:
     return StepSnapshot(
-        plan=[bytes(frame) for frame in wire.encode(step.plan)],
+        plan=[bytes(frame) for frame in codec.encode(step.plan)],
         rows=[
             (requests[request], count)
             for request, count in zip(step.requests, step.counts, strict=True)
@@ -200,7 +200,7 @@ def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> E
         unsent=[requests[request] for request in encoding.unsent],
         inflight=[
             EncodeStepSnapshot(
-                plan=[bytes(frame) for frame in wire.encode(step.plan)],
+                plan=[bytes(frame) for frame in codec.encode(step.plan)],
                 parts=[(requests[request], count) for request, count in step.parts],
             )
             for step in encoding.inflight

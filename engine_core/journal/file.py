@@ -1,9 +1,9 @@
 """Journal files: writes records to files, and reads them back.
 
-A record is stored as the frames of a message (protocol/wire.py), each preceded by its length. The
-size of a file is bounded; when it is nearly full, another file is started. At most KEPT_FILES files
-are kept in the directory; the oldest are deleted. Writes are unbuffered, so the file of a killed
-engine contains every record that was written.
+A record is stored as the frames of a message (protocol/wire/codec.py), each preceded by its length.
+The size of a file is bounded; when it is nearly full, another file is started. At most KEPT_FILES
+files are kept in the directory; the oldest are deleted. Writes are unbuffered, so the file of a
+killed engine contains every record that was written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine_core.journal.records import AnyRecord, FullRecord, JournalRecord
-from protocol import wire
-from protocol.errors import WireError
+from protocol.wire import codec
+from protocol.wire.errors import WireError
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +134,11 @@ def read(path: Path) -> Iterator[AnyRecord]:
     A partial record at the end, which a killed engine may have left, is ignored. Raises OSError,
     and WireError if the file is not a journal.
     """
-    decoder: wire.Decoder[AnyRecord] = wire.Decoder(AnyRecord)
+    decoder: codec.Decoder[AnyRecord] = codec.Decoder(AnyRecord)
     with path.open("rb") as file:
         while head := file.read(_UINT32.size):
             frames = []
-            if len(head) < _UINT32.size or (count := _UINT32.unpack(head)[0]) > wire.MAX_FRAMES:
+            if len(head) < _UINT32.size or (count := _UINT32.unpack(head)[0]) > codec.MAX_FRAMES:
                 if len(head) < _UINT32.size:
                     return
                 raise WireError(f"not a journal: a record of {count} frames")
@@ -153,7 +153,7 @@ def read(path: Path) -> Iterator[AnyRecord]:
 
 def _packed(record: JournalRecord) -> bytes:
     """Return the record as: number of frames, then length and bytes of each frame."""
-    frames = [bytes(frame) for frame in wire.encode(record)]
+    frames = [bytes(frame) for frame in codec.encode(record)]
     sized = [_UINT32.pack(len(frame)) + frame for frame in frames]
     return _UINT32.pack(len(frames)) + b"".join(sized)
 

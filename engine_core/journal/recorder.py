@@ -51,12 +51,10 @@ from engine_core.journal.records import (
     UnloadAdapterRecord,
     digest,
 )
-from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.errors import ServingError
-from protocol.grammar import Grammar
-from protocol.kv import KVReport
-from protocol.messages import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.grammar import Grammar
+from protocol.engine.messages import (
     Accepted,
     Encode,
     Generate,
@@ -67,9 +65,18 @@ from protocol.messages import (
     Refused,
     UnloadAdapter,
 )
-from protocol.model_card import ModelCard
-from protocol.steps import AdapterReport, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
-from protocol.timeline import AbortReason
+from protocol.engine.model_card import ModelCard
+from protocol.engine.timeline import AbortReason
+from protocol.wire.errors import ServingError
+from protocol.worker.kv import KVReport
+from protocol.worker.steps import (
+    AdapterReport,
+    EncodePlan,
+    EncodeResult,
+    Masks,
+    StepPlan,
+    StepResult,
+)
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from engine_core.journal.snapshot import EngineSnapshot
-from protocol import wire
-from protocol.adapters import AdapterInfo
 from protocol.config.engine import EngineConfig
-from protocol.errors import ErrorInfo
-from protocol.grammar import Grammar
-from protocol.kv import KVReport
-from protocol.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapter
-from protocol.model_card import ModelCard
-from protocol.steps import AdapterReport, EncodeResult, StepResult
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.grammar import Grammar
+from protocol.engine.messages import Encode, Generate, Limits, LoadAdapter, UnloadAdapter
+from protocol.engine.model_card import ModelCard
+from protocol.wire import codec
+from protocol.wire.errors import ErrorInfo
+from protocol.worker.kv import KVReport
+from protocol.worker.steps import AdapterReport, EncodeResult, StepResult
 
 FORMAT = 9
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
@@ -31,7 +31,7 @@ DIGEST_BYTES = 8
 class JournalRecord(
     msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower, omit_defaults=True, kw_only=True
 ):
-    """Base class of all records. They are encoded like messages (protocol/wire.py)."""
+    """Base class of all records. They are encoded like messages (protocol/wire/codec.py)."""
 
 
 class StartRecord(JournalRecord, frozen=True, kw_only=True, tag="began"):
@@ -243,7 +243,7 @@ def digest(reply: Any) -> bytes:
 def _parts(reply: Any) -> Iterable[bytes]:
     """Yield the bytes to hash for a reply."""
     if isinstance(reply, msgspec.Struct):
-        for frame in wire.encode(reply):
+        for frame in codec.encode(reply):
             yield bytes(frame)
     elif isinstance(reply, dict):
         for key, value in reply.items():

@@ -47,10 +47,10 @@ from engine_core.journal.records import (
     digest,
 )
 from engine_core.journal.restore import restore_snapshot
-from protocol.errors import ServingError, WireError, error_from
-from protocol.grammar import Grammar
-from protocol.stats import EngineStats
-from protocol.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.engine.grammar import Grammar
+from protocol.engine.stats import EngineStats
+from protocol.wire.errors import ServingError, WireError, error_from
+from protocol.worker.steps import EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 
 
 class ReplayDiffers(Exception):

@@ -46,13 +46,13 @@ from engine_core.schedule.scheduler import Scheduler
 from engine_core.speculation.drafting import RequestDrafting, Speculation
 from engine_core.speculation.ngram import NgramDrafter
 from engine_core.stage_timer import StageTimer
-from protocol import wire
-from protocol.steps import EncodePlan, StepPlan
+from protocol.wire import codec
+from protocol.worker.steps import EncodePlan, StepPlan
 
 FindTemplate = Callable[[bytes], MatcherTemplate]
 """A function that returns the compiled grammar for a digest."""
-_PLAN: wire.Decoder[StepPlan] = wire.Decoder(StepPlan)
-_ENCODE_PLAN: wire.Decoder[EncodePlan] = wire.Decoder(EncodePlan)
+_PLAN: codec.Decoder[StepPlan] = codec.Decoder(StepPlan)
+_ENCODE_PLAN: codec.Decoder[EncodePlan] = codec.Decoder(EncodePlan)
 
 
 def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplate) -> None:

@@ -25,10 +25,10 @@ from engine_core.request import RequestPhase
 from engine_core.speculation.drafting import AcceptanceTally
 from engine_core.speculation.overhead import StepTimes
 from engine_core.stage_timer import RequestStage
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Account
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotRelease
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Account
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import SlotRelease
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,10 +19,10 @@ from msgspec.structs import astuple, replace
 from engine_core.adapters.registry import AdapterCommand
 from engine_core.journal.records import StartRecord
 from engine_core.workers.link import WorkerLink
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Array
-from protocol.model_card import ModelCard
-from protocol.steps import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.model_card import ModelCard
+from protocol.wire.arrays import Array
+from protocol.worker.steps import (
     EncodePlan,
     EncodeResult,
     Logprobs,

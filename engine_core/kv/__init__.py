@@ -1,4 +1,4 @@
-"""K/V transfer: the engine's decisions (protocol/kv.py describes the messages).
+"""K/V transfer: the engine's decisions (protocol/worker/kv.py describes the messages).
 
 - handle: the sealed text that names a prompt's K/V
 - leases: blocks that are kept for other engines

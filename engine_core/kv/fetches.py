@@ -15,8 +15,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 from engine_core.request import Request
-from protocol.arrays import Int32
-from protocol.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerSource, Source
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerSource, Source
 
 
 @dataclass(frozen=True, slots=True)

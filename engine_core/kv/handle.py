@@ -17,8 +17,8 @@ import hmac
 
 import msgspec
 
-from protocol.errors import InvalidRequest
-from protocol.kv import KV_FIELD
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.kv import KV_FIELD
 
 VERSION = 1
 MAX_CHARS = 4096

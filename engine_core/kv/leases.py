@@ -26,8 +26,8 @@ from enum import Enum, auto
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request, RequestPhase
-from protocol.arrays import Int32
-from protocol.kv import KVExport, KVWithdraw
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVExport, KVWithdraw
 
 MAX_LEASED_SHARE = 0.5
 """Largest share of all blocks that leases may hold while requests wait for blocks."""

@@ -12,9 +12,9 @@ from engine_core.kv.fetches import Match
 from engine_core.kv.handle import Handle, Seal
 from engine_core.request import Request
 from protocol.config.engine import EngineConfig
-from protocol.errors import InvalidRequest
-from protocol.kv import KV_FIELD, KVEndpoint, PeerSource
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.kv import KV_FIELD, KVEndpoint, PeerSource
 
 MAX_READERS = 1024
 

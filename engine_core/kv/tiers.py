@@ -18,8 +18,8 @@ from engine_core.blocks.hash import ContentHashes
 from engine_core.kv.fetches import Match
 from engine_core.policy.throughput import Throughput
 from engine_core.request import Request
-from protocol.arrays import Int32
-from protocol.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 
 RETRY_DECAY = 0.9
 """The measured load time is multiplied by this factor each time it prevents a fetch.

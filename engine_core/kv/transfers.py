@@ -19,7 +19,8 @@ from engine_core.kv.peers import Peers
 from engine_core.kv.tiers import TierIndex
 from engine_core.request import Request
 from protocol.config.engine import EngineConfig
-from protocol.kv import (
+from protocol.engine.messages import Generate
+from protocol.worker.kv import (
     LEASE_BYTES,
     KVCancel,
     KVExport,
@@ -30,7 +31,6 @@ from protocol.kv import (
     KVWithdraw,
     TierSource,
 )
-from protocol.messages import Generate
 
 KVCommand = KVExport | KVWithdraw | KVFetch | KVCancel | KVStore | KVUsed
 

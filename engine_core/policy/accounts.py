@@ -1,7 +1,7 @@
 """Rate limits of accounts: requests and tokens per minute, and concurrent answers.
 
 Requests from all gateway processes are counted together. If a model has several engines, each
-enforces a part of the limits (protocol/account_limits.py).
+enforces a part of the limits (protocol/engine/account_limits.py).
 
 - Each limit per minute is a token bucket. It holds one minute's worth and fills evenly. A new
   account's buckets are full.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from protocol.account_limits import limit_part
-from protocol.errors import LimitReached
-from protocol.messages import Account
+from protocol.engine.account_limits import limit_part
+from protocol.engine.messages import Account
+from protocol.wire.errors import LimitReached
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0

@@ -34,15 +34,15 @@ from engine_core.request import Request, RequestEvent, RequestPhase
 from engine_core.speculation.drafting import Speculation
 from engine_core.stage_timer import EngineClock
 from protocol.config.engine import EngineConfig
-from protocol.errors import (
+from protocol.engine.grammar import Grammar, check_grammar
+from protocol.engine.messages import Accepted, Account, Encode, Generate, Limits, Refused
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import (
     Draining,
     InvalidRequest,
     Overloaded,
     ServingError,
 )
-from protocol.grammar import Grammar, check_grammar
-from protocol.messages import Accepted, Account, Encode, Generate, Limits, Refused
-from protocol.model_card import ModelCard
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 REPEAT_DIVISOR = 20

@@ -7,11 +7,11 @@ from array import array
 from engine_core.encode.scheduler import EncodeProgress
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock, StageTimer
-from protocol.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
-from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.messages import Encode, Limits
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams, check_token_array
+from protocol.engine.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
+from protocol.engine.messages import Encode, Limits
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams, check_token_array
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 
 def check_encode(

@@ -9,10 +9,10 @@ from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock, StageTimer
-from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.messages import Generate, Limits
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams, check_token_ids, check_vocabulary
+from protocol.engine.messages import Generate, Limits
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams, check_token_ids, check_vocabulary
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:

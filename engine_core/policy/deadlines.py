@@ -11,7 +11,7 @@ import heapq
 from math import inf
 
 from engine_core.request import Request, RequestPhase
-from protocol.errors import QueueTimeout, ServingError, TimedOut
+from protocol.wire.errors import QueueTimeout, ServingError, TimedOut
 
 STALE_SLACK = 1024
 """Stale entries are removed from a heap of more than four entries per request plus this number."""

@@ -26,7 +26,7 @@ from math import inf
 from engine_core.policy.accounts import AccountUsage
 from engine_core.request import Request, RequestPhase
 from engine_core.speculation.step_costs import StepCosts
-from protocol.messages import Limits
+from protocol.engine.messages import Limits
 
 MAX_ACCOUNTS = 4096
 """Above this number of accounts, those without open requests are removed."""

@@ -26,9 +26,9 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.columns import slot_column
 from engine_core.schedule.plan import Schedule
-from protocol.kv_window import max_live_blocks, num_passed_blocks
-from protocol.messages import Limits
-from protocol.steps import NULL_BLOCK
+from protocol.engine.kv_window import max_live_blocks, num_passed_blocks
+from protocol.engine.messages import Limits
+from protocol.worker.steps import NULL_BLOCK
 
 
 class BlockTables:

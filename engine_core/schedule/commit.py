@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.row_results import RowResult, request_failure
-from protocol.errors import ServingError
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import FinishReason, Output, RequestStatus, Usage
-from protocol.model_card import ModelCard
-from protocol.timeline import Lack
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import FinishReason, Output, RequestStatus, Usage
+from protocol.engine.model_card import ModelCard
+from protocol.engine.timeline import Lack
+from protocol.wire.errors import ServingError
 
 
 @dataclass(slots=True)

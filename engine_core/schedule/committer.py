@@ -15,9 +15,9 @@ from engine_core.schedule.commit import (
 from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.row_results import RowResult, StepRowResults
 from engine_core.status import engine_load
-from protocol.errors import StepFailed
-from protocol.messages import Output, Outputs
-from protocol.steps import EncodeResult, StepResult
+from protocol.engine.messages import Output, Outputs
+from protocol.wire.errors import StepFailed
+from protocol.worker.steps import EncodeResult, StepResult
 
 
 class StepCommitter:

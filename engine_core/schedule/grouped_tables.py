@@ -21,9 +21,9 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule
-from protocol.kv_window import KVGroups, max_live_blocks, num_passed_blocks
-from protocol.messages import Limits
-from protocol.steps import NULL_BLOCK
+from protocol.engine.kv_window import KVGroups, max_live_blocks, num_passed_blocks
+from protocol.engine.messages import Limits
+from protocol.worker.steps import NULL_BLOCK
 
 
 class GroupedBlockTables(BlockTables):

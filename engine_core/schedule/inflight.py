@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine_core.request import Request
 from engine_core.schedule.row_results import StepRowResults
-from protocol.steps import StepPlan, StepResult
+from protocol.worker.steps import StepPlan, StepResult
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from engine_core.grammar.matcher import Matcher
 from engine_core.request import Request, RequestPhase
 from engine_core.schedule.columns import samples_column, slot_column, start_column
 from engine_core.schedule.inflight import InflightStep
-from protocol.arrays import Int32, UInt8
-from protocol.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
+from protocol.wire.arrays import Int32, UInt8
+from protocol.worker.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):

@@ -6,7 +6,7 @@ from engine_core.grammar.masks import compute_masks
 from engine_core.parts import EngineParts
 from engine_core.policy.fair_share import charge_rows
 from engine_core.schedule.plan import RowColumns, build_plan, mask_matchers
-from protocol.steps import EncodePlan, Masks, StepPlan
+from protocol.worker.steps import EncodePlan, Masks, StepPlan
 
 
 class StepPlanner:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from engine_core.request import Request
-from protocol.errors import InvalidRequest, ServingError, StepFailed
-from protocol.logprobs import TokenLogprobs
-from protocol.steps import Logprobs, StepPlan, StepResult
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.wire.errors import InvalidRequest, ServingError, StepFailed
+from protocol.worker.steps import Logprobs, StepPlan, StepResult
 
 
 @dataclass(slots=True)

@@ -67,8 +67,8 @@ from engine_core.schedule.columns import running_column, uncomputed_column
 from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
-from protocol.messages import Limits
-from protocol.timeline import Lack
+from protocol.engine.messages import Limits
+from protocol.engine.timeline import Lack
 
 MAX_DRAFT_LAG = 32
 """The draft model computes answer tokens once it lacks this many of them.

@@ -1,7 +1,7 @@
 """Draft policy: decides which requests get drafts, and how many.
 
 Drafts never change an answer, only its speed: the sampled tokens are those of plain decoding
-(protocol/steps.py). The number of drafts is chosen so that the expected tokens per cost are
+(protocol/worker/steps.py). The number of drafts is chosen so that the expected tokens per cost are
 highest:
 
 - Tokens: n consecutive drafts give 1 + p + ... + p ** n expected tokens per row, because the i-th

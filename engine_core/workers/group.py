@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from engine_core.workers.process import WorkerLost, name_of
-from protocol.exit_codes import ExitCode
-from protocol.ranks import TokenDigest
-from protocol.steps import RankDigest, StepResult, WorkerReady
+from protocol.process.exit_codes import ExitCode
+from protocol.worker.ranks import TokenDigest
+from protocol.worker.steps import RankDigest, StepResult, WorkerReady
 
 EQUAL = ("block_tokens", "kv_window", "kv_groups")
 """Fields that must be equal in all reports."""

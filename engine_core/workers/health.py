@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.stats import WorkerStatus
+from protocol.engine.stats import WorkerStatus
 
 LATE_FACTOR, LATE_S = 10.0, 10.0
 """A step is late after LATE_FACTOR times its expected time, but never before LATE_S."""

@@ -21,13 +21,13 @@ import zmq
 
 from engine_core.workers.group import TokenAgreement, joint_ready
 from engine_core.workers.process import WorkerLost, WorkerProcess, name_of
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.errors import WireError
-from protocol.kv import KVReport
-from protocol.steps import (
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.errors import WireError
+from protocol.worker.kv import KVReport
+from protocol.worker.steps import (
     AdapterReport,
     EncodeResult,
     FromWorker,
@@ -85,7 +85,7 @@ class WorkerLink:
             sockets.also_bind(context, self.socket, config.worker_address, key)
         self._config = config
         self._size = config.tensor_parallel
-        self._decoder: wire.Decoder[FromWorker] = wire.Decoder(FromWorker)
+        self._decoder: codec.Decoder[FromWorker] = codec.Decoder(FromWorker)
         self.num_foreign_messages = 0
         #: Identity of a peer -> its rank, and the reverse.
         self._ranks: dict[bytes, int] = {}
@@ -127,14 +127,14 @@ class WorkerLink:
         """Send a message to all workers. It is dropped for those that have disconnected. The loop
         detects that by `death` and `check_connections`."""
         assert self._identities, "no worker has sent a message"
-        frames = wire.encode(message)
+        frames = codec.encode(message)
         for identity in self._identities.values():
             self._send_to(identity, frames)
 
     def check_connections(self) -> None:
         """Raise WorkerLost if a worker of another machine has disconnected. Call this method a few
         times a second."""
-        frames = wire.encode(Heartbeat())
+        frames = codec.encode(Heartbeat())
         for rank, identity in self._identities.items():
             if rank >= len(self._processes) and not self._send_to(identity, frames):
                 self._is_broken = True
@@ -199,11 +199,11 @@ class WorkerLink:
         if rank not in free:
             places = f"{ranks.start} to {ranks.stop - 1}" if ranks else "none"
             error = f"rank {wanted} is taken, or not among its ranks for other machines: {places}"
-            self._send_to(identity, wire.encode(JoinRefused(error=error)))
+            self._send_to(identity, codec.encode(JoinRefused(error=error)))
             return False
         self._add(identity, rank)
         settings = msgspec.json.encode(self._settings(rank))
-        self._send_to(identity, wire.encode(WorkerSettings(config=settings)))
+        self._send_to(identity, codec.encode(WorkerSettings(config=settings)))
         log.info("rank %d of %d has joined", rank, self._size)
         return True
 
@@ -305,7 +305,7 @@ class WorkerLink:
             return
         for rank, identity in self._identities.items():
             if rank in self._ready:
-                self._send_to(identity, wire.encode(Stop()))
+                self._send_to(identity, codec.encode(Stop()))
         for process in self._processes:
             if process.rank not in self._ready:
                 process.terminate()

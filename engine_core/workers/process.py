@@ -10,10 +10,10 @@ import sys
 import msgspec
 
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import Lifeline
-from protocol.process_state import explain_kill, is_stopped, num_oom_kills
-from protocol.start_gate import gate_descriptors
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import Lifeline
+from protocol.process.process_state import explain_kill, is_stopped, num_oom_kills
+from protocol.process.start_gate import gate_descriptors
 
 
 class WorkerLost(Exception):

@@ -12,7 +12,7 @@ from engine_core.workers.health import Health, step_limit_s
 from engine_core.workers.link import WorkerLink
 from engine_core.workers.process import WorkerLost
 from protocol.config.engine import EngineConfig
-from protocol.stats import WorkerStatus
+from protocol.engine.stats import WorkerStatus
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from gateway.http.route import Routes, json_response
 from gateway.http.text_fields import Name
 from gateway.model_host import ModelHost
 from gateway.service import Service
-from protocol.adapters import AdapterInfo, check_adapter_name, check_adapter_path
-from protocol.errors import InvalidRequest
+from protocol.engine.adapters import AdapterInfo, check_adapter_name, check_adapter_path
+from protocol.wire.errors import InvalidRequest
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,8 +31,8 @@ from gateway.model_host import ListedModel, ModelHost
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.served_model import version
 from gateway.service import Service
-from protocol.encoding import EncodeTask, EncodingCard
-from protocol.errors import EngineNotReady
+from protocol.engine.encoding import EncodeTask, EncodingCard
+from protocol.wire.errors import EngineNotReady
 
 # ---- response bodies
 

@@ -13,8 +13,8 @@ from gateway.engine.client import ZmqEngineClient
 from gateway.gateway_start import READY
 from gateway.model_host import ModelHost
 from gateway.service import Service
-from protocol.messages import Limits
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.engine.messages import Limits
+from protocol.engine.stats import EngineStats, WorkerStatus
 
 # ---- response bodies
 

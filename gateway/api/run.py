@@ -26,9 +26,9 @@ from gateway.model_host import ModelUse
 from gateway.observe.timings import measure
 from gateway.service import Service
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import RequestError, ServingError, StaleAdapter
-from protocol.grammar import check_grammar
-from protocol.messages import MAX_TIMEOUT_S
+from protocol.engine.grammar import check_grammar
+from protocol.engine.messages import MAX_TIMEOUT_S
+from protocol.wire.errors import RequestError, ServingError, StaleAdapter
 
 S = TypeVar("S", bound=Sink)
 SESSION_HEADER = "X-Session-ID"

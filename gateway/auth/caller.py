@@ -11,9 +11,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.api_keys import ALL_SCOPES, KeyEntry, Scope
-from protocol.errors import InvalidRequest
-from protocol.messages import Account
+from protocol.engine.messages import Account
+from protocol.shared.api_keys import ALL_SCOPES, KeyEntry, Scope
+from protocol.wire.errors import InvalidRequest
 
 _BEARER = "bearer "
 SEPARATOR = "/"

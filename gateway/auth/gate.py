@@ -30,10 +30,10 @@ from gateway.auth.request_head import (
     path_error,
     path_of,
 )
-from protocol.api_keys import Scope
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import RequestError
-from protocol.hosts import is_loopback
+from protocol.shared.api_keys import Scope
+from protocol.wire.errors import RequestError
+from protocol.wire.loopback import is_loopback
 
 RequiredScope = Scope | Literal["public"]
 """The scope that a route requires. "public": no key is required."""

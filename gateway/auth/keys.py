@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping
 
 from gateway.auth.caller import Caller
-from protocol import api_keys
-from protocol.api_keys import ALL_SCOPES, KeyEntry
 from protocol.config.gateway import GatewayConfig
+from protocol.shared import api_keys
+from protocol.shared.api_keys import ALL_SCOPES, KeyEntry
 
 log = logging.getLogger(__name__)
 

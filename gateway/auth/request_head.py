@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from urllib.parse import unquote, urlsplit
 
-from protocol.hosts import is_address, is_loopback
+from protocol.wire.loopback import is_address, is_loopback
 
 ANY_ORIGIN = "*"
 MAX_SHOWN_CHARS = 200

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Sequence
 
 from gateway.engine.client import ZmqEngineClient
-from protocol.adapters import AdapterInfo
-from protocol.errors import EngineNotReady, InvalidRequest, ServingError, UnknownModel
+from protocol.engine.adapters import AdapterInfo
+from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError, UnknownModel
 
 
 def load_in_all(engines: Sequence[ZmqEngineClient], name: str, path: str) -> AdapterInfo:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
-from protocol.errors import NoEngine, ServingError
-from protocol.messages import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import (
     Aborted,
     Accepted,
     Account,
@@ -25,11 +23,13 @@ from protocol.messages import (
     Refused,
     RequestTimelines,
 )
-from protocol.model_card import ModelCard, read_card
-from protocol.sampling import SamplingParams
-from protocol.session import EncodeOptions, GenerateOptions
-from protocol.stats import EngineStats
-from protocol.timeline import AbortReason
+from protocol.engine.model_card import ModelCard, read_card
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import EncodeOptions, GenerateOptions
+from protocol.engine.stats import EngineStats
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import NoEngine, ServingError
 
 if TYPE_CHECKING:
     from gateway.engine.client import ConnectedEngine

@@ -1,4 +1,4 @@
-"""The engine client over a ZeroMQ socket, for greenlets: `protocol.session` plus I/O.
+"""The engine client over a ZeroMQ socket, for greenlets: `protocol.engine.session` plus I/O.
 
 Each process has one DEALER socket for each engine. It is opened after the fork, on first use. The
 socket's file descriptor is edge-triggered: it becomes readable only once, although several messages
@@ -27,13 +27,9 @@ from gevent.event import AsyncResult
 from gateway.engine.base import Report, RoutedEncodeOptions, RoutedOptions, Subscriber
 from gateway.engine.coalesce import coalesce
 from gateway.engine.refusal_cache import RefusalCache
-from protocol import sockets, wire
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
-from protocol.cluster_key import ClusterKey
-from protocol.encoding import EncodeInputs
-from protocol.errors import Draining, EngineNotReady, ServingError, WireError, error_from
-from protocol.messages import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import (
     AbortByLabel,
     Aborted,
     Account,
@@ -58,11 +54,15 @@ from protocol.messages import (
     UnloadAdapter,
     Welcome,
 )
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.session import EncodeOptions, GenerateOptions, RequestReport, Session
-from protocol.stats import EngineLoad, EngineStats
-from protocol.timeline import AbortReason
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import EncodeOptions, GenerateOptions, RequestReport, Session
+from protocol.engine.stats import EngineLoad, EngineStats
+from protocol.engine.timeline import AbortReason
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.errors import Draining, EngineNotReady, ServingError, WireError, error_from
 
 log = logging.getLogger(__name__)
 Command = AbortByLabel | GetStatus | GetTimeline | LoadAdapter | UnloadAdapter
@@ -118,7 +118,7 @@ class ZmqEngineClient:
         self._on_wire_error = on_wire_error
         self._subscribers: dict[int, Subscriber] = {}
         self._on_freed: dict[int, Callable[[], None]] = {}  # callbacks of aborted requests
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        self._decoder: codec.Decoder[ToClient] = codec.Decoder(ToClient)
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: Any = None
         self._watchers: list[Any] = []
@@ -151,7 +151,7 @@ class ZmqEngineClient:
         self._watchers = []
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):  # the engine is not reachable
-                self._socket.send_multipart(wire.encode(self.session.goodbye()), _NOBLOCK)
+                self._socket.send_multipart(codec.encode(self.session.goodbye()), _NOBLOCK)
             sockets.close_monitored(self._socket, self._connection)
             self._context.destroy(linger=sockets.LINGER_MS)
             self._socket = None
@@ -338,7 +338,7 @@ class ZmqEngineClient:
         """Send `message`. Raises zmq.Again if the engine does not read its messages."""
         assert self._socket is not None
         try:
-            self._socket.send_multipart(wire.encode(message), _NOBLOCK)
+            self._socket.send_multipart(codec.encode(message), _NOBLOCK)
         finally:
             self._drain_soon()
 

@@ -16,7 +16,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from protocol.messages import Output, Outputs
+from protocol.engine.messages import Output, Outputs
 
 MAX_PIECES = 256
 """Most outputs processed without merging. Processing this many takes a few milliseconds."""

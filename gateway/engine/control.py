@@ -17,7 +17,7 @@ from gevent import socket
 from gevent.lock import Semaphore
 
 from gateway.engine.model_loads import ModelLoads
-from protocol.control import (
+from protocol.tools.control import (
     REPORT_EVERY_S,
     ControlError,
     ControlReader,
@@ -27,7 +27,7 @@ from protocol.control import (
     ToSupervisor,
     encode,
 )
-from protocol.errors import EngineNotReady, WireError
+from protocol.wire.errors import EngineNotReady, WireError
 
 log = logging.getLogger(__name__)
 

@@ -45,10 +45,16 @@ from gateway.engine.handoff import (
 from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.pool import EnginePool
 from gateway.engine.remote_prefill import RemotePrefill
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
-from protocol.errors import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import GenerateOptions
+from protocol.engine.stats import EngineStats
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import (
     EngineError,
     EngineLost,
     ErrorInfo,
@@ -58,13 +64,7 @@ from protocol.errors import (
     ServingError,
     TimedOut,
 )
-from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions
-from protocol.stats import EngineStats
-from protocol.timeline import AbortReason
+from protocol.worker.kv import KV_FIELD
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from protocol import sockets
-from protocol.cluster_key import ClusterKey
+from protocol.wire import sockets
+from protocol.wire.cluster_key import ClusterKey
 
 log = logging.getLogger(__name__)
 

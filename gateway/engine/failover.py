@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 from msgspec.structs import replace
 
-from protocol.messages import Usage
+from protocol.engine.messages import Usage
 
 
 class FailoverState(Enum):

@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from protocol.messages import Times, Usage
+from protocol.engine.messages import Times, Usage
 
 
 class HandoffState(Enum):

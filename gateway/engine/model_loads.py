@@ -1,16 +1,16 @@
 """The models of the supervisor as one gateway process sees them: their states, and their requests.
 
 A request opens a model before it uses the model, and closes it at its end. If the model is not
-loaded, the request is kept until the model is ready, or refused. `protocol.control` has the rules
-that guarantee that no model is unloaded under a request. The module is pure: `control.py` has the
-socket, and the greenlets that wait.
+loaded, the request is kept until the model is ready, or refused. `protocol.tools.control` has the
+rules that guarantee that no model is unloaded under a request. The module is pure: `control.py` has
+the socket, and the greenlets that wait.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlError,
     FromSupervisor,
     LoadState,
@@ -19,7 +19,7 @@ from protocol.control import (
     ReportUse,
     StartModel,
 )
-from protocol.errors import EngineNotReady, ServingError
+from protocol.wire.errors import EngineNotReady, ServingError
 
 REFUSED_RETRY_S = 10.0
 """Retry-After of a request whose model cannot be loaded. Another model must be unloaded first."""

@@ -6,7 +6,7 @@ import logging
 
 from msgspec.structs import replace
 
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 
 log = logging.getLogger(__name__)
 

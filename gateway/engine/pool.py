@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gateway.engine.client import ZmqEngineClient
-from protocol.errors import EngineNotReady, ServingError
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import EngineNotReady, ServingError
 
 
 class EnginePool:

@@ -8,8 +8,8 @@ are rendered and without a message to the engine. The module is pure: time is an
 
 from __future__ import annotations
 
-from protocol.errors import ErrorInfo, ServingError, error_from
-from protocol.messages import Account
+from protocol.engine.messages import Account
+from protocol.wire.errors import ErrorInfo, ServingError, error_from
 
 MAX_ENTRIES = 4096
 

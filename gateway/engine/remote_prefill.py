@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from gateway.engine.base import Report
 from gateway.engine.client import ZmqEngineClient
-from protocol.arrays import Int32
-from protocol.errors import EngineError
-from protocol.messages import Accepted, Output, Usage
-from protocol.sampling import SamplingParams
-from protocol.session import GenerateOptions
-from protocol.timeline import AbortReason
+from protocol.engine.messages import Accepted, Output, Usage
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import GenerateOptions
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import EngineError
 
 RENEWALS_PER_LEASE = 3
 """Renewals per duration of a lease. With 3, two renewals in a row may fail."""

@@ -8,7 +8,7 @@ from gateway.engine.base import RoutedOptions
 from gateway.engine.replica_set import ReplicaSet
 from gateway.engine.replicated_request import ReplicatedRequest
 from gateway.engine.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
-from protocol.arrays import Int32
+from protocol.wire.arrays import Int32
 
 
 class ReplicaSelector:

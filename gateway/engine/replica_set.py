@@ -20,11 +20,11 @@ from gateway.engine.engine_list import EngineList
 from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.refusal_cache import RefusalCache
 from gateway.engine.routing import PrefixRouter
-from protocol.account_limits import LIMITS, has_part
-from protocol.errors import EngineNotReady, ServingError
-from protocol.messages import Account, Limits
-from protocol.model_card import ModelCard
-from protocol.stats import EngineLoad
+from protocol.engine.account_limits import LIMITS, has_part
+from protocol.engine.messages import Account, Limits
+from protocol.engine.model_card import ModelCard
+from protocol.engine.stats import EngineLoad
+from protocol.wire.errors import EngineNotReady, ServingError
 
 log = logging.getLogger(__name__)
 

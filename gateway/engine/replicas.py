@@ -48,10 +48,15 @@ from gateway.engine.replica_selector import ReplicaSelector, cache_space
 from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
 from gateway.engine.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
 from gateway.engine.routing import Reason
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
-from protocol.errors import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.stats import EngineStats
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import (
     EngineError,
     EngineLost,
     EngineNotReady,
@@ -60,12 +65,7 @@ from protocol.errors import (
     StaleAdapter,
     error_from,
 )
-from protocol.kv import KV_FIELD
-from protocol.messages import Aborted, Accepted, Account, Limits, Output, Refused
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats
-from protocol.timeline import AbortReason
+from protocol.worker.kv import KV_FIELD
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,12 @@ from gateway.engine.base import (
 from gateway.engine.failover import Failover
 from gateway.engine.replica_set import ConnectedReplica
 from gateway.engine.routing import PrefixHash, ReplicaLoad
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
-from protocol.errors import (
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import Refused, Usage
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import (
     Draining,
     EngineLost,
     EngineNotReady,
@@ -28,9 +31,6 @@ from protocol.errors import (
     QueueTimeout,
     StaleAdapter,
 )
-from protocol.messages import Refused, Usage
-from protocol.sampling import SamplingParams
-from protocol.timeline import AbortReason
 
 BUSY_CODES = frozenset(
     kind.code

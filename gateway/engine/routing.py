@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
-from protocol.arrays import Int32
-from protocol.stats import EngineLoad
+from protocol.engine.stats import EngineLoad
+from protocol.wire.arrays import Int32
 
 LOAD_WEIGHT = 0.5
 """Cached tokens that count as much as one token of load. It is less than 1, because a prompt that

@@ -11,7 +11,7 @@ from gateway.formats.event_builder import EventBuilder
 from gateway.formats.grammar_builder import AnswerFrame, GrammarBuilder
 from gateway.formats.lexicon import MarkerPart
 from gateway.formats.parser import FormatParser, ParserContext, Syntax
-from protocol.grammar import Form
+from protocol.engine.grammar import Form
 
 
 class AnswerParser(FormatParser):

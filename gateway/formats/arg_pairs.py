@@ -60,7 +60,7 @@ from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from gateway.text.markers import match_end
-from protocol.grammar import Form
+from protocol.engine.grammar import Form
 
 MAX_NAME_CHARS = 256
 NAME = re.compile(r"[^\s<>{}\[\]()\"'`,;]{1,256}")

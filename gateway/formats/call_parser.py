@@ -10,7 +10,7 @@ from gateway.formats.event_builder import BLANKS, EventBuilder
 from gateway.formats.events import Event
 from gateway.formats.grammar_builder import GrammarBuilder
 from gateway.formats.parser import NOTHING, FormatParser, FormatParserState, ParserContext, Syntax
-from protocol.grammar import Form
+from protocol.engine.grammar import Form
 
 
 class CallParserState(FormatParserState):

@@ -39,9 +39,9 @@ from gateway.formats.registry import BoundFormat, parser_state
 from gateway.text.detokenizer import DetokenizerState
 from gateway.text.stop import StopMatcher, StopState, compile_stops
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ErrorInfo
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output
+from protocol.wire.errors import ErrorInfo
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol.errors import ErrorInfo
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import FinishReason
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import FinishReason
+from protocol.wire.errors import ErrorInfo
 
 INVALID_JSON = "INVALID_JSON"
 """The member that holds the text of a call's arguments, if they must be an object and the model did

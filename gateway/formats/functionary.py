@@ -47,7 +47,7 @@ from gateway.formats.grammar_builder import (
 from gateway.formats.json_call import JsonExtent
 from gateway.formats.parser import FormatParserState, Moves
 from gateway.formats.string_limits import StringEscapes, free_of
-from protocol.grammar import Form, Pattern, Repeat, Until
+from protocol.engine.grammar import Form, Pattern, Repeat, Until
 
 EVERYONE = "all"
 """The recipient of the answer proper."""

@@ -44,7 +44,7 @@ from gateway.formats.parser import Moves
 from gateway.formats.schema_cases import Schemas
 from gateway.formats.value_syntax import BARE_KEY, MarkedStrings, Notation, Values, arguments_form
 from gateway.text.markers import match_end
-from protocol.grammar import Form, LiteralForm, Pattern
+from protocol.engine.grammar import Form, LiteralForm, Pattern
 
 NO_CALL = "the marker of a tool call without a call after it"
 MAX_NAME_CHARS = 256

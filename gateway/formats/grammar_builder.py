@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.lexicon import Lexicon
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Either,
     Form,
     GrammarRule,
@@ -20,7 +20,7 @@ from protocol.grammar import (
     Rules,
     Until,
 )
-from protocol.grammar import Sequence as SequenceForm
+from protocol.engine.grammar import Sequence as SequenceForm
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of the arguments of a tool that declares no parameters."""

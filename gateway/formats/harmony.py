@@ -28,7 +28,7 @@ from gateway.formats.grammar_builder import (
 from gateway.formats.harmony_header import FUNCTIONS, ROLE
 from gateway.formats.harmony_parser import HarmonyParser
 from gateway.formats.xml_parameters import MUSE_CALLS, XmlParameters
-from protocol.grammar import Form, Repeat, Until
+from protocol.engine.grammar import Form, Repeat, Until
 
 
 class Harmony(AnswerSyntax, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ from gateway.formats.json_spelling import SPACE
 from gateway.formats.named_json import CALL_ID_FORM
 from gateway.formats.parser import Moves
 from gateway.text.markers import match_end
-from protocol.grammar import Form, Pattern
+from protocol.engine.grammar import Form, Pattern
 
 
 class JsonTagsState(CallParserState):

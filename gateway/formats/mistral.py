@@ -28,7 +28,7 @@ from gateway.formats.lexicon import MarkerPart
 from gateway.formats.named_json import ID_CHARS, NamedJson
 from gateway.formats.parser import FormatParserState, Moves, ParserContext
 from gateway.text.markers import match_end
-from protocol.grammar import Form
+from protocol.engine.grammar import Form
 
 
 class MistralState(FormatParserState):

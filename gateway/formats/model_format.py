@@ -26,9 +26,9 @@ from gateway.formats.registry import BoundFormat, Format, bind, format_of, forma
 from gateway.formats.round_trip import RoundTrip
 from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget
-from protocol.model_card import ModelCard
+from protocol.engine.grammar import Body, Grammar, Rules, Thinking, ThinkingBudget
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import InvalidRequest
 
 AUTO, NONE = "auto", "none"
 TOOLS_OPTION, REASONING_OPTION = "--tool-format", "--reasoning-format"

@@ -50,7 +50,7 @@ from gateway.formats.json_call import JsonExtent
 from gateway.formats.json_spelling import PLAIN, SPACE
 from gateway.formats.parser import Moves
 from gateway.text.markers import match_end
-from protocol.grammar import Form, LiteralForm, Pattern
+from protocol.engine.grammar import Form, LiteralForm, Pattern
 
 OPEN_ENDS = ("\n", "{", ">")
 """Ordinary text that may end a name. The brace is also the start of the arguments."""

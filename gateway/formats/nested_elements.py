@@ -63,7 +63,7 @@ from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.string_limits import char_ranges
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from gateway.text.markers import match_end
-from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
+from protocol.engine.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 MAX_TAG_CHARS = 512
 IN_TAG = re.compile(r"[^>\n]*+")

@@ -33,7 +33,7 @@ from gateway.formats.string_limits import (
     merged,
 )
 from gateway.formats.value_syntax import NUMBERS, Values
-from protocol.grammar import Form, Until
+from protocol.engine.grammar import Form, Until
 
 UNLIMITED = {"null": "null", "boolean": "true|false", **NUMBERS}
 """Type -> pattern of its values, if the schema sets no limits."""

@@ -50,7 +50,7 @@ from gateway.formats.value_syntax import (
     json_notation,
 )
 from gateway.text.markers import match_end
-from protocol.grammar import Form, Pattern
+from protocol.engine.grammar import Form, Pattern
 
 MAX_NAME_CHARS = 256
 NAME_CHARS = re.compile(r"[\w.\-]*+")

@@ -43,7 +43,7 @@ from gateway.formats.reasoning import NO_REASONING, REASONING, WHOLE, ReasoningF
 from gateway.formats.response_template import ResponseTemplate
 from gateway.formats.standard import StandardParser
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Form, LiteralForm, Pattern, Rules
+from protocol.engine.grammar import Form, LiteralForm, Pattern, Rules
 
 ToolSyntax = CallSyntax | AnswerSyntax
 

@@ -65,7 +65,7 @@ from gateway.formats.parser import FormatParserState, Moves, ParserContext
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.response_template_regions import RegionOpening, TemplateRegion
 from gateway.formats.xml_parameters import XmlParameters
-from protocol.grammar import Form, LiteralForm, Pattern
+from protocol.engine.grammar import Form, LiteralForm, Pattern
 
 NAMED, NAME_TOKEN = "<name>", -1
 """A marker that no model writes. It passes the name in the opening to the body's parser."""

@@ -24,8 +24,8 @@ from gateway.formats.registry import (
 )
 from gateway.prompt.written import ANSWER, CALLS, THOUGHT, WrittenTurn, WrittenTurns
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ServingError
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.wire.errors import ServingError
 
 
 def _never(name: str, turn: WrittenTurn) -> bool:

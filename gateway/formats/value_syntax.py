@@ -20,7 +20,7 @@ import msgspec
 from gateway.formats.grammar_builder import GrammarBuilder, either, optional, sequence
 from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
 from gateway.formats.string_limits import CONTROLS, StringEscapes, char_ranges, free_of, limited
-from protocol.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
+from protocol.engine.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
 """Blanks inside JSON. Without a limit, a model could write blanks forever."""

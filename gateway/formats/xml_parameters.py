@@ -30,7 +30,7 @@ from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
 from gateway.formats.xml_parameters_parser import XmlParametersParser
 from gateway.formats.xml_tag import written_name
-from protocol.grammar import Form, LiteralForm
+from protocol.engine.grammar import Form, LiteralForm
 
 
 class XmlParameters(CallSyntax, frozen=True, kw_only=True):

@@ -49,7 +49,7 @@ from gateway.formats.parser import FormatParserState, Moves
 from gateway.formats.plain_values import PlainValues, ValueEnd
 from gateway.formats.schema_cases import SchemaCase, Schemas, anything
 from gateway.formats.value_syntax import Values, arguments_form, json_notation
-from protocol.grammar import Form, LiteralForm, Pattern, Until
+from protocol.engine.grammar import Form, LiteralForm, Pattern, Until
 
 MAX_TAG_CHARS = 512
 ATTRIBUTE = re.compile(r'\s+(\w+)="([^"]*)"')

@@ -30,11 +30,11 @@ from gateway.formats.events import Failed, Finished
 from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
-from protocol.errors import EngineError, ErrorInfo, ServingError, error_from
-from protocol.messages import Accepted, Output, Refused
-from protocol.timeline import AbortReason
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import Accepted, Output, Refused
+from protocol.engine.timeline import AbortReason
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import EngineError, ErrorInfo, ServingError, error_from
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ without tokens. Then it sends the field of that response to the second server:
     response 1  {"do_remote_prefill": true, "handle": "..."}
     request 2   {"do_remote_prefill": true, "handle": "..."}  continue from that K/V
 
-The handle is sealed (protocol/kv.py) and contains everything that is needed to fetch the K/V.
-Clients must not choose hosts, ports or block ids. So any other field that is not null is refused.
+The handle is sealed (protocol/worker/kv.py) and contains everything that is needed to fetch the
+K/V. Clients must not choose hosts, ports or block ids. So any other field that is not null is
+refused.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import msgspec
 
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
-from protocol.errors import InvalidRequest
-from protocol.kv import KV_FIELD
-from protocol.messages import Limits
+from protocol.engine.messages import Limits
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.kv import KV_FIELD
 
 MAX_HANDLE_CHARS = 4096
 

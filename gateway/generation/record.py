@@ -17,7 +17,7 @@ import msgspec
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.generation.timeline import Timeline, TimelineMoment
-from protocol.messages import Times
+from protocol.engine.messages import Times
 
 End = Literal["finished", "aborted", "disconnected", "refused", "error"]
 """How a request ended, as a metric label and in the log."""

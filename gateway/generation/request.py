@@ -14,11 +14,11 @@ import msgspec
 
 from gateway.formats.events import Finished, OutputDelta, OutputWarning, ToolCall, ToolCallEnd
 from gateway.formats.reasoning_tokens import ReasoningCounter
-from protocol.encoding import EncodeInputs
-from protocol.grammar import Grammar
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output, Usage
-from protocol.sampling import SamplingParams
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.grammar import Grammar
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output, Usage
+from protocol.engine.sampling import SamplingParams
 
 NOT_CALLED = "tool_choice_not_followed"
 """Code of the warning that an answer does not follow the request's `tool_choice`."""

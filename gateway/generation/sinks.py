@@ -15,9 +15,9 @@ from typing import Protocol
 from gateway.engine.coalesce import merge_outputs
 from gateway.formats.events import OutputDelta, merged
 from gateway.generation.request import Choice
-from protocol.errors import ServingError
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output
+from protocol.wire.errors import ServingError
 
 MAX_PENDING = 1 << 14
 """Maximum number of tokens, including alternative tokens in logprobs, that are kept for one client:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from protocol.timeline import ClientTimes
+from protocol.engine.timeline import ClientTimes
 
 
 class TimelineMoment(Enum):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gateway.formats.events import Failed, Finished, OutputDelta
-from protocol.arrays import Float32
-from protocol.errors import ErrorInfo
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.wire.arrays import Float32
+from protocol.wire.errors import ErrorInfo
 
 _UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed without giving a reason")
 

@@ -30,8 +30,8 @@ from werkzeug.exceptions import (
 
 from gateway.http.body_memory import BodyMemory
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
-from protocol.errors import InvalidRequest
-from protocol.field_errors import in_words
+from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_errors import in_words
 
 MAX_LISTED_FIELDS = 16
 """Maximum number of unknown fields that a response lists."""

@@ -19,7 +19,7 @@ from itertools import chain
 
 from gevent.event import Event
 
-from protocol.errors import Overloaded
+from protocol.wire.errors import Overloaded
 
 NUM_SHARES = 2
 """An owner's share is the memory divided by this number."""

@@ -24,7 +24,7 @@ from gateway.auth.gate import (
     Unauthenticated,
 )
 from gateway.auth.request_head import MAX_SHOWN_CHARS, printable
-from protocol.errors import (
+from protocol.wire.errors import (
     ContextTooLong,
     Draining,
     EngineLost,

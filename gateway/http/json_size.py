@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 MAX_STRINGS = 1 << 16
 """Maximum number of strings (keys included), and also of containers. Decoding 65,536 of each takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 MAX_DEPTH = 64
 """Maximum nesting of objects and arrays in a field without a schema (tools, template arguments)."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.generation.record import AnswerRecord, RequestRecord
-from protocol.log_lines import FIELDS
+from protocol.process.log_lines import FIELDS
 
 log = logging.getLogger("gateway.access")
 _DIGITS = 6

@@ -14,7 +14,7 @@ import traceback
 from types import TracebackType
 from typing import TypeAlias
 
-from protocol.log_lines import LineFormatter, LogStyle
+from protocol.process.log_lines import LineFormatter, LogStyle
 
 _ExceptionInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]

@@ -30,8 +30,8 @@ from gateway.engine.client import ConnectedEngine
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.metric_specs import MODEL_LABEL, GatewaySeries, M, MetricSpec
 from gateway.observe.vllm_names import aliased
-from protocol.messages import Limits, Times
-from protocol.stats import EngineStats
+from protocol.engine.messages import Limits, Times
+from protocol.engine.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MULTIPROCESS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"

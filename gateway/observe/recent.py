@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gateway.generation.timeline import Timeline
-from protocol.timeline import ClientTimes
+from protocol.engine.timeline import ClientTimes
 
 MAX_REQUESTS = 1000
 """Most requests that are remembered, open ones included."""

@@ -16,7 +16,7 @@ from gateway.formats.events import OutputDelta
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.record import AnswerRecord, answer_record
 from gateway.generation.request import OutputParser
-from protocol.messages import Output
+from protocol.engine.messages import Output
 
 _DIGITS = 3
 

@@ -17,9 +17,9 @@ from gevent import get_hub
 
 from gateway.engine.base import Report
 from gateway.engine.client import ConnectedEngine
-from protocol.errors import ServingError
-from protocol.messages import EngineStatus, Output
-from protocol.watch import EngineFrame, EngineWatcher, WatchFrame
+from protocol.engine.messages import EngineStatus, Output
+from protocol.shared.watch import EngineFrame, EngineWatcher, WatchFrame
+from protocol.wire.errors import ServingError
 
 EVERY_S = 1.0
 """Seconds between two frames."""

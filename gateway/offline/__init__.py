@@ -1,1 +1,1 @@
-"""The text process of `protocol.offline.LLM`: a gateway without HTTP."""
+"""The text process of `protocol.sdk.offline.LLM`: a gateway without HTTP."""

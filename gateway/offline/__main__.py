@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Answers the requests of a script, each with the answer of the HTTP API.
 
-The requests arrive on a socket (`protocol.offline_messages`). The config is JSON in the environment
-variable TIDEGATE_GATEWAY. The process ends when the other side closes the socket, or when its
-parent ends.
+The requests arrive on a socket (`protocol.sdk.offline_messages`). The config is JSON in the
+environment variable TIDEGATE_GATEWAY. The process ends when the other side closes the socket, or
+when its parent ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from gateway.auth.caller import Caller
 from gateway.http.internal_call import InternalOrigin
 from gateway.observe import logging
 from gateway.service import Service
-from protocol.api_keys import ALL_SCOPES
 from protocol.config.gateway import GatewayConfig
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import ParentPipe
-from protocol.messages import Message
-from protocol.offline_messages import (
+from protocol.engine.messages import Message
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import ParentPipe
+from protocol.sdk.offline_messages import (
     FrameReader,
     OfflineAbort,
     OfflineAnswer,
@@ -34,6 +33,7 @@ from protocol.offline_messages import (
     ToText,
     to_frame,
 )
+from protocol.shared.api_keys import ALL_SCOPES
 
 READY_POLL_S = 0.02
 SCRIPT = InternalOrigin(Caller("", ALL_SCOPES, ""), is_background=False)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.formats.events import INVALID_JSON
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")

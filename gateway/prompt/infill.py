@@ -22,8 +22,8 @@ from typing import Literal
 
 from gateway.text.plain_text import PlainTextEncoder
 from gateway.text.tokenizer import Offload, Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.model_card import InfillTokens, ModelCard
+from protocol.engine.model_card import InfillTokens, ModelCard
+from protocol.wire.errors import InvalidRequest
 
 InfillOrder = Literal["prefix first", "suffix first"]
 

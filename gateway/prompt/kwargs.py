@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from gateway.prompt.thinking import EFFORT, MODE, OFF_WORDS, ON_WORDS, SWITCHES, ThinkingProfile
-from protocol.errors import InvalidRequest
-from protocol.sampling import MAX_TOKENS
+from protocol.engine.sampling import MAX_TOKENS
+from protocol.wire.errors import InvalidRequest
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The efforts of OpenAI's API and of clients, from least to most."""

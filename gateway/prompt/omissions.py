@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.prompt.content import ChatTurn, TurnCall
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from gateway.prompt.omissions import marked
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
 from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Offload, Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import InvalidRequest
 
 _END = "\ue000end of the final message\ue000"
 """A text that marks the end of the final message in the template's output. It contains private-use

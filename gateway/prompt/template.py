@@ -15,7 +15,7 @@ from gateway.prompt.probe import RAISED_BY_TEMPLATES, find_traits
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
 from gateway.prompt.traits import TemplateTraits
 from gateway.prompt.written import WrittenTurns, find_written
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 Message = Mapping[str, Any]
 

@@ -48,7 +48,7 @@ from gateway.sandbox.messages import (
     marked_last,
     to_frame,
 )
-from protocol.lifeline import die_with_parent
+from protocol.process.lifeline import die_with_parent
 
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MESSAGE_CHARS = 1_000

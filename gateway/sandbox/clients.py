@@ -27,7 +27,7 @@ from gateway.sandbox.messages import (
     TryTokenizer,
 )
 from gateway.sandbox.process import LimitExceeded, SandboxPool, SandboxProcess
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 FOREIGN_CPU_S = 1.0
 """CPU time limit of one call for a request's own template. Only one such call runs at a time."""

@@ -32,7 +32,7 @@ from gateway.sandbox.messages import (
     decode_reply,
     to_frame,
 )
-from protocol.errors import Overloaded
+from protocol.wire.errors import Overloaded
 
 MODULE = "gateway.sandbox"
 CPU_S = 2.0

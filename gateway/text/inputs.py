@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import tokenizers
 
 from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
-from protocol.encoding import MAX_REQUEST_TOKENS
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.engine.encoding import MAX_REQUEST_TOKENS
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 TRUNCATE_FIELD = "truncate_prompt_tokens"
 

@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.text.detokenizer import Detokenizer, DetokenizerState
 from gateway.text.tokenizer import Tokenizer
-from protocol.logprobs import TokenLogprobs
+from protocol.engine.logprobs import TokenLogprobs
 
 IMPOSSIBLE = -9999.0
 

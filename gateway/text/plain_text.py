@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from gateway.text.tokenizer import Offload, Tokenizer
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 SPACE = "\u2581"
 """SentencePiece's visible replacement for a space."""

@@ -27,8 +27,8 @@ from gateway.text.detokenizer import (
     WindowDetokenizer,
     WindowState,
 )
-from protocol.errors import ContextTooLong, InvalidRequest, ServingError
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import ContextTooLong, InvalidRequest, ServingError
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""

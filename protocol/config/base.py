@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.log_lines import LogStyle
+from protocol.process.log_lines import LogStyle
 
 PathKind = Literal["", "file", "directory", "new file", "new directory"]
 """What is at a path: a file or a directory to read, or one to write, which may not exist yet."""

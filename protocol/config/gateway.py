@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
-from protocol.hosts import is_loopback
-from protocol.model_card import sampling_defaults
+from protocol.engine.model_card import sampling_defaults
+from protocol.wire.loopback import is_loopback
 
 NO_STORE = "none"
 """The value of `response_store` and of `file_store` that turns storing off."""

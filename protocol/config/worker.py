@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from protocol.adapters import split_adapter
 from protocol.config.base import Config, DeviceDefault, KeyFile, LogFormat, SharedKey, about
-from protocol.model_card import SamplingDefaults
+from protocol.engine.adapters import split_adapter
+from protocol.engine.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]

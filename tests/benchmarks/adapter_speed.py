@@ -22,7 +22,7 @@ from time import perf_counter, thread_time
 
 import torch
 
-from protocol.steps import NO_ADAPTER, StepPlan
+from protocol.worker.steps import NO_ADAPTER, StepPlan
 from tests.support.adapters import random_adapter
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf

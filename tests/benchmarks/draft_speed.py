@@ -24,9 +24,9 @@ import msgspec
 import psutil
 from tokenizers import Tokenizer
 
-from protocol.client import Client
-from protocol.sampling import SamplingParams
-from protocol.stats import EngineStats
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.stats import EngineStats
+from protocol.sdk.client import Client
 from tests.support.drafted import replica_of
 from tests.support.engine_view import EngineView
 from tests.support.engines import Bench, guess_with_accuracy

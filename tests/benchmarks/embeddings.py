@@ -25,8 +25,8 @@ from openai import OpenAI
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs
+from protocol.engine.encoding import EncodeInputs
+from protocol.wire.arrays import Int32
 from tests.support.model import minilm
 from tests.support.server import Server
 from worker.encoders.header import EncoderHeader

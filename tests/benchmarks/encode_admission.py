@@ -17,10 +17,10 @@ import msgspec
 import pytest
 import zmq
 
-from protocol import wire
-from protocol.arrays import Int32
-from protocol.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, EncodeInputs
-from protocol.messages import Accepted, Encode, ToEngine
+from protocol.engine.encoding import MAX_INPUTS, MAX_REQUEST_TOKENS, EncodeInputs
+from protocol.engine.messages import Accepted, Encode, ToEngine
+from protocol.wire import codec
+from protocol.wire.arrays import Int32
 from tests.support.engines import Bench, a_card
 
 T = TypeVar("T")
@@ -73,10 +73,10 @@ def _run(message: Encode) -> dict[str, float]:
     ):
         here.bind("inproc://here")
         there.connect("inproc://here")
-        there.send_multipart(wire.encode(message))
+        there.send_multipart(codec.encode(message))
         here.poll()
         frames = timed("receive", here.recv_multipart)
-    received = timed("decode", lambda: wire.Decoder[ToEngine](ToEngine).decode(frames))
+    received = timed("decode", lambda: codec.Decoder[ToEngine](ToEngine).decode(frames))
     assert isinstance(received, Encode)
     reply = timed("add", lambda: bench.engine.add_encode(b"client", received))
     assert isinstance(reply, Accepted)

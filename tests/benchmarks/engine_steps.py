@@ -16,13 +16,13 @@ from collections import deque
 import msgspec
 
 from engine_core.engine import Engine
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.kv_events import KVEventBatch
-from protocol.messages import Generate, Limits
-from protocol.sampling import SamplingParams
-from protocol.steps import StepPlan, StepResult
+from protocol.engine.kv_events import KVEventBatch
+from protocol.engine.messages import Generate, Limits
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.engines import a_card
 
 PROMPT_TOKENS, BLOCK_TOKENS = 64, 16

@@ -17,8 +17,8 @@ import time
 
 import msgspec
 
-from protocol.messages import Generate, Output, Outputs, Usage
-from protocol.model_card import ModelCard
+from protocol.engine.messages import Generate, Output, Outputs, Usage
+from protocol.engine.model_card import ModelCard
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, scripted_logprob
 from tests.support.tokenizers import card_of, smollm2_tokenizer_json
 

@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from gateway.text.tokenizer import Tokenizer
-from protocol.sockets import make_private
+from protocol.wire.sockets import make_private
 from tests.benchmarks.flowing_engine import flowing_card
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post

@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from protocol import sockets, wire
-from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVExport, KVFetched, PeerSource
-from protocol.steps import FromWorker, StepResult, ToWorker, WorkerReady
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVExport, KVFetched, PeerSource
+from protocol.worker.steps import FromWorker, StepResult, ToWorker, WorkerReady
 from tests.support.kv_worker import Shape, Worker
 from tests.support.model import smollm2_gguf
 from tests.support.plans import slot_init, step_plan
@@ -109,11 +109,11 @@ class MoveStepper:
             plan = step_plan(2, rows=[(0, len(PROMPT), 1, True)])
 
     def _send(self, message: ToWorker) -> None:
-        self._socket.send_multipart([self._identity, *wire.encode(message)])
+        self._socket.send_multipart([self._identity, *codec.encode(message)])
 
     def _receive(self) -> FromWorker:
         self._identity, *frames = self._socket.recv_multipart()
-        message: Any = wire.Decoder(FromWorker).decode(frames)
+        message: Any = codec.Decoder(FromWorker).decode(frames)
         return message
 
 

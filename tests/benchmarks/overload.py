@@ -34,7 +34,7 @@ from statistics import median, quantiles
 
 import psutil
 
-from protocol.api_keys import KeyEntry, digest_of
+from protocol.shared.api_keys import KeyEntry, digest_of
 from tests.benchmarks.offered import (
     NAMES,
     REFUSED,

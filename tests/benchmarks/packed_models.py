@@ -33,7 +33,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
 from numpy.typing import NDArray
 
-from protocol.quantize import TYPES
+from protocol.tools.quantize import TYPES
 from tests.benchmarks.packed_steps import ROWS
 from tests.support.checkpoints import tiny_tokenizer
 from worker.device.machine import cpu_name

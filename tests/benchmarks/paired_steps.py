@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from protocol.bench import StepBench, StepTiming
 from protocol.config.worker import WorkerConfig
+from protocol.tools.bench import StepBench, StepTiming
 from tests.support.model import smollm2_gguf
 from tools.bench.report import aligned
 from tools.commands.bench_step import measure

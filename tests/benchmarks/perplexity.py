@@ -34,8 +34,8 @@ from gguf import LlamaFileType
 from tokenizers import Tokenizer
 
 from protocol.config.worker import Activations, KernelSet, KVDtype, WeightForm
-from protocol.quantize import TYPES
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
+from protocol.tools.quantize import TYPES
 from tests.support.model import smollm2_gguf
 from tests.support.replica import Replica, load
 from worker.checkpoint.gguf_file import GGUFFile

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.quantize import TYPES
+from protocol.tools.quantize import TYPES
 from tests.benchmarks.perplexity import PROSE, quantised, tokens_of
 from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory
 from tests.support.eager import EagerStepper, load, some_tokens

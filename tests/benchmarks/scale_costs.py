@@ -20,11 +20,9 @@ from pathlib import Path
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
 from gateway.engine.routing import PrefixHash, PrefixRouter, prefix_hashes
-from protocol import wire
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.messages import (
+from protocol.engine.messages import (
     Generate,
     Limits,
     Output,
@@ -34,9 +32,11 @@ from protocol.messages import (
     ToClient,
     ToEngine,
 )
-from protocol.sampling import SamplingParams
-from protocol.stats import EngineLoad
-from protocol.steps import StepResult
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.stats import EngineLoad
+from protocol.wire import codec
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepResult
 from tests.support.engines import Bench, a_card
 
 BLOCK_TOKENS = 16
@@ -110,7 +110,7 @@ def measure_table() -> None:
 
 
 def size_of(message: ToClient | ToEngine) -> int:
-    return sum([len(bytes(frame)) for frame in wire.encode(message)])
+    return sum([len(bytes(frame)) for frame in codec.encode(message)])
 
 
 def measure_frames() -> None:

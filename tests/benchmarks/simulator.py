@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from engine_core.journal.file import list_journals
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.simulation import LoadFigures, SimulationConfig
+from protocol.tools.simulation import LoadFigures, SimulationConfig
 from simulator.figures import LoadRecorder
 from simulator.machine import SimulatedReplicaType, replica_type
 from simulator.measured import StepMeasurements, read_journal

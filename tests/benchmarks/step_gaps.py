@@ -12,8 +12,8 @@ import argparse
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.client import Client
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
+from protocol.sdk.client import Client
 from tests.support.server import Server
 
 STREAMS = (1, 8)

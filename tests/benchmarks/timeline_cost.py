@@ -16,13 +16,13 @@ import time
 from engine_core.engine import Engine
 from engine_core.history.queue import TimelineQueue
 from engine_core.loop import TIMELINES_S
-from protocol import wire
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.messages import Generate, GetTimeline, Limits
-from protocol.sampling import SamplingParams
-from protocol.steps import StepPlan, StepResult
+from protocol.engine.messages import Generate, GetTimeline, Limits
+from protocol.engine.sampling import SamplingParams
+from protocol.wire import codec
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.engines import a_card
 
 SLOTS, BUDGET, ANSWER_TOKENS = 64, 320, 500
@@ -101,7 +101,7 @@ def measure(engine: Engine, names: list[str]) -> None:
         longest.append(max(turns))
     ((_, answer),) = answers
     started = time.perf_counter()
-    size = sum(memoryview(frame).nbytes for frame in wire.encode(answer))
+    size = sum(memoryview(frame).nbytes for frame in codec.encode(answer))
     encode_s = time.perf_counter() - started
     print(
         f"{len(answer.timelines):2} timelines with {sum(len(t.groups) for t in answer.timelines)} "

@@ -12,7 +12,7 @@ import pytest
 from gateway.prompt.fit import template_messages
 from gateway.prompt.render import PromptConversation
 from gateway.prompt.template import ChatTemplate
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.served import served
 from tests.support.tokenizers import FAMILIES, chat_template

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
-from protocol.encoding import Pooling
-from protocol.steps import EncodePlan
+from protocol.engine.encoding import Pooling
+from protocol.worker.steps import EncodePlan
 from tests.support.checkpoints import write_directory
 from tests.support.encoder_models import encode_inputs, pooled, some_inputs, write_modules
 from tests.support.family_models import random_model

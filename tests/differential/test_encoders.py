@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MPNetTokenizer, PreTrainedModel
 
 from gateway.text.inputs import InputTokenizer
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from tests.support.encoder_models import (
     SCORERS,
     VARIANTS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
 from tests.support.family_models import MODEL_TYPES, VARIANTS, random_model

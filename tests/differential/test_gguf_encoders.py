@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedModel
 
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from tests.support.encoder_models import (
     VOCAB,
     encode_inputs,

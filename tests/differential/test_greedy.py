@@ -19,7 +19,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.benchmarks.perplexity import EXACT, PROSE, perplexity, tokens_of
 from tests.support.eager import EagerStepper, assert_same, expected
 from tests.support.kernels import native_kernels

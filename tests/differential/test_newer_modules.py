@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from gateway.text.inputs import InputText, InputTokenizer, TokenizedInput, Truncation
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from tests.support.encoder_models import (
     VARIANTS,
     encode_inputs,

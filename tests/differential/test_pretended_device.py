@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.sampling import SamplingParams
-from protocol.steps import StepResult
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import StepResult
 from tests.support.device_stream import FLOAT, DeviceWorker, assert_same, record_stream
 from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan

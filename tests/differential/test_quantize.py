@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from protocol.quantize import TYPES
+from protocol.tools.quantize import TYPES
 from tests.support.checkpoints import LLAMA3_ROPE, TEMPLATE, random_llama, write_directory
 from tests.support.eager import EagerStepper, load, some_tokens
 from tests.support.family_models import LINEAR, VARIANTS, WINDOW, YARN, random_model

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from gateway.api.encode.prepare import framed_pair
 from gateway.text.inputs import InputTokenizer, Truncation
 from protocol.config.worker import WorkerConfig
-from protocol.errors import InvalidRequest
-from protocol.steps import EncodePlan
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.steps import EncodePlan
 from tests.support.checkpoints import write_directory
 from tests.support.encoder_models import encode_inputs, random_encoder, write_encoder
 from tests.support.family_models import random_model

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 from msgspec.structs import replace
 
-from protocol.grammar import Grammar, JsonSchema
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import Grammar, JsonSchema
+from protocol.engine.sampling import SamplingParams
 from tests.support.drafted import is_same, prompts, replica_of
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf

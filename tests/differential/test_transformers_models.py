@@ -14,7 +14,7 @@ import transformers
 from safetensors import safe_open
 
 from protocol.config.worker import WorkerConfig
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import (
     BLOCK_TOKENS,

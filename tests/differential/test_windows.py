@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.kv_window import max_held_blocks, num_column_blocks
-from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
+from protocol.engine.kv_window import max_held_blocks, num_column_blocks
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import expected, some_tokens
 from tests.support.family_models import random_model

@@ -16,8 +16,8 @@ import pytest
 import requests
 import torch
 
-from protocol.client import Client
-from protocol.errors import UnknownModel
+from protocol.sdk.client import Client
+from protocol.wire.errors import UnknownModel
 from tests.support.adapters import logprobs, peft_model, write_adapter
 from tests.support.commands import run_command
 from tests.support.eager import expected

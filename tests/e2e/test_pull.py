@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.fake_hub import TOKEN, FakeHub, FakeRepo, gguf_start
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, Program

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.ports import free_port
 from tests.support.processes import Program
 from tests.support.ray_nodes import ClusterServer, RayNodes, ray_nodes

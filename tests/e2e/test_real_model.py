@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from protocol.client import Client
+from protocol.sdk.client import Client
 from tests.support.engine_view import EngineView
 from tests.support.ports import free_port
 from tests.support.prompts import FRUITS, names_a_fruit
@@ -296,7 +296,7 @@ def test_leaving_a_generation_early_aborts_it(server: Server, view: EngineView) 
 
 
 def test_an_unserved_port_is_reported_plainly(tmp_path: Any) -> None:
-    from protocol.errors import EngineNotReady
+    from protocol.wire.errors import EngineNotReady
 
     with pytest.raises(EngineNotReady, match="no engine answered"):
         Client(f"ipc://{tmp_path}/{free_port()}.sock", wait_s=0.3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Client
+from protocol.sdk.client import Client
 from tests.support.commands import run_command
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf

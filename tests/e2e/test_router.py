@@ -10,7 +10,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.cluster_key import write_cluster_key
+from protocol.wire.cluster_key import write_cluster_key
 from tests.support.examples import examples
 from tests.support.fronts import VllmRouter, router_program
 from tests.support.ports import free_port

@@ -10,7 +10,7 @@ from signal import SIGINT, SIGKILL
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.processes import ROOT, Program, descendants_of, is_alive
 from tests.support.server import Server
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from protocol.stats import EngineStats
+from protocol.engine.stats import EngineStats
 from tests.support.engine_view import EngineView
 from tests.support.http import connect, send_post
 from tests.support.server import SERVED_NAME, Server

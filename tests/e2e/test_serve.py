@@ -13,8 +13,8 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
-from protocol.exit_codes import KILLED, ExitCode
-from protocol.sockets import run_directory
+from protocol.process.exit_codes import KILLED, ExitCode
+from protocol.wire.sockets import run_directory
 from tests.support.processes import ROOT, descendants_of, is_alive
 from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.server import Server

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.stats import EngineStats
+from protocol.engine.stats import EngineStats
 from tests.support.cluster import Cluster
 from tests.support.engine_view import EngineView
 from tests.support.http import connect, events_of, send_post

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.bench import StepBench, StepTiming
 from protocol.config.worker import WorkerConfig
+from protocol.tools.bench import StepBench, StepTiming
 from tests.gpu.checkpoints import weight_bytes, write_checkpoint
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, NotPossible, checked, figure

@@ -14,9 +14,9 @@ from time import perf_counter
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from protocol.bench import StepBench
 from protocol.config.worker import WorkerConfig
-from protocol.steps import StepPlan
+from protocol.tools.bench import StepBench
+from protocol.worker.steps import StepPlan
 from tests.gpu.machine import copy_bandwidth
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, figure

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from protocol.steps import StepResult
+from protocol.worker.steps import StepResult
 from tests.gpu.session import GpuSession
 from tests.gpu.table import GpuRow, failed, passed
 from tests.support.device_stream import FLOAT, DeviceWorker, assert_same, record_stream

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from gateway.app import operations
-from protocol.api_keys import KeyEntry, digest_of
+from protocol.shared.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post
 from tests.support.scripted_engine import ScriptedEngine, text_reply

@@ -14,7 +14,7 @@ import requests
 
 from gateway.api.anthropic.responses import AnsweredMessage, MessagesErrorAnswer, ModelPage
 from gateway.http.sse import KEEP_ALIVE
-from protocol.errors import ErrorInfo
+from protocol.wire.errors import ErrorInfo
 from tests.support.anthropic import anthropic_events, message_of, prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_head, send_post

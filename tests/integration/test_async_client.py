@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.async_client import AsyncClient
-from protocol.client import Client
-from protocol.errors import EngineNotReady, InvalidRequest, ServingError
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.sdk.async_client import AsyncClient
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError
 from tests.support.tiny_engine import tiny_engine
 from tests.support.waiting import HANG_S, eventually_async
 

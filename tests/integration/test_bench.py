@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.ports import free_port
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_reply

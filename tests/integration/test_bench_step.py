@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.bench import PARTS, StepBenchLine, StepTiming
+from protocol.tools.bench import PARTS, StepBenchLine, StepTiming
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import main
 from tools.commands.bench_step import table

@@ -11,7 +11,7 @@ from signal import SIGINT
 
 import pytest
 
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program
 from tests.support.pseudo_terminal import PseudoTerminal

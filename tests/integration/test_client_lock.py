@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from threading import Thread
 from typing import Any, overload
 
-from protocol.client import Client, Generation
+from protocol.sdk.client import Client, Generation
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import HANG_S, eventually
 

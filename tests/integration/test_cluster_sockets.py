@@ -11,8 +11,8 @@ from socket import socketpair
 import pytest
 import zmq
 
-from protocol import sockets
-from protocol.cluster_key import ClusterKey
+from protocol.wire import sockets
+from protocol.wire.cluster_key import ClusterKey
 from tests.support.ports import free_port
 
 KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
@@ -30,7 +30,7 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @contextmanager
 def stranger(address: str, **options: int | bytes) -> Iterator[Socket]:
-    """Yield a DEALER that is connected with plain pyzmq instead of `protocol.sockets`."""
+    """Yield a DEALER that is connected with plain pyzmq instead of `protocol.wire.sockets`."""
     context: zmq.Context[Socket] = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)

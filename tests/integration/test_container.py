@@ -15,7 +15,7 @@ from signal import SIGTERM
 import pytest
 import requests
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.dockerfile import (
     DOCKERFILE,
     ROOT,

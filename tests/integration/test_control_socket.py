@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlReader,
     FromSupervisor,
     GetModels,
@@ -37,7 +37,7 @@ SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
 GATEWAY = """
 import http.server, json, pathlib, signal, sys
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 attach_to_parent(signal.SIGTERM)
 def states():
     for path in sorted(pathlib.Path(DIRECTORY).glob("*.ready")):
@@ -54,7 +54,7 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 ENGINE = """
 import os, pathlib, signal, sys
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 attach_to_parent(signal.SIGTERM)
 state = pathlib.Path(DIRECTORY) / (ADDRESS + ".ready")
 def stop(*_):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, text_reply
 

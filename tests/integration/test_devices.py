@@ -19,18 +19,18 @@ import msgspec
 import pytest
 import zmq
 
-from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
-from protocol.devices import (
+from protocol.process.devices import (
     DeviceHolder,
     DeviceInUse,
     claim_device,
     holders_by_device,
     read_holders,
 )
-from protocol.exit_codes import ExitCode
-from protocol.process_state import is_ending
-from protocol.steps import FromWorker, WorkerFailed
+from protocol.process.exit_codes import ExitCode
+from protocol.process.process_state import is_ending
+from protocol.wire import codec, sockets
+from protocol.worker.steps import FromWorker, WorkerFailed
 from tests.support.processes import ROOT, Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually
@@ -41,7 +41,7 @@ GPU = "gpu-0a1b"
 CLAIM = """
 import os, sys, time
 from pathlib import Path
-from protocol.devices import DeviceHolder, DeviceInUse, claim_device
+from protocol.process.devices import DeviceHolder, DeviceInUse, claim_device
 base, gate, shares = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "shares"
 while not gate.exists():
     time.sleep(0.001)
@@ -190,7 +190,7 @@ def test_a_worker_whose_gpu_is_in_use_fails_before_it_loads_the_model(
         with worker:
             assert socket.poll(60_000), worker.err
             _, *frames = socket.recv_multipart()
-            failed: FromWorker = wire.Decoder[FromWorker](FromWorker).decode(frames)
+            failed: FromWorker = codec.Decoder[FromWorker](FromWorker).decode(frames)
             assert isinstance(failed, WorkerFailed)
             assert failed.exit_code == ExitCode.IN_USE
             assert f"device {GPU} is in use by pid {first.process.pid} (small" in failed.message

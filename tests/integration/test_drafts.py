@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from protocol.messages import Output
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Output
+from protocol.engine.sampling import SamplingParams
 from tests.support.drafted import replica_of
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama

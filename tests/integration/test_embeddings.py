@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.encoding import MAX_INPUTS, EncodingCard, PairPrompt
-from protocol.errors import ErrorInfo
+from protocol.engine.encoding import MAX_INPUTS, EncodingCard, PairPrompt
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (

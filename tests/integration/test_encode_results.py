@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.arrays import Int32
-from protocol.client import Client
-from protocol.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs
-from protocol.messages import Accepted, Encode, Outputs, Ping, Pong, ToClient
+from protocol.engine.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs
+from protocol.engine.messages import Accepted, Encode, Outputs, Ping, Pong, ToClient
+from protocol.sdk.client import Client
+from protocol.wire.arrays import Int32
 from tests.support.processes import ROOT, Program
 from tests.support.raw_client import RawClient
 from tests.support.waiting import eventually

@@ -10,9 +10,9 @@ import gevent
 
 from gateway.engine.base import Report
 from gateway.engine.client import ZmqEngineClient
-from protocol.messages import Output
-from protocol.sampling import SamplingParams
-from protocol.session import Session
+from protocol.engine.messages import Output
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import Session
 from tests.support.scripted_engine import ScriptedEngine, TokenReply
 from tests.support.waiting import eventually
 

@@ -18,18 +18,7 @@ from typing import Any
 import pytest
 
 from engine_core.connections.clients import MAX_UNREAD_BYTES
-from protocol.arrays import Int32
-from protocol.client import Client
-from protocol.errors import (
-    ContextTooLong,
-    Draining,
-    EngineLost,
-    EngineNotReady,
-    InvalidRequest,
-    ServingError,
-)
-from protocol.exit_codes import ExitCode
-from protocol.messages import (
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Generate,
@@ -44,10 +33,21 @@ from protocol.messages import (
     SessionLost,
     Welcome,
 )
-from protocol.sampling import SamplingParams
-from protocol.session import Session
-from protocol.sockets import ADAPTERS_SUFFIX
-from protocol.steps import StepResult, WorkerFailed
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import Session
+from protocol.process.exit_codes import ExitCode
+from protocol.sdk.client import Client
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import (
+    ContextTooLong,
+    Draining,
+    EngineLost,
+    EngineNotReady,
+    InvalidRequest,
+    ServingError,
+)
+from protocol.wire.sockets import ADAPTERS_SUFFIX
+from protocol.worker.steps import StepResult, WorkerFailed
 from tests.support.engine_view import is_free
 from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.raw_client import RawClient

@@ -18,7 +18,7 @@ from gateway.api.ollama.requests import OllamaChatBody, OllamaGenerateBody
 from gateway.api.openai.requests import BatchBody
 from gateway.api.render.requests import DerenderChat, DerenderCompletion
 from gateway.app import operations
-from protocol.errors import ErrorInfo
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine
 

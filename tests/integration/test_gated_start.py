@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from protocol.exit_codes import ExitCode
-from protocol.start_gate import VARIABLE, StartGate, wait_at_gate
+from protocol.process.exit_codes import ExitCode
+from protocol.process.start_gate import VARIABLE, StartGate, wait_at_gate
 from tests.support.processes import is_alive
 from tests.support.waiting import HANG_S, eventually
 from tools.failure import Failure
@@ -21,8 +21,8 @@ from tools.processes.gated_start import GatedStart
 
 PROGRAM = """
 import os, subprocess, sys
-from protocol.start_gate import gate_descriptors, wait_at_gate
-inner = "from protocol.start_gate import *; os.write(1, b'%d' % os.getpid()); wait_at_gate()"
+from protocol.process.start_gate import gate_descriptors, wait_at_gate
+inner = "from protocol.process.start_gate import *\nos.write(1, b'%d' % os.getpid())\nwait_at_gate()"
 child = subprocess.Popen([sys.executable, "-c", inner], pass_fds=gate_descriptors())
 wait_at_gate()
 child.wait()
@@ -31,7 +31,7 @@ os.write(1, b"continues")
 
 OWNER = f"""
 import os, subprocess, sys
-from protocol.start_gate import StartGate
+from protocol.process.start_gate import StartGate
 gate = StartGate()
 environment = {{**os.environ, **gate.environment}}
 command = [sys.executable, "-c", {PROGRAM!r}]

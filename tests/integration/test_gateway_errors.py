@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.errors import ErrorInfo, InvalidRequest
-from protocol.messages import Generate
-from protocol.sampling import check_vocabulary
+from protocol.engine.messages import Generate
+from protocol.engine.sampling import check_vocabulary
+from protocol.wire.errors import ErrorInfo, InvalidRequest
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, exchange, read_body, read_head, send_post
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply

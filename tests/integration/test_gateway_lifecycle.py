@@ -19,8 +19,8 @@ import pytest
 import requests
 from msgspec.structs import replace
 
-from protocol.exit_codes import ExitCode
-from protocol.stats import WorkerStatus
+from protocol.engine.stats import WorkerStatus
+from protocol.process.exit_codes import ExitCode
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import (
     connect,

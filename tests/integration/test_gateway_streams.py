@@ -14,8 +14,8 @@ import pytest
 
 from gateway.api.openai.responses import ChatChunk, ChatCompletion
 from gateway.http.sse import KEEP_ALIVE
-from protocol.errors import Overloaded
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange, fold_response, fold_stream
 from tests.support.scripted_engine import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ErrorInfo
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, read_body, read_head, send_post
 from tests.support.scripted_engine import EOS, ScriptedEngine, TokenReply, ids_of, text_reply

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from engine_core.grammar.cache import MAX_KEPT_BYTES
-from protocol.grammar import JsonSchema
+from protocol.engine.grammar import JsonSchema
 
 ROOT = Path(__file__).parents[2]
 SLACK_BYTES = 33 << 20
@@ -26,7 +26,7 @@ import json, select, sys
 import msgspec
 from engine_core.grammar.cache import CompileJob, GrammarCache
 from engine_core.grammar.service import GrammarService
-from protocol.grammar import Body, Grammar, Regex
+from protocol.engine.grammar import Body, Grammar, Regex
 from tests.support.grammars import signs_card
 from tests.support.waiting import eventually
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from protocol.client import Client
-from protocol.cluster_key import write_cluster_key
-from protocol.errors import EngineLost
-from protocol.exit_codes import ExitCode
-from protocol.sampling import SamplingParams
-from protocol.sockets import MEETING_FILE
+from protocol.engine.sampling import SamplingParams
+from protocol.process.exit_codes import ExitCode
+from protocol.sdk.client import Client
+from protocol.wire.cluster_key import write_cluster_key
+from protocol.wire.errors import EngineLost
+from protocol.wire.sockets import MEETING_FILE
 from tests.support.ports import free_port
 from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.replica import Replica, load

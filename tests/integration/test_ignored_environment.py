@@ -8,7 +8,7 @@ from signal import SIGTERM
 import psutil
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.ports import free_port
 from tests.support.processes import Program, descendants_of
 from tests.support.tiny_checkpoint import write_tiny_llama

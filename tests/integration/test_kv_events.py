@@ -13,10 +13,10 @@ import zmq
 
 from engine_core.blocks.hash import root_hash
 from engine_core.connections.event_publisher import EventPublisher
-from protocol import sockets
-from protocol.client import Client
-from protocol.exit_codes import ExitCode
-from protocol.kv_events import AllBlocksCleared, BlockRemoved
+from protocol.engine.kv_events import AllBlocksCleared, BlockRemoved
+from protocol.process.exit_codes import ExitCode
+from protocol.sdk.client import Client
+from protocol.wire import sockets
 from tests.support.ports import free_port
 from tests.support.processes import Program
 from tests.support.tiny_engine import tiny_engine

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Client
-from protocol.messages import Usage
+from protocol.engine.messages import Usage
+from protocol.sdk.client import Client
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import eventually

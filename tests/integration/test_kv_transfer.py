@@ -19,10 +19,10 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from protocol import sockets, wire
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVCancel, KVFailure, KVFetched, PeerSource
-from protocol.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
+from protocol.wire import codec, sockets
+from protocol.worker.kv import KVCancel, KVFailure, KVFetched, PeerSource
+from protocol.worker.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
 from tests.support.kv_proxy import Proxy
 from tests.support.kv_worker import Peer, Shape, Worker
 from tests.support.waiting import eventually
@@ -389,9 +389,9 @@ def test_invalid_messages_are_dropped_and_an_idle_reader_costs_one_window(contex
         opening = KVOpen(
             lease=LEASE, reader=b"greedy", layout=layout.digest, layout_text="", first=0, count=1199
         )
-        greedy.send_multipart(wire.encode(opening))
+        greedy.send_multipart(codec.encode(opening))
         for chunk in [10**9, -1, *range(300), *range(300)]:
-            greedy.send_multipart(wire.encode(KVRead(lease=LEASE, reader=b"greedy", chunk=chunk)))
+            greedy.send_multipart(codec.encode(KVRead(lease=LEASE, reader=b"greedy", chunk=chunk)))
         worker.fetch(1, peer.source(LEASE, first=1000), list(range(1, 100)))
         assert isinstance(worker.result_of(1), KVFetched), (
             "other readers do not wait for the greedy one"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, digest_of
+from protocol.shared.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama

@@ -9,8 +9,8 @@ from signal import SIGKILL, SIGTERM
 import msgspec
 import pytest
 
-from protocol.cluster_key import write_cluster_key
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.wire.cluster_key import write_cluster_key
 from tests.support.ports import free_port
 from tests.support.processes import Program, descendants_of
 from tests.support.tiny_checkpoint import write_tiny_llama

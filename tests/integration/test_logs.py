@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.commands import run_command
 from tests.support.ports import free_port
 from tests.support.processes import Program

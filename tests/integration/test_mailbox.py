@@ -18,9 +18,7 @@ import zmq
 from engine_core.connections.clients import MAX_UNREAD_BYTES, MAX_UNREAD_WITH_RESULTS, STALLED_S
 from engine_core.connections.mailbox import Mailbox
 from engine_core.encode.result_sender import send_results
-from protocol import wire
-from protocol.errors import ErrorInfo
-from protocol.messages import (
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     EngineStopped,
     Hello,
@@ -31,7 +29,9 @@ from protocol.messages import (
     ToClient,
     ToEngine,
 )
-from protocol.stats import EngineStats
+from protocol.engine.stats import EngineStats
+from protocol.wire import codec
+from protocol.wire.errors import ErrorInfo
 from tests.support.engines import ECHO_SIZE, Bench
 from tests.support.waiting import eventually
 
@@ -71,11 +71,11 @@ class MailboxScene:
 
     def next_message(self) -> ToClient:
         assert self.client.poll(WAIT_MS), "nothing was sent"
-        return wire.Decoder[ToClient](ToClient).decode(self.client.recv_multipart())
+        return codec.Decoder[ToClient](ToClient).decode(self.client.recv_multipart())
 
     def greet(self, socket: Socket | None = None) -> bytes:
         (socket or self.client).send_multipart(
-            wire.encode(Hello(protocol=PROTOCOL_VERSION, name="x"))
+            codec.encode(Hello(protocol=PROTOCOL_VERSION, name="x"))
         )
         ((client, message),) = self.receive(1)
         assert isinstance(message, Hello)
@@ -148,11 +148,11 @@ def test_an_unreachable_stranger_is_not_reported_lost(scene: MailboxScene) -> No
 SILENT_CLIENT = """
 import sys, time
 import zmq
-from protocol import wire
-from protocol.messages import PROTOCOL_VERSION, Hello
+from protocol.wire import codec
+from protocol.engine.messages import PROTOCOL_VERSION, Hello
 socket = zmq.Context().socket(zmq.DEALER)
 socket.connect(sys.argv[1])
-socket.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="other")))
+socket.send_multipart(codec.encode(Hello(protocol=PROTOCOL_VERSION, name="other")))
 while True:
     time.sleep(1)
 """
@@ -217,7 +217,7 @@ def test_a_client_that_never_reads_is_disconnected_and_may_connect_again(
     again: list[tuple[bytes, ToEngine]] = []
 
     def is_back() -> bool:
-        scene.client.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="x")))
+        scene.client.send_multipart(codec.encode(Hello(protocol=PROTOCOL_VERSION, name="x")))
         again.extend(scene.mail.receive(1.0))
         return bool(again)
 
@@ -244,7 +244,7 @@ def test_clients_that_never_read_are_bounded_together_and_cost_a_reader_nothing(
     bound, size, num_rounds = 16 << 20, 1 << 20, 4
     monkeypatch.setattr("engine_core.connections.clients.MAX_TOTAL_UNREAD_BYTES", bound)
     large = EngineStopped(error=ErrorInfo(code="x", message="x" * size))
-    message_bytes = sum(len(bytes(frame)) for frame in wire.encode(large))
+    message_bytes = sum(len(bytes(frame)) for frame in codec.encode(large))
     reader = scene.greet()
     num_clients = 2 * bound // size // num_rounds
     never_read = [scene.greet(scene.connect()) for _ in range(num_clients)]

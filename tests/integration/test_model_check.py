@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from protocol.config.gateway import GatewayConfig
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.processes import is_alive
 from tests.support.scripted_engine import scripted_card
 from tools.failure import Failure

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.commands import run_command
 from tests.support.gateway_process import CONFIG, GatewayProcess
 from tests.support.ports import free_port

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.errors import EngineError, EngineLost, InvalidRequest, ServingError, UnknownModel
-from protocol.offline import LLM
+from protocol.sdk.offline import LLM
+from protocol.wire.errors import EngineError, EngineLost, InvalidRequest, ServingError, UnknownModel
 from tests.support.processes import ROOT, Program, descendants_of, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
@@ -176,8 +176,8 @@ def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 SCRIPT = """
 import gc, os, sys, threading
-from protocol import offline
-from protocol.offline import LLM
+from protocol.sdk import offline
+from protocol.sdk.offline import LLM
 from tests.support.waiting import HANG_S
 
 def descriptors():

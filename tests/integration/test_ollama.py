@@ -11,8 +11,8 @@ import requests
 
 from gateway.api.ollama.models import details_of
 from gateway.api.ollama.responses import API_VERSION
-from protocol.messages import Generate
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Generate
+from protocol.engine.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import (
     BOS,

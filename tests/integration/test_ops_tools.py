@@ -15,8 +15,8 @@ import pytest
 import requests
 from msgspec.structs import replace
 
-from protocol.client import Client
-from protocol.messages import Pong
+from protocol.engine.messages import Pong
+from protocol.sdk.client import Client
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program

@@ -12,9 +12,9 @@ from typing import Any, Self
 import pytest
 import requests
 
-from protocol.errors import ErrorInfo
-from protocol.messages import Generate
-from protocol.stats import EngineStats
+from protocol.engine.messages import Generate
+from protocol.engine.stats import EngineStats
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from protocol.grammar import Body, Grammar, Regex
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import Body, Grammar, Regex
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output
+from protocol.engine.sampling import SamplingParams
 from tests.support.recording import tiny_model
 from tests.support.replica import Replica
 from worker.loading.decoder import LoadedModel

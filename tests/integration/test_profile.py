@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Client
-from protocol.errors import InvalidRequest
+from protocol.sdk.client import Client
+from protocol.wire.errors import InvalidRequest
 from tests.support.ports import free_port
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.steps import Logprobs, StepResult
+from protocol.worker.steps import Logprobs, StepResult
 from tests.support.ranks import in_ranks, load_share
 from tests.support.recording import (
     Recording,

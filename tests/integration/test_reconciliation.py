@@ -17,8 +17,8 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.errors import ErrorInfo
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import ErrorInfo
 from tests.support.anthropic import prompt_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, read_head, send_post

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from protocol.cluster_key import write_cluster_key
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.wire.cluster_key import write_cluster_key
 from tests.support.commands import run_command
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from protocol.exit_codes import ExitCode
-from protocol.model_card import CardFile, write_card
+from protocol.engine.model_card import CardFile, write_card
+from protocol.process.exit_codes import ExitCode
 from tests.support.gateway_process import GatewayProcess
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, Program

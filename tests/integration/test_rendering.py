@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.messages import Generate
-from protocol.model_card import CardFile, write_card
+from protocol.engine.messages import Generate
+from protocol.engine.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, fold_chat_response, fold_chat_stream
 from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card

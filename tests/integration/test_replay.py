@@ -20,9 +20,9 @@ import pytest
 from msgspec.structs import replace as changed
 from torch import Tensor
 
-from protocol.messages import Output
-from protocol.sampling import SamplingParams
-from protocol.steps import NO_ADAPTER, SlotInit, StepPlan, StepResult
+from protocol.engine.messages import Output
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import NO_ADAPTER, SlotInit, StepPlan, StepResult
 from tests.support.plans import slot_init
 from tests.support.recording import (
     BLOCK_TOKENS,

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from engine_core.journal.file import Writer, list_journals, read
 from engine_core.journal.records import StartRecord
-from protocol.client import Client
-from protocol.errors import ContextTooLong
-from protocol.grammar import Grammar, Regex
+from protocol.engine.grammar import Grammar, Regex
+from protocol.sdk.client import Client
+from protocol.wire.errors import ContextTooLong
 from tests.support.commands import CommandRun, run_command
 from tests.support.grammars import signs_tokenizer
 from tests.support.kernels import native_kernels

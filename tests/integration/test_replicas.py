@@ -15,10 +15,10 @@ import pytest
 import requests
 
 from gateway.engine.replicas import MAX_LOSSES
-from protocol.adapters import AdapterInfo
-from protocol.errors import ErrorInfo, Overloaded
-from protocol.messages import AbortByLabel, Generate
-from protocol.stats import EngineStats
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.messages import AbortByLabel, Generate
+from protocol.engine.stats import EngineStats
+from protocol.wire.errors import ErrorInfo, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (

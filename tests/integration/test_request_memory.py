@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.encoding import EncodingCard
-from protocol.errors import ErrorInfo
+from protocol.engine.encoding import EncodingCard
+from protocol.wire.errors import ErrorInfo
 from tests.support.batches import batch_line, jsonl
 from tests.support.counted_app import BODY_BYTES, OBJECTS
 from tests.support.gateway_process import CONFIG, GatewayProcess

@@ -12,7 +12,7 @@ import pytest
 import requests
 import torch
 
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
 from tests.support.scripted_engine import (

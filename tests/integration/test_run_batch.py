@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import ErrorInfo
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import ErrorInfo
 from tests.support.batches import batch_line, complaints, completion_lines, jsonl, results_in
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess

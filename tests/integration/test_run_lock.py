@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Client
-from protocol.exit_codes import ExitCode
-from protocol.sockets import (
+from protocol.process.exit_codes import ExitCode
+from protocol.sdk.client import Client
+from protocol.wire.sockets import (
     MEETING_FILE,
     checked_engine_address,
     engine_address,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.grammar import ChoiceGrammar, Grammar
-from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import ChoiceGrammar, Grammar
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.sampling import SamplingParams
 from tests.support.grammars import signs_tokenizer
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_tiny_llama

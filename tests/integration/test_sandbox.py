@@ -24,7 +24,7 @@ from gateway.sandbox.process import (
     SandboxPool,
     SandboxProcess,
 )
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.wire.errors import InvalidRequest, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
 from tests.support.processes import descendants_of, is_alive

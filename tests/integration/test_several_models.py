@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.model_card import CardFile, write_card
+from protocol.engine.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
 from tests.support.scripted_supervisor import ScriptedSupervisor

@@ -11,11 +11,11 @@ import pytest
 
 from engine_core.journal.file import Writer, list_journals
 from engine_core.journal.recorder import RecordedEngine
-from protocol.bench import StepBenchReady
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.messages import Generate
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Generate
+from protocol.engine.sampling import SamplingParams
+from protocol.tools.bench import StepBenchReady
 from simulator.measured import read_measurements
 from simulator.replica import simulated_card
 from simulator.requests import Segment, prompt_of

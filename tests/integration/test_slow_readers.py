@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.support.anthropic import anthropic_events, message_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, events_of, exchange, read_body, read_head, send_post

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from protocol.arrays import Int32
-from protocol.cluster_key import write_cluster_key
-from protocol.messages import Accepted, Generate, Output, Outputs, ReleaseKV
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Accepted, Generate, Output, Outputs, ReleaseKV
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.wire.cluster_key import write_cluster_key
 from tests.support.engine_view import EngineView
 from tests.support.processes import descendants_of, is_alive
 from tests.support.raw_client import RawClient

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from protocol.kv_peers import KVChunk
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.worker.kv_peers import KVChunk
 from tests.support.split_scene import (
     COMPUTED,
     FETCHED,

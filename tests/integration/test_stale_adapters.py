@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import requests
 
-from protocol.adapters import AdapterInfo
+from protocol.engine.adapters import AdapterInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, digest_of
-from protocol.errors import ErrorInfo
+from protocol.shared.api_keys import KeyEntry, digest_of
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.waiting import eventually

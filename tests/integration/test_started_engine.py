@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import Client
-from protocol.cluster_key import write_cluster_key
-from protocol.errors import EngineLost
+from protocol.sdk.client import Client
+from protocol.wire.cluster_key import write_cluster_key
+from protocol.wire.errors import EngineLost
 from tests.support.ports import free_port
 from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import START_TIMEOUT_S
@@ -47,7 +47,7 @@ def test_an_engine_whose_starter_is_killed_ends_at_once(tmp_path: Path) -> None:
 def test_an_engine_that_was_started_by_hand_may_outlive_its_shell() -> None:
     code = """if True:
         import ctypes, signal
-        from protocol.lifeline import attach_if_supervised
+        from protocol.process.lifeline import attach_if_supervised
         attach_if_supervised(signal.SIGTERM)
         at_parents_death = ctypes.c_int(-1)
         ctypes.CDLL(None).prctl(2, ctypes.byref(at_parents_death))  # PR_GET_PDEATHSIG

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import tokenizers
 
-from protocol.client import Client
-from protocol.errors import InvalidRequest
-from protocol.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
+from protocol.engine.sampling import SamplingParams
+from protocol.sdk.client import Client
+from protocol.wire.errors import InvalidRequest
 from tests.support.grammars import schema, signs_tokenizer, text_of
 from tests.support.processes import Program
 from tests.support.replica import Replica, load

@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.ports import free_port
 from tests.support.processes import Program, is_alive
 from tests.support.waiting import eventually
@@ -20,7 +20,7 @@ SUPERVISED = str(Path(__file__).parents[1] / "support" / "supervised.py")
 
 GATEWAY = """
 import http.server, json, signal, sys
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 attach_to_parent(signal.SIGTERM)
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
@@ -39,7 +39,7 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 ENGINE = """
 import signal, sys, subprocess
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 attach_to_parent(signal.SIGTERM)
 helper = subprocess.Popen(["sleep", "1000"])
 print("helper", helper.pid, flush=True)
@@ -130,7 +130,7 @@ signal.pause()
 """
 SAYS_WHY = """
 import signal, sys
-from protocol.lifeline import attach_to_parent
+from protocol.process.lifeline import attach_to_parent
 parent = attach_to_parent(signal.SIGTERM)
 parent.send_cause("no such device\\nand more")
 print("ValueError: printed last", flush=True)

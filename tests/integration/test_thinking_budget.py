@@ -9,8 +9,8 @@ import json
 import pytest
 import tokenizers
 
-from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Thinking, ThinkingBudget
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import ChoiceGrammar, Grammar, JsonSchema, Thinking, ThinkingBudget
+from protocol.engine.sampling import SamplingParams
 from tests.support.grammars import schema
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_babbling_llama

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, digest_of
-from protocol.errors import Overloaded
-from protocol.timeline import EngineTimeline
+from protocol.engine.timeline import EngineTimeline
+from protocol.shared.api_keys import KeyEntry, digest_of
+from protocol.wire.errors import Overloaded
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head, send_post

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from protocol.errors import ErrorInfo
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of, exchange
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_reply

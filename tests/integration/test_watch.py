@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, digest_of
-from protocol.watch import WatchFrame
+from protocol.shared.api_keys import KeyEntry, digest_of
+from protocol.shared.watch import WatchFrame
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, read_body, read_head
 from tests.support.paced_server import paced_server

@@ -13,15 +13,15 @@ import zmq
 
 from engine_core.workers.link import WorkerLink
 from engine_core.workers.process import WorkerLost
-from protocol import sockets, wire
-from protocol.arrays import Int32
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.kv_window import KVGroups
-from protocol.ranks import DIGEST_STEPS, TokenDigest
-from protocol.steps import (
+from protocol.engine.kv_window import KVGroups
+from protocol.process.exit_codes import ExitCode
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker.ranks import DIGEST_STEPS, TokenDigest
+from protocol.worker.steps import (
     FromWorker,
     Heartbeat,
     JoinRefused,
@@ -55,13 +55,13 @@ class Rank:
     socket: zmq.Socket[bytes]
 
     def send(self, message: FromWorker) -> None:
-        self.socket.send_multipart(wire.encode(message))
+        self.socket.send_multipart(codec.encode(message))
 
     def receive(self) -> ToWorker:
         """Return the next message, except heartbeats."""
         while True:
             assert self.socket.poll(int(HANG_S * 1000)), "nothing received"
-            message = wire.Decoder[Any](ToWorker).decode(self.socket.recv_multipart())
+            message = codec.Decoder[Any](ToWorker).decode(self.socket.recv_multipart())
             if not isinstance(message, Heartbeat):
                 return message
 

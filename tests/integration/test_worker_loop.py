@@ -17,9 +17,9 @@ import pytest
 import torch
 import zmq
 
-from protocol import sockets, wire
-from protocol.arrays import Int32
-from protocol.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWorker
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import FromWorker, Masks, StepPlan, StepResult, Stop, ToWorker
 from tests.support.kv_worker import idle_transfers
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
@@ -80,11 +80,11 @@ class LoopBench:
     failure: list[Exception]
 
     def send(self, message: ToWorker) -> None:
-        self.socket.send_multipart([self.identity, *wire.encode(message)])
+        self.socket.send_multipart([self.identity, *codec.encode(message)])
 
     def receive(self) -> StepResult:
         assert self.socket.poll(int(WAIT_S * 1000)), f"nothing received: {self.failure}"
-        message = wire.Decoder[FromWorker](FromWorker).decode(self.socket.recv_multipart()[1:])
+        message = codec.Decoder[FromWorker](FromWorker).decode(self.socket.recv_multipart()[1:])
         assert isinstance(message, StepResult)
         return message
 

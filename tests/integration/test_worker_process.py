@@ -18,14 +18,14 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from protocol import sockets, wire
-from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
-from protocol.ranks import DIGEST_STEPS, TokenDigest
-from protocol.sampling import SamplingParams
-from protocol.steps import (
+from protocol.engine.sampling import SamplingParams
+from protocol.process.exit_codes import ExitCode
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVExport, KVFetch, KVReport, KVWithdraw, PeerSource
+from protocol.worker.ranks import DIGEST_STEPS, TokenDigest
+from protocol.worker.steps import (
     FromWorker,
     Masks,
     StepPlan,
@@ -63,14 +63,14 @@ class FakeEngine:
     def receive_any(self, timeout_s: float) -> FromWorker:
         assert self.socket.poll(int(timeout_s * 1000)), f"nothing received: {self.process.poll()}"
         self.identity, *frames = self.socket.recv_multipart()
-        return wire.Decoder(FromWorker).decode(frames)
+        return codec.Decoder(FromWorker).decode(frames)
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart([self.identity, *frames])
 
     def step(self, plan: ToWorker) -> FromWorker:
         """Send a message and return the answer."""
-        self.send(*wire.encode(plan))
+        self.send(*codec.encode(plan))
         return self.receive()
 
     def exit_code(self) -> int:
@@ -130,18 +130,18 @@ def test_a_step_with_masked_rows_waits_for_its_masks_and_applies_them(start, tin
     engine.receive(START_S)
     free = engine.step(first_step()).tokens.tolist()[0]
     token = (free + 1) % 97
-    engine.send(*wire.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
+    engine.send(*codec.encode(step_plan(2, rows=[(0, len(PROMPT), 1, True)], masked=[0])))
     assert not engine.socket.poll(300), "the worker answered before it had the masks"
     words = [1 << token % 32 if word == token // 32 else 0 for word in range(4)]
     words = [word - (1 << 32) if word >> 31 else word for word in words]
-    engine.send(*wire.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
+    engine.send(*codec.encode(Masks(step=2, bits=Int32.of(words, (1, 4)))))
     assert engine.receive().tokens.tolist() == [token]
 
 
 def test_masks_without_a_plan_end_the_worker_with_a_message(start, tiny_llama):
     engine = start(tiny_llama, max_slots=5, block_tokens=16)
     engine.receive(START_S)
-    engine.send(*wire.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
+    engine.send(*codec.encode(Masks(step=7, bits=Int32.of([1], (1, 1)))))
     failed = engine.receive()
     assert isinstance(failed, WorkerFailed)
     assert "step 7" in failed.message
@@ -174,7 +174,7 @@ def test_a_worker_reports_its_limits_computes_plans_and_stops_with_code_0(start,
     init = slot_init(4, known, blocks=[5], params=GREEDY)
     plan = step_plan(3, bind=[init], rows=[(4, 0, len(known), True)], zero=[5], release=[(0, 1)])
     assert engine.step(plan).tokens == again.tokens
-    engine.send(*wire.encode(Stop()))
+    engine.send(*codec.encode(Stop()))
     assert engine.exit_code() == 0
 
 
@@ -195,7 +195,7 @@ def test_the_engine_gets_what_is_on_disk_before_it_can_plan(start, tiny_llama, t
     ready = first.receive(START_S)
     assert ready.kv_tiers == ["disk"]
     assert ready.kv_report is None
-    first.send(*wire.encode(Stop()))
+    first.send(*codec.encode(Stop()))
     assert first.exit_code() == 0
     (layout,) = disk.iterdir()
     (layout / block.hex()).write_bytes(b"a block")
@@ -250,7 +250,7 @@ def test_one_worker_computes_a_prompt_and_another_continues_from_it(start, tiny_
 
     expected = prefill.step(plan(0, [3, 9, 4], 0)).tokens
     lease = b"prompt"
-    prefill.send(*wire.encode(KVExport(lease=lease, blocks=Int32.of([3, 9]), readers=1)))
+    prefill.send(*codec.encode(KVExport(lease=lease, blocks=Int32.of([3, 9]), readers=1)))
     source = PeerSource(address=address, lease=lease)
     fetch = KVFetch(job=7, source=source, blocks=Int32.of([8, 2]), timeout_s=5)
     while (report := decode.step(fetch)).failed:  # the other worker has not received the lease yet
@@ -259,12 +259,12 @@ def test_one_worker_computes_a_prompt_and_another_continues_from_it(start, tiny_
     assert [(done.job, done.num_bytes > 0) for done in report.fetched] == [(fetch.job, True)]
     assert decode.step(plan(8, [8, 2, 5], 3)).tokens == expected
     assert prefill.receive() == KVReport(taken=[lease])
-    prefill.send(*wire.encode(KVWithdraw(lease=lease)))
+    prefill.send(*codec.encode(KVWithdraw(lease=lease)))
     prefill.step(step_plan(2))  # the worker has received the message before it answers this step
     late = decode.step(replace(fetch, job=99))
     assert [(failed.job, failed.kind) for failed in late.failed] == [(99, "expired")]
     for engine in (prefill, decode):
-        engine.send(*wire.encode(Stop()))
+        engine.send(*codec.encode(Stop()))
         assert engine.exit_code() == 0
 
 
@@ -308,17 +308,17 @@ def test_a_rank_that_fails_is_told_from_one_that_has_lost_it(start, tiny_llama, 
         ready = engine.receive(START_S)
         assert isinstance(ready, WorkerReady), ready
         assert ready.rank == rank
-        engine.send(*wire.encode(first_step()))
+        engine.send(*codec.encode(first_step()))
     digest, reports = TokenDigest(), [ranks[0].receive()]
     for step in range(2, DIGEST_STEPS + 1):
         plan = step_plan(step, rows=[(0, len(PROMPT) + step - 2, 1, True)], extend=blocks_at(step))
         for engine in ranks:
-            engine.send(*wire.encode(plan))
+            engine.send(*codec.encode(plan))
         reports.append(ranks[0].receive())
     assert ranks[1].receive() == [digest.add(result) for result in reports][-1]
     plan = step_plan(99, rows=[(0, len(PROMPT) + DIGEST_STEPS - 1, 1, True)])
-    ranks[0].send(*wire.encode(plan))
-    ranks[1].send(*wire.encode(first_step(step=99)))
+    ranks[0].send(*codec.encode(plan))
+    ranks[1].send(*codec.encode(first_step(step=99)))
     assert ranks[1].receive() == WorkerFailed(message="slot 0 is already bound", rank=1)
     lost = ranks[0].receive()
     assert isinstance(lost, WorkerFailed), lost

@@ -14,7 +14,7 @@ from gateway.formats.events import Content, Finished, Reasoning
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.registry import Format, format_of
 from gateway.formats.response_template_loader import load
-from protocol.grammar import JsonSchema
+from protocol.engine.grammar import JsonSchema
 from tests.support.response_templates import TEMPLATES
 from tests.support.tool_grammars import NESTED, Model, fault
 

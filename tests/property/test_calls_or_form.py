@@ -17,7 +17,7 @@ from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.events import Content, Event, Finished, ToolCall
 from gateway.formats.registry import TOOLS, Format
 from gateway.formats.response_template import ResponseTemplate
-from protocol.grammar import Grammar, Json, JsonObject, JsonSchema, Rules
+from protocol.engine.grammar import Grammar, Json, JsonObject, JsonSchema, Rules
 from tests.property.test_tool_grammars import (
     BOTH,
     EVERY,

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.recording import tiny_model
 from tests.support.replica import Replica
 from tests.support.tiny_checkpoint import VOCAB

@@ -13,7 +13,7 @@ from engine_core.schedule import columns, inflight, plan, planner, scheduler
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule
 from engine_core.schedule.row_results import RowResult, row_results
-from protocol.steps import StepPlan, StepResult
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.examples import examples
 from tests.support.storm import RequestStorm, SmallCacheStorm, WindowStorm
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from protocol.messages import Account
+from protocol.engine.messages import Account
 from tests.support.engines import Bench
 from tests.support.examples import examples
 from tests.support.storm import (

@@ -1,9 +1,9 @@
 """A fleet under random requests, stops and failures, with simulated gateways and engines.
 
-Gateways follow the rules of protocol/control.py, with delays. Whatever happens, no model is drained
-under a request, the plan and `max_loaded` are kept, and every request is served in the end. Time
-advances only to the next event or to the fleet's own deadline, so a deadline that the fleet forgets
-to name shows as a request that is never served.
+Gateways follow the rules of protocol/tools/control.py, with delays. Whatever happens, no model is
+drained under a request, the plan and `max_loaded` are kept, and every request is served in the end.
+Time advances only to the next event or to the fleet's own deadline, so a deadline that the fleet
+forgets to name shows as a request that is never served.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 
 import pytest
 
-from protocol.control import ModelStates, ReportUse
+from protocol.tools.control import ModelStates, ReportUse
 from tests.support.examples import examples
 from tools.processes.fleet import (
     LOADED,

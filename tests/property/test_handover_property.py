@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine_core.request import RequestPhase
-from protocol.messages import Refused
+from protocol.engine.messages import Refused
 from tests.support.examples import examples
 from tests.support.handover import EchoMover, KVNetwork
 from tests.support.storm import RequestStorm

@@ -25,8 +25,8 @@ from gateway.prompt.traits import TemplateTraits
 from gateway.served_model import ModelOptions, ServedModel
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
-from protocol.errors import InvalidRequest
-from protocol.messages import Limits
+from protocol.engine.messages import Limits
+from protocol.wire.errors import InvalidRequest
 from tests.support import published_templates as published
 from tests.support.api_prompts import BODIES, prompt_of, text_of
 from tests.support.examples import examples

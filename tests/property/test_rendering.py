@@ -20,7 +20,7 @@ from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, parser_state
 from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import ModelConfig
-from protocol.messages import Output, Usage
+from protocol.engine.messages import Output, Usage
 from tests.property.test_tool_grammars import SAMPLES
 from tests.support.examples import examples
 from tests.support.formats import Call, Fixture, Sample, lexicon, units

@@ -20,8 +20,8 @@ from gateway.formats.model_format import ModelOutputFormat
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Accepted, Output
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Accepted, Output
+from protocol.engine.sampling import SamplingParams
 from tests.support.responses import a_queued_response, items_of, typed_events
 from tests.support.scripted_engine import EOS, marked_ids, scripted_logprob, thinking_card
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.distributions import filtered_distribution
 from tests.support.sampled_rows import RowRequest, bind_rows
 from worker.sampling.exact_probs import relative, weigh

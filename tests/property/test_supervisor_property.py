@@ -12,7 +12,7 @@ from signal import SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.examples import examples
 from tools.processes.actions import Action, EndServer, ProcessExit, SendSignal, StartProcess
 from tools.processes.restart_policy import RestartPolicy

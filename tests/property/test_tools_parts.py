@@ -22,7 +22,7 @@ from gateway.formats.events import (
 from gateway.formats.registry import Format, bind, format_of
 from gateway.formats.response_template_loader import load
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Output
+from protocol.engine.messages import Output
 from tests.property import test_tools_nested, test_tools_response_template, test_tools_xml
 from tests.support.cuts import all_cuts
 from tests.support.formats import (

@@ -17,7 +17,7 @@ from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.events import Event, Finished, ToolCall, merged
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind
-from protocol.messages import Output
+from protocol.engine.messages import Output
 from tests.property import test_reasoning
 from tests.property.test_tools_cuts import ANSWERS
 from tests.support.cuts import all_cuts

@@ -7,7 +7,7 @@ from gateway.formats.choice_parser import ParserFactory
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.scripted_engine import scripted_card
 
 TOKENIZER = Tokenizer(scripted_card())

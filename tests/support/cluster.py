@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from protocol.cluster_key import read_cluster_key, write_cluster_key
+from protocol.wire.cluster_key import read_cluster_key, write_cluster_key
 from tests.support.engine_view import EngineView
 from tests.support.model import smollm2_gguf
 from tests.support.ports import free_port

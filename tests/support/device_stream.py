@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from protocol.steps import Logprobs, StepResult
+from protocol.worker.steps import Logprobs, StepResult
 from tests.support.recording import (
     BLOCK_TOKENS,
     KINDS,

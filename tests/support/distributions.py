@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 
 
 def filtered_distribution(logits: list[float], params: SamplingParams) -> dict[int, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
 from worker.loading.decoder import LoadedModel

@@ -6,9 +6,9 @@ from collections import deque
 
 from engine_core.adapters.registry import AdapterCommand, AdapterReply
 from engine_core.engine import Engine
-from protocol.adapters import AdapterInfo
-from protocol.errors import InvalidRequest
-from protocol.steps import NO_ADAPTER, AdapterLoad, AdapterReport, StepPlan
+from protocol.engine.adapters import AdapterInfo
+from protocol.wire.errors import InvalidRequest
+from protocol.worker.steps import NO_ADAPTER, AdapterLoad, AdapterReport, StepPlan
 
 ROOT = "/adapters"
 

@@ -13,8 +13,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.encoding import EncodeInputs, Pooling
+from protocol.engine.encoding import EncodeInputs, Pooling
+from protocol.wire.arrays import Int32
 
 VOCAB = 61
 WORDS = 40

@@ -7,10 +7,18 @@ from typing import Self
 
 import zmq
 
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
-from protocol.messages import PROTOCOL_VERSION, Hello, Ping, Pong, SessionLost, ToClient, ToEngine
-from protocol.stats import EngineStats
+from protocol.engine.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Ping,
+    Pong,
+    SessionLost,
+    ToClient,
+    ToEngine,
+)
+from protocol.engine.stats import EngineStats
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
 from tests.support.waiting import HANG_S, eventually
 
 RETRY_MS = 1000
@@ -33,7 +41,7 @@ class EngineView:
         self._socket = sockets.connect_dealer(self._context, address, key)
         self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
         self._socket.setsockopt(zmq.SNDTIMEO, 10_000)
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        self._decoder: codec.Decoder[ToClient] = codec.Decoder(ToClient)
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics. Raises TimeoutError.
@@ -69,7 +77,7 @@ class EngineView:
         self._context.destroy(linger=0)
 
     def _send(self, message: ToEngine) -> None:
-        self._socket.send_multipart(wire.encode(message))
+        self._socket.send_multipart(codec.encode(message))
 
     def _receive(self) -> ToClient:
         return self._decoder.decode(self._socket.recv_multipart())

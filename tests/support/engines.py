@@ -20,15 +20,12 @@ from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.matcher import MatcherTemplate
-from protocol.arrays import Float32, Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.encoding import EncodeInputs, EncodingCard
-from protocol.errors import ServingError
-from protocol.grammar import Body, Grammar
-from protocol.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
-from protocol.kv_window import KVGroups, max_request_tokens
-from protocol.messages import (
+from protocol.engine.encoding import EncodeInputs, EncodingCard
+from protocol.engine.grammar import Body, Grammar
+from protocol.engine.kv_window import KVGroups, max_request_tokens
+from protocol.engine.messages import (
     Accepted,
     Account,
     Encode,
@@ -40,9 +37,12 @@ from protocol.messages import (
     UnloadAdapter,
     Usage,
 )
-from protocol.model_card import ModelCard
-from protocol.sampling import SamplingParams
-from protocol.steps import NULL_BLOCK, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Float32, Int32
+from protocol.wire.errors import ServingError
+from protocol.worker.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
+from protocol.worker.steps import NULL_BLOCK, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
 from tests.support.echo_adapters import ROOT, EchoAdapters, adapter_info
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover

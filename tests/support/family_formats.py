@@ -14,7 +14,7 @@ from pathlib import Path
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from tests.support.scripted_engine import byte_tokenizer, scripted_card
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.matcher import Matcher
-from protocol.grammar import Body, Grammar
-from protocol.model_card import ModelCard
+from protocol.engine.grammar import Body, Grammar
+from protocol.engine.model_card import ModelCard
 
 EOS = 0
 SIGNS = "\n" + "".join(map(chr, range(0x20, 0x7F)))

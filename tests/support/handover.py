@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
-from protocol.kv import (
+from protocol.worker.kv import (
     KVCancel,
     KVEndpoint,
     KVExport,

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import zmq
 
-from protocol import sockets, wire
-from protocol.kv_peers import FromExporter, FromReader
+from protocol.wire import codec, sockets
+from protocol.worker.kv_peers import FromExporter, FromReader
 
 
 class Proxy:
@@ -56,12 +56,12 @@ class Proxy:
                 reader, *frames = self._router.recv_multipart()
                 if reader not in readers:
                     readers[reader] = sockets.connect_dealer(self._context, self._target)
-                message: Any = wire.Decoder(FromReader).decode(frames)
+                message: Any = codec.Decoder(FromReader).decode(frames)
                 self._wait_for(message)
                 readers[reader].send_multipart(frames)
             for reader, socket in readers.items():
                 if socket.poll(0):
-                    message = wire.Decoder(FromExporter).decode(
+                    message = codec.Decoder(FromExporter).decode(
                         [bytearray(frame) for frame in socket.recv_multipart()]
                     )
                     self._wait_for(message)
@@ -76,7 +76,7 @@ class Proxy:
 
     def _forward(self, reader: bytes, message: Any) -> None:
         try:
-            self._router.send_multipart([reader, *wire.encode(self.replaces(message))])
+            self._router.send_multipart([reader, *codec.encode(self.replaces(message))])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # the reader has left
                 raise

@@ -17,9 +17,17 @@ import msgspec
 import torch
 import zmq
 
-from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw, PeerSource
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import (
+    KVExport,
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    KVReport,
+    KVWithdraw,
+    PeerSource,
+)
 from tests.support.processes import Program
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout

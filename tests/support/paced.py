@@ -16,8 +16,8 @@ from typing import Any
 
 from engine_core.speculation.step_costs import StepCosts
 from gateway.engine.refusal_cache import RefusalCache
-from protocol.errors import error_from
-from protocol.messages import Account, Output, Refused
+from protocol.engine.messages import Account, Output, Refused
+from protocol.wire.errors import error_from
 from tests.support.engines import CLIENT, Bench
 
 STEP_S, TOKEN_S = 0.004, 0.0005

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from protocol.arrays import Int32, UInt8
-from protocol.sampling import SamplingParams
-from protocol.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32, UInt8
+from protocol.worker.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 

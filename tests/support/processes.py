@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from protocol.process_state import ZOMBIE, read_all_stats, read_command_line, read_stat
+from protocol.process.process_state import ZOMBIE, read_all_stats, read_command_line, read_stat
 from tests.support.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from gateway.prompt.template import ParsedTemplate
 from gateway.served_model import ModelOptions, ModelText
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.templates import UnlimitedTemplates
 from tests.support.tokenizers import REAL_TOKENIZERS

@@ -6,9 +6,9 @@ from typing import Self
 
 import zmq
 
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
-from protocol.messages import PROTOCOL_VERSION, Hello, Message, Probe, ToClient, Welcome
+from protocol.engine.messages import PROTOCOL_VERSION, Hello, Message, Probe, ToClient, Welcome
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
 
 
 class RawClient:
@@ -19,7 +19,7 @@ class RawClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = sockets.connect_dealer(self._context, address, key)
         self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
-        self._decoder: wire.Decoder[ToClient] = wire.Decoder(ToClient)
+        self._decoder: codec.Decoder[ToClient] = codec.Decoder(ToClient)
 
     def __enter__(self) -> Self:
         return self
@@ -28,7 +28,7 @@ class RawClient:
         self.close()
 
     def send(self, message: Message) -> None:
-        self.socket.send_multipart(wire.encode(message))
+        self.socket.send_multipart(codec.encode(message))
 
     def receive(self) -> ToClient:
         """Return the next message that is not a probe. Engines send probes to silent clients."""

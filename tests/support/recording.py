@@ -17,11 +17,11 @@ from pathlib import Path
 
 from msgspec.structs import replace as changed
 
-from protocol.arrays import Int32
-from protocol.grammar import Body, ChoiceGrammar, Grammar, Regex
-from protocol.messages import Output
-from protocol.sampling import SamplingParams
-from protocol.steps import StepResult
+from protocol.engine.grammar import Body, ChoiceGrammar, Grammar, Regex
+from protocol.engine.messages import Output
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepResult
 from tests.support.adapters import random_adapter
 from tests.support.grammars import EOS, signs_tokenizer
 from tests.support.handover import KVNetwork

@@ -36,7 +36,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
 from protocol.config.gateway import GatewayConfig
-from protocol.messages import Accepted, Output
+from protocol.engine.messages import Accepted, Output
 from tests.support.http import events_of
 
 CONFIG = GatewayConfig()

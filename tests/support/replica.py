@@ -20,16 +20,16 @@ from engine_core.engine import Engine
 from engine_core.grammar.cache import CompiledGrammar
 from engine_core.grammar.compiler import Compiler
 from engine_core.kv.peers import PeerCluster
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.grammar import Grammar
-from protocol.kv import KVFetch
-from protocol.kv_window import KVGroups, max_request_tokens, num_column_blocks
-from protocol.messages import Accepted, Generate, Limits, Output
-from protocol.sampling import SamplingParams
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.grammar import Grammar
+from protocol.engine.kv_window import KVGroups, max_request_tokens, num_column_blocks
+from protocol.engine.messages import Accepted, Generate, Limits, Output
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import KVFetch
+from protocol.worker.steps import Masks, StepPlan, StepResult
 from tests.support.adapters import new_table
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.model import smollm2_gguf

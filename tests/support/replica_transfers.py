@@ -11,8 +11,8 @@ import zmq
 from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVReport
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.worker.kv import KVReport
 from worker.kv.cache import KVCache
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService

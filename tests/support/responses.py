@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.responses import ResponseObject, new_response
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 
 RESPONSES = "/v1/responses"
 ENDS = ("response.completed", "response.incomplete", "response.failed")

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from gateway.engine.handoff import Handoff, HandoffAction, HandoffEvent, HandoffState
-from protocol.errors import EngineError
-from protocol.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
-from protocol.sampling import SamplingParams
-from protocol.session import RequestReport, Session
+from protocol.engine.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import RequestReport, Session
+from protocol.wire.errors import EngineError
 from tests.support.raw_client import RawClient
 
 KEEP_EVERY_S = 0.25

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.plans import slot_init
 from tests.support.tiny_model import tiny_slots
 from worker.batch.batch import Sampled, features_of_rows

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Float32, Int32, UInt8
-from protocol.encoding import EncodeInputs, EncodingCard
-from protocol.errors import ErrorInfo
-from protocol.grammar import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.encoding import EncodeInputs, EncodingCard
+from protocol.engine.grammar import (
     Either,
     Grammar,
     GrammarRule,
@@ -20,36 +18,9 @@ from protocol.grammar import (
     ThinkingBudget,
     Until,
 )
-from protocol.kv import (
-    KVCancel,
-    KVEndpoint,
-    KVExport,
-    KVFailure,
-    KVFetch,
-    KVFetched,
-    KVReport,
-    KVStore,
-    KVTierNews,
-    KVUsed,
-    KVWithdraw,
-    PeerSource,
-)
-from protocol.kv_peers import (
-    KVChunk,
-    KVDone,
-    KVExpired,
-    KVLive,
-    KVOpen,
-    KVOpened,
-    KVRead,
-    KVUnlike,
-    NixlOffer,
-    ShmOffer,
-    ZmqOffer,
-)
-from protocol.kv_window import KVGroups
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import (
+from protocol.engine.kv_window import KVGroups
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import (
     Abort,
     AbortByLabel,
     Aborted,
@@ -88,11 +59,42 @@ from protocol.messages import (
     Usage,
     Welcome,
 )
-from protocol.model_card import InfillTokens, ModelCard, SamplingDefaults
-from protocol.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady, OfflineRequest
-from protocol.sampling import SamplingParams
-from protocol.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
-from protocol.steps import (
+from protocol.engine.model_card import InfillTokens, ModelCard, SamplingDefaults
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
+from protocol.engine.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
+from protocol.engine.usage import RequestStatus
+from protocol.sdk.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady, OfflineRequest
+from protocol.wire.arrays import Float32, Int32, UInt8
+from protocol.wire.errors import ErrorInfo
+from protocol.worker.kv import (
+    KVCancel,
+    KVEndpoint,
+    KVExport,
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    KVReport,
+    KVStore,
+    KVTierNews,
+    KVUsed,
+    KVWithdraw,
+    PeerSource,
+)
+from protocol.worker.kv_peers import (
+    KVChunk,
+    KVDone,
+    KVExpired,
+    KVLive,
+    KVOpen,
+    KVOpened,
+    KVRead,
+    KVUnlike,
+    NixlOffer,
+    ShmOffer,
+    ZmqOffer,
+)
+from protocol.worker.steps import (
     AdapterLoad,
     AdapterReport,
     AdapterUnload,
@@ -116,8 +118,6 @@ from protocol.steps import (
     WorkerReady,
     WorkerSettings,
 )
-from protocol.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
-from protocol.usage import RequestStatus
 
 PARAMS = SamplingParams(
     max_tokens=7,

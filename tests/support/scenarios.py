@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine_core.grammar.compiler import Compiler
-from protocol.errors import InvalidRequest
-from protocol.grammar import check_grammar
-from protocol.messages import Generate
+from protocol.engine.grammar import check_grammar
+from protocol.engine.messages import Generate
+from protocol.wire.errors import InvalidRequest
 from tests.support.gateway_process import GatewayProcess
 from tests.support.grammars import possible
 from tests.support.http import events_of, exchange, fold_chat_response, fold_chat_stream

@@ -28,12 +28,9 @@ import tokenizers
 import zmq
 from tokenizers import decoders, models, pre_tokenizers
 
-from protocol import sockets, wire
-from protocol.adapters import AdapterInfo
-from protocol.arrays import Float32
-from protocol.errors import ErrorInfo, InvalidRequest, ServingError, StaleAdapter, UnknownModel
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import (
+from protocol.engine.adapters import AdapterInfo
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     AbortByLabel,
@@ -67,10 +64,13 @@ from protocol.messages import (
     Usage,
     Welcome,
 )
-from protocol.model_card import ModelCard, SamplingDefaults
-from protocol.stats import EngineLoad, EngineStats
-from protocol.timeline import AbortReason, EngineTimeline
-from protocol.usage import RequestStatus
+from protocol.engine.model_card import ModelCard, SamplingDefaults
+from protocol.engine.stats import EngineLoad, EngineStats
+from protocol.engine.timeline import AbortReason, EngineTimeline
+from protocol.engine.usage import RequestStatus
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Float32
+from protocol.wire.errors import ErrorInfo, InvalidRequest, ServingError, StaleAdapter, UnknownModel
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -313,7 +313,7 @@ class ScriptedEngine:
         self._stopping = False
         self._next_step = 0.0
         self._failure: BaseException | None = None
-        self._decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+        self._decoder: codec.Decoder[ToEngine] = codec.Decoder(ToEngine)
 
     def reset(self) -> None:
         """Restore the engine's initial behaviour, and empty what it has recorded. Open requests
@@ -599,7 +599,7 @@ class ScriptedEngine:
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         try:
-            self._socket.send_multipart([client, *wire.encode(message)])
+            self._socket.send_multipart([client, *codec.encode(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # the gateway has disconnected
                 raise

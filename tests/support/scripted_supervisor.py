@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlError,
     ControlReader,
     FromSupervisor,

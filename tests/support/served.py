@@ -6,8 +6,8 @@ from typing import Any
 
 from gateway.served_model import ModelOptions, ServedModel
 from protocol.config.gateway import ModelConfig
-from protocol.messages import Limits
-from protocol.model_card import ModelCard
+from protocol.engine.messages import Limits
+from protocol.engine.model_card import ModelCard
 from tests.support.templates import UnlimitedTemplates
 
 LIMITS = Limits(

@@ -19,10 +19,10 @@ import zmq
 from msgspec.structs import replace
 
 from engine_core.kv.handle import Seal
-from protocol.client import Client
-from protocol.cluster_key import read_cluster_key, write_cluster_key
-from protocol.kv_peers import KVChunk
-from protocol.stats import EngineStats
+from protocol.engine.stats import EngineStats
+from protocol.sdk.client import Client
+from protocol.wire.cluster_key import read_cluster_key, write_cluster_key
+from protocol.worker.kv_peers import KVChunk
 from tests.support.engine_view import EngineView, is_free
 from tests.support.kv_proxy import Proxy
 from tests.support.router import Router, RouterCase, all_ended, greedy

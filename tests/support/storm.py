@@ -13,9 +13,9 @@ import random
 import re
 from typing import Any
 
-from protocol.grammar import Body, ChoiceGrammar, Regex
-from protocol.kv_window import KVGroups, max_live_blocks, num_column_blocks
-from protocol.messages import Account, Refused
+from protocol.engine.grammar import Body, ChoiceGrammar, Regex
+from protocol.engine.kv_window import KVGroups, max_live_blocks, num_column_blocks
+from protocol.engine.messages import Account, Refused
 from tests.support.engines import (
     FAILING_SUM,
     MAX_INPUT,

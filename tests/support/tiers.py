@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_core.kv.transfers import KVCommand
-from protocol.kv import (
+from protocol.worker.kv import (
     KVCancel,
     KVFailure,
     KVFetch,

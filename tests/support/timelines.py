@@ -9,7 +9,7 @@ from typing import TypeVar
 from engine_core.history.requests import RequestHistory
 from engine_core.history.steps import StepRun
 from engine_core.history.timeline import FindOwner
-from protocol.timeline import MAX_SHARES, EngineTimeline, PromptShare, StepGroup
+from protocol.engine.timeline import MAX_SHARES, EngineTimeline, PromptShare, StepGroup
 from tests.support.engines import Bench
 
 Result = TypeVar("Result")

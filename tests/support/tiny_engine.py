@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Client
+from protocol.sdk.client import Client
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Client
+from protocol.sdk.client import Client
 from tests.support.processes import Program, descendants_of
 
 START_S = 60.0

@@ -16,7 +16,7 @@ import tokenizers as hf
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from gateway.text.tokenizer import Tokenizer
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from tests.support.model import smollm2_gguf
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokenizer import tokenizer_json

@@ -24,9 +24,9 @@ from gateway.formats.events import Event, Finished, ToolArguments, ToolCall, Too
 from gateway.formats.lexicon import MarkerToken
 from gateway.formats.registry import BoundFormat, Format, bind
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Body, Grammar, LiteralForm, Rules, Until, forms_of
-from protocol.messages import Output
-from protocol.model_card import ModelCard
+from protocol.engine.grammar import Body, Grammar, LiteralForm, Rules, Until, forms_of
+from protocol.engine.messages import Output
+from protocol.engine.model_card import ModelCard
 from tests.support.formats import units
 from tests.support.grammars import possible
 from tests.support.tokenizers import card_of

@@ -24,8 +24,8 @@ from gateway.formats.registry import bind, format_of
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Output, Outputs
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Output, Outputs
+from protocol.engine.sampling import SamplingParams
 from tests.support.calls import watched_calls
 from tests.support.engines import Bench
 from tests.support.plans import GREEDY, slot_init, step_plan

@@ -29,10 +29,10 @@ import requests
 import zmq
 
 from gateway.app import operations
-from protocol import wire
-from protocol.arrays import Int32
-from protocol.messages import PROTOCOL_VERSION, Generate, GetStatus, Hello, Message, Ping
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import PROTOCOL_VERSION, Generate, GetStatus, Hello, Message, Ping
+from protocol.engine.sampling import SamplingParams
+from protocol.wire import codec
+from protocol.wire.arrays import Int32
 from tests.support.http import connect, exchange, read_body, read_head
 from tests.support.processes import peak_mib, reset_peak, rss_mib
 from tests.support.server import Server
@@ -136,12 +136,12 @@ class UnreadAnswers:
             socket.setsockopt(zmq.RCVHWM, 1)
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
-            socket.send_multipart(wire.encode(Hello(protocol=PROTOCOL_VERSION, name="unread")))
+            socket.send_multipart(codec.encode(Hello(protocol=PROTOCOL_VERSION, name="unread")))
             for _ in range(NUM_UNREAD):
                 if not socket.poll(1000, zmq.POLLOUT):
                     return  # the engine has disconnected
                 with contextlib.suppress(zmq.Again):
-                    socket.send_multipart(wire.encode(self.message), zmq.NOBLOCK)
+                    socket.send_multipart(codec.encode(self.message), zmq.NOBLOCK)
             time.sleep(1)
 
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import requests
 
-from protocol.exit_codes import KILLED, ExitCode
+from protocol.process.exit_codes import KILLED, ExitCode
 from tests.support.processes import Program, descendants_of, is_alive
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama

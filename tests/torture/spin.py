@@ -28,9 +28,7 @@ import psutil
 import requests
 import zmq
 
-from protocol import sockets, wire
-from protocol.client import Client
-from protocol.messages import (
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Generate,
@@ -44,7 +42,9 @@ from protocol.messages import (
     ToEngine,
     Welcome,
 )
-from protocol.stats import EngineStats
+from protocol.engine.stats import EngineStats
+from protocol.sdk.client import Client
+from protocol.wire import codec, sockets
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program, descendants_of
 from tests.support.raw_client import RawClient
@@ -193,7 +193,7 @@ def _send_all(
             sent += 1
             finish: Literal["length"] | None = "length" if sent == count else None
             output = Output(request=request, tokens=[sent], finish=finish)
-            router.send_multipart([client, *wire.encode(Outputs(step=sent, outputs=[output]))])
+            router.send_multipart([client, *codec.encode(Outputs(step=sent, outputs=[output]))])
         _answer_waiting(router)
         if chance.random() < 0.3:
             time.sleep(chance.random() * 0.002)
@@ -206,13 +206,13 @@ def _await_request(router: zmq.Socket[bytes]) -> tuple[bytes, int]:
         assert router.poll(int(PATIENCE_S * 1000))
         client, message = _receive(router)
         if isinstance(message, Generate):
-            router.send_multipart([client, *wire.encode(Accepted(request=message.request))])
+            router.send_multipart([client, *codec.encode(Accepted(request=message.request))])
             return client, message.request
         _answer(router, client, message)
 
 
 def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, ToEngine]:
-    decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+    decoder: codec.Decoder[ToEngine] = codec.Decoder(ToEngine)
     client, *frames = router.recv_multipart()
     return client, decoder.decode(frames)
 
@@ -227,9 +227,9 @@ def _answer(router: zmq.Socket[bytes], client: bytes, message: ToEngine) -> None
         welcome = Welcome(
             protocol=PROTOCOL_VERSION, epoch="e", model=scripted_card(), limits=LIMITS
         )
-        router.send_multipart([client, *wire.encode(welcome)])
+        router.send_multipart([client, *codec.encode(welcome)])
     elif isinstance(message, Ping):
-        router.send_multipart([client, *wire.encode(Pong(epoch="e", stats=EngineStats()))])
+        router.send_multipart([client, *codec.encode(Pong(epoch="e", stats=EngineStats()))])
 
 
 def be_gateway(address: str, count: int) -> None:
@@ -239,7 +239,7 @@ def be_gateway(address: str, count: int) -> None:
     from gevent.event import Event
 
     from gateway.engine.client import ZmqEngineClient
-    from protocol.sampling import SamplingParams
+    from protocol.engine.sampling import SamplingParams
 
     client, ended, received = ZmqEngineClient(address), Event(), 0
 

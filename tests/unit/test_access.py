@@ -24,10 +24,10 @@ from gateway.auth.gate import (
 from gateway.auth.keys import Keyring, KeyWatch
 from gateway.auth.request_head import HostRule, host_name, matches_rule, path_error, printable
 from gateway.context import request_id_from
-from protocol.api_keys import KeyEntry, digest_of
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import InvalidRequest, RequestError
-from protocol.hosts import is_loopback
+from protocol.shared.api_keys import KeyEntry, digest_of
+from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.loopback import is_loopback
 
 ROWS = [
     SimpleNamespace(rule="/open", method="get", scope="public"),

@@ -12,9 +12,9 @@ from engine_core.policy.admission import check_load, repeat_s
 from engine_core.policy.queue import QueueLoad
 from engine_core.policy.throughput import LONG_STEP_S, Rate, Throughput
 from gateway.engine.refusal_cache import MAX_ENTRIES, RefusalCache
-from protocol.errors import ContextTooLong, LimitReached, Overloaded, ServingError
-from protocol.grammar import Lark
-from protocol.messages import Account, Refused
+from protocol.engine.grammar import Lark
+from protocol.engine.messages import Account, Refused
+from protocol.wire.errors import ContextTooLong, LimitReached, Overloaded, ServingError
 from tests.support.engines import Bench
 
 

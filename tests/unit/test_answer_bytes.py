@@ -44,7 +44,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.observe.timings import measure
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import Overloaded
+from protocol.wire.errors import Overloaded
 from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.rendering import CONFIG
 from tests.support.scripted_engine import scripted_card, scripted_logprob, thinking_card

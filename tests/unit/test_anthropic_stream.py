@@ -33,7 +33,8 @@ from gateway.formats.events import (
 )
 from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import fault_of, plain_fault
-from protocol.errors import (
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import (
     EngineLost,
     ErrorInfo,
     InvalidRequest,
@@ -42,7 +43,6 @@ from protocol.errors import (
     StepFailed,
     UnknownModel,
 )
-from protocol.sampling import SamplingParams
 from tests.support import answers
 from tests.support.anthropic import anthropic_events, message_of
 

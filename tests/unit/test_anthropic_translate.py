@@ -20,7 +20,7 @@ from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card, thinking_card
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import api_keys
-from protocol.api_keys import KeyEntry, digest_of, new_key, parse
+from protocol.shared import api_keys
+from protocol.shared.api_keys import KeyEntry, digest_of, new_key, parse
 from tools.__main__ import main
 from tools.commands.keys import with_key, without_key
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.kv_window import max_live_blocks, num_passed_blocks
+from protocol.engine.kv_window import max_live_blocks, num_passed_blocks
 from tests.support.kernels import NAMES, assert_near, native_kernels
 from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case

@@ -11,9 +11,9 @@ from gateway.formats.choice_parser import AnswerOptions, ParserFactory, ReadOpti
 from gateway.formats.events import Event, merged
 from gateway.formats.registry import bind, format_of
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ErrorInfo
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output, Outputs, Usage
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output, Outputs, Usage
+from protocol.wire.errors import ErrorInfo
 from tests.support.scripted_engine import marked_ids, thinking_card
 
 TEXT = (

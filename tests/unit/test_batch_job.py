@@ -18,8 +18,8 @@ from gateway.http.internal_call import (
     internal_environ,
     internal_origin,
 )
-from protocol.api_keys import KeyEntry, Scope, digest_of
 from protocol.config.gateway import GatewayConfig
+from protocol.shared.api_keys import KeyEntry, Scope, digest_of
 
 
 def test_jobs_take_turns_with_the_slots() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.batches import (
+from protocol.shared.batches import (
     BadLine,
     BatchFailure,
     BatchResponse,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from protocol.batch_retries import MAX_TRIES, LineOutcome, RetryPolicy, failure_of
-from protocol.batches import BatchResponse, BatchResult, digest_of_id, json_of
+from protocol.shared.batch_retries import MAX_TRIES, LineOutcome, RetryPolicy, failure_of
+from protocol.shared.batches import BatchResponse, BatchResult, digest_of_id, json_of
 from tests.support.batches import batch_line, completion_lines, jsonl, results_in
 from tools.batches.input import BatchInput, InputFacts
 from tools.batches.output import STATE_SUFFIX, BatchOutput

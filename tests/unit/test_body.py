@@ -33,7 +33,7 @@ from gateway.http.body import (
 from gateway.http.body_memory import BodyMemory
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.json_values import MAX_DEPTH, MAX_VALUES, check_depth
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.waiting import HANG_S, eventually
 
 

@@ -9,7 +9,7 @@ import gevent
 import pytest
 
 from gateway.http.body_memory import NUM_SHARES, BodyMemory, BodyReservation
-from protocol.errors import Overloaded
+from protocol.wire.errors import Overloaded
 
 STEP = 10
 

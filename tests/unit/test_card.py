@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.served_model import fingerprint_of, version
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import GatewayConfig
-from protocol.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
+from protocol.engine.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
 from tests.support.scripted_engine import EOS, byte_tokenizer
 from tools.__main__ import build_parser
 from tools.commands.serve import plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.prompt.content import REASONING_MEMBERS, ROLE_OF_MEMBER, ROLES, checked_turns
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 CALL = {"name": "f", "arguments": "{}"}
 VALUES: dict[str, Any] = {

@@ -43,7 +43,8 @@ from gateway.formats.events import (
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.http.errors import fault_of
-from protocol.errors import (
+from protocol.engine.messages import Output, Usage
+from protocol.wire.errors import (
     ContextTooLong,
     EngineLost,
     ErrorInfo,
@@ -53,7 +54,6 @@ from protocol.errors import (
     StepFailed,
     UnknownModel,
 )
-from protocol.messages import Output, Usage
 from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_logprob

@@ -14,7 +14,7 @@ from engine_core.connections.clients import (
     STALLED_S,
     Clients,
 )
-from protocol.encoding import MAX_RESULT_NUMBERS
+from protocol.engine.encoding import MAX_RESULT_NUMBERS
 
 ONE, TWO = b"one", b"two"
 

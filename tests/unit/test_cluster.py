@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.cluster_key import read_cluster_key
 from protocol.config.cluster import ClusterConfig
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.wire.cluster_key import read_cluster_key
 from tools.cluster.command import model_on_nodes, prepare_files
 from tools.cluster.placement_states import PlaceWish
 from tools.cluster.resources import (

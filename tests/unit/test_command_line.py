@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from protocol.api_keys import KeyEntry
-from protocol.bench import StepBench
-from protocol.cluster_key import read_cluster_key
 from protocol.config.base import about
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig, SoloConfig
 from protocol.config.worker import WorkerConfig
+from protocol.shared.api_keys import KeyEntry
+from protocol.tools.bench import StepBench
+from protocol.wire.cluster_key import read_cluster_key
 from tests.support.processes import ROOT
 from tools.__main__ import COMMANDS, build_parser, main
 from tools.bench.config import BenchConfig

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from protocol.errors import InvalidRequest
-from protocol.grammar import Body, ChoiceGrammar, Regex
-from protocol.messages import Account, Refused
-from protocol.stats import EngineLoad
+from protocol.engine.grammar import Body, ChoiceGrammar, Regex
+from protocol.engine.messages import Account, Refused
+from protocol.engine.stats import EngineLoad
+from protocol.wire.errors import InvalidRequest
 from tests.support.engines import Bench, answer, guess_with_accuracy, repetitive_token
 from tests.support.handover import KVNetwork
 

@@ -15,8 +15,8 @@ from typing import get_args
 
 import pytest
 
-from protocol import control
-from protocol.control import (
+from protocol.tools import control
+from protocol.tools.control import (
     MAX_LINE_BYTES,
     ControlError,
     ControlMessage,
@@ -33,7 +33,7 @@ from protocol.control import (
     StopModel,
     ToSupervisor,
 )
-from protocol.errors import WireError
+from protocol.wire.errors import WireError
 from tools.failure import Failure
 from tools.processes.control_client import ControlClient
 

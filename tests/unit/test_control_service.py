@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from signal import SIGKILL, SIGTERM
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlError,
     FromSupervisor,
     GetModels,

@@ -13,10 +13,10 @@ from engine_core.policy.check_generate import new_request
 from engine_core.policy.deadlines import Deadlines
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock
-from protocol.arrays import Int32
-from protocol.errors import ErrorInfo
-from protocol.grammar import ChoiceGrammar, Lark
-from protocol.messages import Account, Generate, Output, Times
+from protocol.engine.grammar import ChoiceGrammar, Lark
+from protocol.engine.messages import Account, Generate, Output, Times
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import ErrorInfo
 from tests.support.engines import CLIENT, Bench, a_card, answer
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.sampling import SamplingParams
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import Masks, StepPlan, StepResult
 from tests.support.checkpoints import VOCAB, random_llama, write_directory
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.plans import GREEDY, slot_init, step_plan

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.sampling import SamplingParams
-from protocol.steps import NO_ADAPTER
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import NO_ADAPTER
 from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, PretendedDevice, content

@@ -24,11 +24,11 @@ from gateway.app import operations
 from gateway.auth.caller import Caller
 from gateway.auth.keys import OPTION_NAME
 from gateway.observe.metrics import Metrics
-from protocol import sockets
-from protocol.api_keys import KeyEntry
-from protocol.cluster_key import SAFE_MODE
 from protocol.config.gateway import GatewayConfig
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.shared.api_keys import KeyEntry
+from protocol.wire import sockets
+from protocol.wire.cluster_key import SAFE_MODE
 from tests.support.dockerfile import entrypoint, instructions
 from tests.support.fronts import nginx_config, nginx_program
 from tests.unit.test_metrics_docs import SERIES, every_name, labels_of_series

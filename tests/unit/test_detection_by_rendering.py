@@ -10,7 +10,7 @@ from gateway.prompt.template import ChatTemplate
 from gateway.served_model import ModelOptions, ModelText
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
-from protocol.grammar import Thinking
+from protocol.engine.grammar import Thinking
 from tests.support.published_templates import card_of_template
 from tests.support.templates import UnlimitedTemplates
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.bench import PARTS
+from protocol.tools.bench import PARTS
 from tests.support import docs_blocks
 from tests.support.docs_blocks import (
     COMMANDS,

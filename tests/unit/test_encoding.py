@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine_core.encode.scheduler import MAX_STARTED
-from protocol.arrays import Int32
-from protocol.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs, EncodingCard
-from protocol.messages import Account, Output, Refused
-from protocol.steps import EncodePlan, StepPlan
+from protocol.engine.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodeInputs, EncodingCard
+from protocol.engine.messages import Account, Output, Refused
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import EncodePlan, StepPlan
 from tests.support.engines import FAILING_SUM, MAX_INPUT, Bench, a_card, echo_vector
 from tests.support.storm import EncodeStorm
 

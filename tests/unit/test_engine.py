@@ -11,9 +11,9 @@ from engine_core.policy.check_generate import new_request
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
 from engine_core.stage_timer import EngineClock
 from engine_core.status import status_rows
-from protocol.arrays import Float32, Int32
-from protocol.messages import Account, Generate, RequestStatus
-from protocol.steps import Logprobs, StepResult
+from protocol.engine.messages import Account, Generate, RequestStatus
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import Logprobs, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, a_card, answer
 
 

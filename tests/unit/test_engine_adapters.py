@@ -18,10 +18,10 @@ from engine_core.open_requests import OpenRequests
 from engine_core.request import Request
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.grammar import Regex
-from protocol.kv_events import BlockStored
-from protocol.messages import AdapterChanged, Refused
-from protocol.steps import NO_ADAPTER, AdapterReport
+from protocol.engine.grammar import Regex
+from protocol.engine.kv_events import BlockStored
+from protocol.engine.messages import AdapterChanged, Refused
+from protocol.worker.steps import NO_ADAPTER, AdapterReport
 from tests.support.engines import CLIENT, Bench, a_card
 from tests.support.handover import KVNetwork
 

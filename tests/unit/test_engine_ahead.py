@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.arrays import Int32
-from protocol.grammar import ChoiceGrammar
-from protocol.steps import StepResult
+from protocol.engine.grammar import ChoiceGrammar
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepResult
 from tests.support.engines import EOS, Bench, answer
 from tests.support.grammars import ids_of
 

@@ -20,12 +20,12 @@ from engine_core.grammar.cache import (
     GrammarCache,
 )
 from engine_core.grammar.matcher import Matcher
-from protocol import wire
-from protocol.arrays import Int32
-from protocol.errors import Overloaded
-from protocol.grammar import ChoiceGrammar, Grammar, JsonSchema, Lark, Regex, Thinking
-from protocol.messages import Accepted, Account, Refused
-from protocol.steps import StepPlan, StepResult
+from protocol.engine.grammar import ChoiceGrammar, Grammar, JsonSchema, Lark, Regex, Thinking
+from protocol.engine.messages import Accepted, Account, Refused
+from protocol.wire import codec
+from protocol.wire.arrays import Int32
+from protocol.wire.errors import Overloaded
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.engines import CLIENT, EOS, Bench, echo_compiler
 from tests.support.grammars import ids_of, schema, text_of
 
@@ -161,7 +161,7 @@ def test_a_step_without_grammars_has_the_bytes_of_an_engine_without_grammars() -
         sent: list[bytes] = []
         while (plan := bench.plan()) is not None:
             assert bench.masks is None, "no second message"
-            sent.append(b"".join(wire.encode(plan)))
+            sent.append(b"".join(codec.encode(plan)))
             bench.finish()
         streams.append(sent)
     assert len(streams[0]) == 5

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVReport, KVTierNews, TierSource
+from protocol.worker.kv import KVReport, KVTierNews, TierSource
 from tests.support.engines import Bench, answer
 
 PROMPT = list(range(1, 91))  # 22 blocks of 4, and 2 tokens

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import zmq
 
-from protocol import sockets
+from protocol.wire import sockets
 from tests.support.waiting import HANG_S, eventually
 from worker.service import connection
 from worker.service.connection import EngineWatch

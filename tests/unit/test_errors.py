@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.http.errors import fault_of, internal_fault
-from protocol.errors import EngineError, RequestError, ServingError, StepFailed, WireError
+from protocol.wire.errors import EngineError, RequestError, ServingError, StepFailed, WireError
 
 TEXT = "the words of this error"
 SHOWN_AS_ID = (EngineError, StepFailed, WireError)
@@ -23,7 +23,7 @@ SHOWN_AS_ID = (EngineError, StepFailed, WireError)
 
 def leaves(kind: type[ServingError]) -> Iterator[type[ServingError]]:
     """Yield the errors that may reach a gateway: `kind` and the classes below it in
-    protocol/errors.py, except ServingError and RequestError. Errors of other packages end a
+    protocol/wire/errors.py, except ServingError and RequestError. Errors of other packages end a
     process."""
     if kind not in (ServingError, RequestError):
         yield kind

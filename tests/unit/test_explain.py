@@ -7,8 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from gateway.generation.group import ABORT_REASONS
-from protocol.explain import duration, ended, explain, headline
-from protocol.timeline import (
+from protocol.engine.timeline import (
     AbortReason,
     ClientTimes,
     EngineTimeline,
@@ -17,6 +16,7 @@ from protocol.timeline import (
     StepGroup,
     redacted,
 )
+from protocol.shared.explain import duration, ended, explain, headline
 
 
 def a_span(stage: Any, start_s: float, end_s: float) -> StageSpan:

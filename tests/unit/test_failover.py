@@ -17,8 +17,8 @@ from gateway.engine.failover import (
     FailoverState,
     usage_after_moves,
 )
-from protocol.account_limits import LIMITS, has_part, limit_part
-from protocol.messages import Account, Times, Usage
+from protocol.engine.account_limits import LIMITS, has_part, limit_part
+from protocol.engine.messages import Account, Times, Usage
 
 Step = tuple[FailoverState, FailoverEvent]
 LIVE = [state for state in FailoverState if state is not FailoverState.ENDED]

@@ -12,8 +12,8 @@ from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import WaitingQueue
 from engine_core.request import Request
 from engine_core.stage_timer import EngineClock
-from protocol.arrays import Int32
-from protocol.messages import Account, Generate
+from protocol.engine.messages import Account, Generate
+from protocol.wire.arrays import Int32
 from tests.support.engines import CLIENT, Bench, a_card
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")

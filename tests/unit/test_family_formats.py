@@ -8,7 +8,7 @@ import pytest
 
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.events import Content, Event, Reasoning, ToolArguments, ToolCall, merged
-from protocol.messages import Output
+from protocol.engine.messages import Output
 from tests.support.family_formats import CALL, PUBLISHED, THOUGHT, PublishedTemplate
 from worker.spec.families.registry import FAMILIES
 

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from gateway.app import operations
 from gateway.http.body import convert
-from protocol.errors import InvalidRequest
-from protocol.field_errors import in_words
+from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_errors import in_words
 
 
 class Plain(msgspec.Struct, forbid_unknown_fields=True):

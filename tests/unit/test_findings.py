@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from protocol.devices import DeviceHolder
-from protocol.facts import GIB, CudaDriver, GpuFacts, MachineFacts, ModelPlan, Preflight
-from protocol.rooms import HOME, ROOMS, PackageProblem, check_rooms
+from protocol.process.devices import DeviceHolder
+from protocol.process.packages import HOME, ROOMS, PackageProblem, check_rooms
+from protocol.tools.facts import GIB, CudaDriver, GpuFacts, MachineFacts, ModelPlan, Preflight
 from tools import findings
 from tools.findings import Finding, Verdict
 
@@ -347,7 +347,8 @@ def test_a_folder_or_a_module_that_hides_an_editable_install_is_named(
 def problems_of(site: Path, *, thorough: bool = False) -> list[PackageProblem]:
     """Return the problems that a program installed in `site` finds."""
     code = (
-        f"import json, sys; sys.path[:0] = [{str(site)!r}]; from protocol.rooms import check_rooms;"
+        f"import json, sys; sys.path[:0] = [{str(site)!r}];"
+        "from protocol.process.packages import check_rooms;"
         f"found = check_rooms(thorough={thorough});"
         "print(json.dumps([[problem.message, problem.is_fatal] for problem in found]))"
     )
@@ -356,11 +357,11 @@ def problems_of(site: Path, *, thorough: bool = False) -> list[PackageProblem]:
 
 
 def test_an_edited_file_is_reported_by_the_doctor_alone(site: Path) -> None:
-    with (site / "protocol/rooms.py").open("a") as file:
+    with (site / "protocol/process/packages.py").open("a") as file:
         file.write("# mine\n")
     assert problems_of(site) == []
     (problem,) = problems_of(site, thorough=True)
-    message = "protocol/rooms.py was changed after the installation"
+    message = "protocol/process/packages.py was changed after the installation"
     assert problem == PackageProblem(message, is_fatal=False)
     assert findings.packages([problem]).verdict is Verdict.DOUBT
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.kv_window import num_passed_blocks
+from protocol.engine.kv_window import num_passed_blocks
 from tests.support import flash_contract
 from tests.support.flash_contract import (
     FA2_SCHEMA,

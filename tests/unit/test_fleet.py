@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.control import ReportUse
-from protocol.facts import GIB
+from protocol.tools.control import ReportUse
+from protocol.tools.facts import GIB
 from tools.processes.fleet import (
     NEXT_PHASE,
     REPORTED_STATE,

@@ -60,6 +60,13 @@ PURE = ("prompt", "text", "formats")
 """Folders of the gateway without sockets, threads, greenlets or request objects."""
 
 LEVELS: dict[str, Sequence[set[str]]] = {
+    "protocol": (
+        {"client", "async_client", "offline"},
+        {"sdk", "shared", "tools"},
+        {"config", "worker"},
+        {"engine", "process"},
+        {"wire"},
+    ),
     "gateway": (
         {"app", "gunicorn_conf", "unparsed", "check", "offline"},
         {"api"},
@@ -156,9 +163,9 @@ BROAD_EXCEPTS = {
 ENVIRONMENT = {
     # Configuration.
     "protocol/config/gateway.py": "the config of a gateway process",
-    "protocol/lifeline.py": "the pipes to the parent process",
-    "protocol/start_gate.py": "the pipe from the supervisor",
-    "protocol/sockets.py": "the directory of the sockets",
+    "protocol/process/lifeline.py": "the pipes to the parent process",
+    "protocol/process/start_gate.py": "the pipe from the supervisor",
+    "protocol/wire/sockets.py": "the directory of the sockets",
     "tools/models/fetch.py": "the cache directory, and the environment of pip",
     "tools/terminal.py": "whether to print colours",
     # Commands of the command line.
@@ -171,7 +178,7 @@ ENVIRONMENT = {
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
     "engine_core/workers/process.py": "a worker's",
-    "protocol/offline.py": "that of the processes of an LLM",
+    "protocol/sdk/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/processes/child_environment.py": "that of all processes of a server",
     # Variables of libraries, which read them when they are imported.

@@ -31,8 +31,8 @@ from gateway.formats.model_format import ModelOutputFormat
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind, format_of
 from gateway.text.tokenizer import Tokenizer
-from protocol.grammar import Thinking
-from protocol.messages import Output
+from protocol.engine.grammar import Thinking
+from protocol.engine.messages import Output
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.tokenizers import card_of, chat_template, tokenizer_of
 

@@ -16,7 +16,7 @@ from gateway.engine.handoff import (
     was_recomputed,
 )
 from gateway.engine.paired_numerics import PairedNumerics
-from protocol.messages import Times, Usage
+from protocol.engine.messages import Times, Usage
 from tests.support.scripted_engine import scripted_card
 
 LIVE = [state for state in HandoffState if state is not HandoffState.ENDED]

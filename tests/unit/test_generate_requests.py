@@ -12,9 +12,9 @@ from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.formats.choice_parser import ParserFactory, TokenPassthroughFactory
 from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert, decode
-from protocol.errors import InvalidRequest
-from protocol.grammar import ChoiceGrammar, Grammar, Regex, Thinking
-from protocol.sampling import SamplingParams
+from protocol.engine.grammar import ChoiceGrammar, Grammar, Regex, Thinking
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import ids_of, marked_ids, scripted_card, thinking_card
 from tests.support.served import LIMITS, served
 

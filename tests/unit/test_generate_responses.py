@@ -25,9 +25,9 @@ from gateway.formats.events import Failed, Finished, OutputDelta
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
 from gateway.http.errors import fault_of
-from protocol.errors import ErrorInfo, StepFailed
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output, Usage
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output, Usage
+from protocol.wire.errors import ErrorInfo, StepFailed
 from tests.support.http import events_of
 from tests.support.scripted_engine import EOS, scripted_card, scripted_logprob
 from tests.support.served import served

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
 from worker.checkpoint.generation_config import (
     APPLIED,
     KNOWN,

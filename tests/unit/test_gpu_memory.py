@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import GIB
-from protocol.kv_window import KVGroups
-from protocol.steps import StepPlan, StepResult
+from protocol.engine.kv_window import KVGroups
+from protocol.tools.facts import GIB
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.pretended_device import DEVICE, PretendedDevice, content
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.tiny_model import BLOCK_TOKENS, CPU, HEAD_DIM, KV_HEADS, VOCAB, TinyModel

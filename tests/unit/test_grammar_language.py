@@ -13,8 +13,7 @@ from engine_core.grammar.markers import added_tokens, is_marker, with_markers_sp
 from engine_core.grammar.masks import compute_masks
 from engine_core.grammar.probe import GrammarProbe
 from engine_core.grammar.source import MAX_BLANKS
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,
     Either,
@@ -37,6 +36,7 @@ from protocol.grammar import (
     Until,
     check_grammar,
 )
+from protocol.wire.errors import InvalidRequest
 from tests.support.cpu_time import cpu_s
 from tests.support.grammars import (
     MARKERS,

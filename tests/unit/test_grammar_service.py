@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.grammar.service import NUM_THREADS, GrammarService
-from protocol.errors import InvalidRequest, Overloaded
-from protocol.grammar import ChoiceGrammar, Grammar, Regex
+from protocol.engine.grammar import ChoiceGrammar, Grammar, Regex
+from protocol.wire.errors import InvalidRequest, Overloaded
 from tests.support.grammars import signs_card
 from tests.support.waiting import eventually
 
@@ -155,7 +155,7 @@ DEEP = """
 import json, select
 from engine_core.grammar.cache import CompileJob
 from engine_core.grammar.service import NUM_THREADS, GrammarService
-from protocol.grammar import Grammar, JsonSchema, Lark
+from protocol.engine.grammar import Grammar, JsonSchema, Lark
 from tests.support.grammars import ids_of, signs_card
 links = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(15_000)}
 schema = {"$ref": "#/$defs/d0", "$defs": links | {"d15000": {"type": "string"}}}

@@ -16,7 +16,7 @@ from gateway.formats.pythonic import PYTHON_NOTATION
 from gateway.formats.schema_cases import SchemaCase, Schemas
 from gateway.formats.string_limits import StringEscapes, char_ranges, free_of, limited
 from gateway.formats.value_syntax import NUMBERS, Values, arguments_form, json_notation
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Either,
     Form,
     GrammarRule,

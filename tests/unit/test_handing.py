@@ -15,8 +15,8 @@ from gateway.generation.kv_params import (
     parse_kv_params,
 )
 from gateway.generation.request import PromptRequest
-from protocol.errors import InvalidRequest
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import InvalidRequest
 from tests.support.served import LIMITS
 
 KEEPING = msgspec.structs.replace(LIMITS, kv_lease_s=30.0)

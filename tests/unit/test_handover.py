@@ -9,8 +9,16 @@ import pytest
 from engine_core.kv import fetches, leases
 from engine_core.kv.peers import PeerCluster
 from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
-from protocol.grammar import Regex
-from protocol.kv import KVCancel, KVExport, KVFailure, KVFetch, KVFetched, KVReport, KVWithdraw
+from protocol.engine.grammar import Regex
+from protocol.worker.kv import (
+    KVCancel,
+    KVExport,
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    KVReport,
+    KVWithdraw,
+)
 from tests.support.engines import CLIENT, Bench, answer, repetitive_token
 from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember, KVNetwork

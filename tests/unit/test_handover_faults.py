@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine_core.request import RequestPhase
-from protocol.messages import Output
+from protocol.engine.messages import Output
 from tests.support.engines import CLIENT, Bench, answer
 from tests.support.pair import PROMPT, HandoffPair
 

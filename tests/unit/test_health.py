@@ -8,8 +8,8 @@ import pytest
 
 from engine_core.workers.health import LATE_S, Health, step_limit_s
 from gateway.api.health import describe_worker, engine_activity
-from protocol.messages import Limits
-from protocol.stats import EngineStats, WorkerStatus
+from protocol.engine.messages import Limits
+from protocol.engine.stats import EngineStats, WorkerStatus
 
 STOPPED_S = 4.0
 LIMITS = Limits(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.malloc import return_free_memory
+from protocol.process.malloc import return_free_memory
 
 PIECES, PIECE_BYTES = 512, 100_000
 """Pieces of this size are in the heap. Larger ones would be mapped, and unmapped when freed."""

@@ -13,10 +13,10 @@ from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.requests import SlotBind
 from engine_core.status import block_counts
-from protocol.encoding import MAX_STEP_INPUTS
-from protocol.latency import bounds_s, bucket, grown, quantiles
-from protocol.messages import Account
-from protocol.timeline import AbortReason, PromptShare, StageSpan
+from protocol.engine.encoding import MAX_STEP_INPUTS
+from protocol.engine.messages import Account
+from protocol.engine.timeline import AbortReason, PromptShare, StageSpan
+from protocol.shared.latency import bounds_s, bucket, grown, quantiles
 from tests.support.engines import CLIENT, repetitive_token
 from tests.support.timelines import TimedBench, finish
 

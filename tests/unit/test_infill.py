@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers
 from gateway.prompt.infill import CURRENT_FILE, REPOSITORY_NAME, InfillFile, infill_format
 from gateway.text.plain_text import PlainTextEncoder, prefix_pattern
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.model_card import InfillTokens
+from protocol.engine.model_card import InfillTokens
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.tokenizers import REAL_TOKENIZERS, card_of, smollm2_tokenizer_json
 

@@ -19,7 +19,7 @@ from gateway.text.inputs import (
     Truncation,
 )
 from gateway.text.tokenizer import text_bytes
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 
 Work = Callable[[], list[TokenizedInput]]

@@ -29,10 +29,10 @@ from engine_core.journal.records import (
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
 from engine_core.journal.weights import StepComparison
-from protocol.arrays import Float32, Int32
-from protocol.errors import WireError
-from protocol.grammar import ChoiceGrammar, Regex
-from protocol.steps import (
+from protocol.engine.grammar import ChoiceGrammar, Regex
+from protocol.wire.arrays import Float32, Int32
+from protocol.wire.errors import WireError
+from protocol.worker.steps import (
     AdapterLoad,
     AdapterUnload,
     EncodePlan,
@@ -471,10 +471,10 @@ from engine_core.grammar.cache import CompiledGrammar
 from engine_core.journal.file import Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.replay import replay
-from protocol.arrays import Float32, Int32
-from protocol.grammar import Grammar, Lark
-from protocol.messages import Generate
-from protocol.sampling import SamplingParams
+from protocol.wire.arrays import Float32, Int32
+from protocol.engine.grammar import Grammar, Lark
+from protocol.engine.messages import Generate
+from protocol.engine.sampling import SamplingParams
 from tests.support.engines import Bench, a_card, echo_compiler
 
 rules = "start: r0\\n" + "".join(f"r{n}:r{n + 1}\\n" for n in range(4_500)) + 'r4500: "a"'

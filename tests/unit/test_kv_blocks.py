@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.kv_peers import ShmOffer
+from protocol.worker.kv_peers import ShmOffer
 from worker.kv.blocks import HostBlocks
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout

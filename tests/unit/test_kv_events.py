@@ -10,10 +10,9 @@ import pytest
 import zmq
 
 from engine_core.connections.event_publisher import KeptBatches
-from protocol import sockets
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.kv_events import (
+from protocol.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,6 +21,7 @@ from protocol.kv_events import (
     encode_sequence,
     external_hash,
 )
+from protocol.wire import sockets
 from tests.support.engines import Bench
 from tests.support.vllm_events import decode_batch, kind_of
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.kv.handle import MAX_CHARS, Handle, Seal
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 SECRET = b"secret" * 6
 SEAL = Seal(SECRET)

@@ -15,17 +15,17 @@ from msgspec.structs import replace
 
 from engine_core.blocks.prefix_cache import PrefixCache, window_keys
 from engine_core.startup import build_engine
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.kv_window import (
+from protocol.engine.kv_window import (
     KVGroups,
     max_held_blocks,
     max_live_blocks,
     max_request_tokens,
     num_passed_blocks,
 )
-from protocol.steps import NULL_BLOCK, WorkerReady
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker.steps import NULL_BLOCK, WorkerReady
 from tests.support.engines import Bench, a_card
 from tools.__main__ import build_parser
 from tools.commands import engine as engine_command

@@ -16,7 +16,7 @@ from gateway.prompt.kwargs import (
     thinks,
 )
 from gateway.prompt.thinking import ThinkingProfile, thinking_profile
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support import templates
 
 SWITCH = thinking_profile(templates.SWITCH)

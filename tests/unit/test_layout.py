@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
-from protocol.sockets import check_address, engine_address, run_directory
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.sockets import check_address, engine_address, run_directory
 from tools.__main__ import build_parser
 from tools.commands import engine as solo
 from tools.commands.serve import commands, plan

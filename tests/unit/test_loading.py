@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama, tiny_tokenizer, write_directory
 from worker.checkpoint import digest as digests
 from worker.errors import UnusableModel

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.model_card import InfillTokens, SamplingDefaults
+from protocol.engine.model_card import InfillTokens, SamplingDefaults
 from tests.support.checkpoints import TEMPLATE, VOCAB, random_llama
 from tests.support.gguf_files import write_gguf
 from worker.checkpoint import gguf_weights

@@ -13,7 +13,7 @@ import pytest
 from gateway.generation.record import RequestRecord
 from gateway.observe import access_log
 from gateway.observe.logging import formatter
-from protocol.log_lines import LineFormatter, LogStyle, without_style
+from protocol.process.log_lines import LineFormatter, LogStyle, without_style
 from tools.terminal import Terminal, log_style
 
 CANARY = "what somebody wrote"

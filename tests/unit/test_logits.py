@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.arrays import Int32
-from protocol.sampling import SamplingParams
-from protocol.steps import Masks
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import Masks
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.tiny_model import CPU, VOCAB, tiny_cache, tiny_runner, tiny_slots

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import astuple, replace
 
 from engine_core.schedule.row_results import row_results
-from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.sampling import SamplingParams
 from tests.support.distributions import filtered_distribution
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import TinyModel, tiny_cache, tiny_runner, tiny_slots

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
+from protocol.worker.steps import AdapterLoad, AdapterReport, AdapterUnload
 from tests.support.adapters import new_table, peft_model, random_adapter, write_adapter
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import CPU, load

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import GIB, ModelPlan
-from protocol.kv_window import KVGroups
+from protocol.engine.kv_window import KVGroups
+from protocol.tools.facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels

@@ -9,8 +9,8 @@ from prometheus_client.core import Metric
 from gateway.context import RequestContext
 from gateway.observe.metrics import ENGINE_METRICS, Metrics, cache_info, engine_metrics
 from gateway.observe.vllm_names import aliased
-from protocol.messages import Accepted, Limits, Output, Usage
-from protocol.stats import EngineStats
+from protocol.engine.messages import Accepted, Limits, Output, Usage
+from protocol.engine.stats import EngineStats
 from tests.support.answers import new_choice_group
 
 

@@ -12,8 +12,8 @@ from prometheus_client.core import Metric
 
 from gateway.observe.metrics import Metrics, cache_info, engine_metrics
 from gateway.observe.vllm_names import ALIASES, COMPUTED, PREFIX, aliased
-from protocol.messages import Limits
-from protocol.stats import EngineStats
+from protocol.engine.messages import Limits
+from protocol.engine.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (`tidegate_[^|]+)\|([^|]*)\|", re.MULTILINE)

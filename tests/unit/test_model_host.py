@@ -11,8 +11,8 @@ from gateway.engine.base import NullEngineClient
 from gateway.model_host import ModelHost, ModelUse, WaitLimits
 from gateway.sandbox.clients import TemplateProcesses
 from protocol.config.gateway import ModelConfig
-from protocol.errors import EngineNotReady, QueueTimeout, ServingError, TimedOut
-from protocol.model_card import CardFile, write_card
+from protocol.engine.model_card import CardFile, write_card
+from protocol.wire.errors import EngineNotReady, QueueTimeout, ServingError, TimedOut
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import served
 

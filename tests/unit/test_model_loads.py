@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.engine.model_loads import ModelLoads
-from protocol.control import ControlError, LoadState, ModelState, ModelStates, ReportUse, StartModel
+from protocol.tools.control import (
+    ControlError,
+    LoadState,
+    ModelState,
+    ModelStates,
+    ReportUse,
+    StartModel,
+)
 
 NAME = "small"
 STATES: tuple[LoadState, ...] = ("unloaded", "waiting", "loading", "ready", "stopping", "failed")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.facts import GIB
-from protocol.sockets import engine_address
+from protocol.tools.facts import GIB
+from protocol.wire.sockets import engine_address
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import build_parser
 from tools.commands.serve import commands, plan

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.model_preparation import ModelPreparation
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
 from protocol.config.gateway import ModelConfig
-from protocol.model_card import CardFile, ModelCard, write_card
+from protocol.engine.model_card import CardFile, ModelCard, write_card
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import LIMITS
 from tests.support.templates import UnlimitedTemplates

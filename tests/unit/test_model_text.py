@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from gateway.served_model import ModelOptions, ModelText, ServedModel
 from protocol.config.gateway import ModelConfig
-from protocol.model_card import ModelCard, SamplingDefaults
+from protocol.engine.model_card import ModelCard, SamplingDefaults
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import LIMITS
 from tests.support.templates import UnlimitedTemplates

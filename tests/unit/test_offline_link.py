@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import offline_link
-from protocol.offline_link import FrameLink
-from protocol.offline_messages import (
+from protocol.sdk import offline_link
+from protocol.sdk.offline_link import FrameLink
+from protocol.sdk.offline_messages import (
     FrameReader,
     FromText,
     OfflineAbort,

@@ -15,7 +15,7 @@ import pytest
 from engine_core.policy.fair_share import prefill_budget_when_shared
 from engine_core.speculation.step_costs import StepCosts
 from gateway.engine.refusal_cache import RefusalCache
-from protocol.messages import Account
+from protocol.engine.messages import Account
 from tests.support.paced import STEP_S, TOKEN_S, Paced, PacedRequest
 
 ALICE, BOB = Account(name="alice"), Account(name="bob")

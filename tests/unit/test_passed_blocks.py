@@ -7,7 +7,7 @@ import pytest
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
-from protocol.kv_window import KVGroups
+from protocol.engine.kv_window import KVGroups
 from tests.support.engines import Bench
 
 BLOCK_TOKENS = 16

@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.support.simulated_ray import SimulatedRay
 from tools.cluster.placement import HINT_S, SPREAD_S, SUSPECT_S, EngineLoss, Placement
 from tools.cluster.placement_states import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine_core.profiling import Profiling
-from protocol.messages import Profile, Profiled, Refused
-from protocol.process_state import program_name
-from protocol.steps import Trace, Traced
+from protocol.engine.messages import Profile, Profiled, Refused
+from protocol.process.process_state import program_name
+from protocol.worker.steps import Trace, Traced
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import tiny_cache, tiny_runner, tiny_slots
 from tools.commands.profile import CpuSample, cores_used, descendants

@@ -14,16 +14,16 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import errors, sockets
-from protocol.arrays import Float32, Int32, UInt8
-from protocol.cluster_key import ClusterKey, KeyPair, read_cluster_key, write_cluster_key
 from protocol.config.base import Config
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from protocol.process_state import num_oom_kills
-from protocol.sampling import SamplingParams, check_vocabulary
+from protocol.engine.sampling import SamplingParams, check_vocabulary
+from protocol.process.process_state import num_oom_kills
+from protocol.wire import errors, sockets
+from protocol.wire.arrays import Float32, Int32, UInt8
+from protocol.wire.cluster_key import ClusterKey, KeyPair, read_cluster_key, write_cluster_key
 
 
 def test_an_array_keeps_values_and_shape() -> None:

@@ -29,8 +29,8 @@ from gateway.formats.events import (
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.render import PromptConversation
 from gateway.prompt.written import CALLS as WRITTEN_CALLS
-from protocol.errors import InvalidRequest
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.wire.errors import InvalidRequest
 from tests.support.published_templates import NAMES, NEEDS_TEMPLATES, model_text
 
 pytestmark = NEEDS_TEMPLATES

@@ -14,9 +14,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from tokenizers import Tokenizer
 
-from protocol.exit_codes import ExitCode
-from protocol.model_card import SamplingDefaults
-from protocol.quantize import QuantizeProgress
+from protocol.engine.model_card import SamplingDefaults
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.quantize import QuantizeProgress
 from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, write_directory
 from tests.support.gguf_tokenizers import TEXTS, assert_same
 from tools.commands import quantize as command

@@ -11,9 +11,9 @@ import pytest
 from gateway.formats.choice_parser import ParserFactory, ParserState, ReadOptions
 from gateway.formats.events import Content, Event, Failed, Finished, OutputDelta, merged
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ErrorInfo
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output
+from protocol.wire.errors import ErrorInfo
 from tests.support.tokenizers import cuts, tokenizer_of
 
 EOS = 2  # <|im_end|>

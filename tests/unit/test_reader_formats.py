@@ -23,7 +23,7 @@ from gateway.formats.events import (
     merged,
 )
 from gateway.formats.registry import bind, format_of
-from protocol.messages import Output
+from protocol.engine.messages import Output
 from tests.support.cuts import all_cuts
 from tests.support.tokenizers import REAL_NAMES, cuts, tokenizer_of
 

@@ -8,8 +8,8 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.record import RequestRecord, answer_record, record_of, slowest
 from gateway.generation.timeline import Timeline, TimelineMoment
 from gateway.observe.timings import timings_of
-from protocol.errors import ErrorInfo
-from protocol.messages import Accepted, Output, Refused, Times, Usage
+from protocol.engine.messages import Accepted, Output, Refused, Times, Usage
+from protocol.wire.errors import ErrorInfo
 from tests.support.answers import new_choice_group
 
 FIRST = Times(queued_s=1.0, prefill_s=2.0)

@@ -21,9 +21,9 @@ from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.stream import chosen_token
 from gateway.served_model import ServedModel
 from gateway.text.logprobs import prompt_token_logprobs
-from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 from tests.support.http import fold_chat_response, fold_chat_stream, fold_response, fold_stream
 from tests.support.line_count import executed_lines
 from tests.support.rendering import CONFIG, Trip

@@ -11,8 +11,8 @@ from engine_core.journal.weights import (
     check_adapters,
     check_card,
 )
-from protocol.arrays import Float32, Int32
-from protocol.steps import Logprobs, StepResult
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import Logprobs, StepResult
 from tests.support.echo_adapters import adapter_info
 from tests.support.engines import a_card
 

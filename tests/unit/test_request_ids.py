@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from protocol.request_ids import MIN_BEGINNING_CHARS, PREFIXES, bare_id, begins, choose, matches
+from protocol.shared.request_ids import (
+    MIN_BEGINNING_CHARS,
+    PREFIXES,
+    bare_id,
+    begins,
+    choose,
+    matches,
+)
 from tests.support.docs_blocks import ROOT
 
 FULL = "7f3a9c04d1"

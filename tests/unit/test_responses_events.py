@@ -31,8 +31,8 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
-from protocol.errors import EngineLost, ErrorInfo, Overloaded
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import EngineLost, ErrorInfo, Overloaded
 from tests.support.answers import TOKENIZER, new_choice_group
 from tests.support.responses import a_queued_response, items_of, kinds, typed_events
 from tests.support.scripted_engine import EOS, scripted_logprob

@@ -29,7 +29,7 @@ from gateway.api.responses.translate import (
     render_fitting,
     reserved_tokens,
 )
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "12"}

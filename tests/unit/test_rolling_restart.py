@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.control import RollEnded, RollProgress
+from protocol.tools.control import RollEnded, RollProgress
 from tools.processes.child_states import ChildState
 from tools.processes.rolling_restart import (
     NEXT_STAGE,

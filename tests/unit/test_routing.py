@@ -16,8 +16,8 @@ from gateway.engine.routing import (
     ReplicaLoad,
     prefix_hashes,
 )
-from protocol.arrays import Int32
-from protocol.stats import EngineLoad
+from protocol.engine.stats import EngineLoad
+from protocol.wire.arrays import Int32
 
 BLOCK = 16
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from engine_core.schedule.row_results import RowResult, StepRowResults, row_results
-from protocol.arrays import Float32, Int32
-from protocol.steps import Logprobs, StepPlan, StepResult
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import Logprobs, StepPlan, StepResult
 from tests.support.plans import step_plan
 
 DECODES = step_plan(1, rows=[(slot, 9, 1, True) for slot in range(3)])

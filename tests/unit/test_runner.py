@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.sampling import SamplingParams
-from protocol.steps import StepPlan
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import StepPlan
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import (
     BLOCK_TOKENS,

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.arrays import Int32
-from protocol.sampling import SamplingParams
-from protocol.steps import StepResult
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepResult
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import VOCAB, TinyModel, tiny_cache, tiny_runner, tiny_slots
 from worker.sampling.verify import NO_DRAFT, VerifiedDrafts, verify

@@ -18,7 +18,7 @@ from engine_core.adapters.saved import (
 )
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.sockets import ADAPTERS_SUFFIX
+from protocol.wire.sockets import ADAPTERS_SUFFIX
 from tests.support.engines import Bench
 from tools.processes.run_lock import clear
 

@@ -13,9 +13,9 @@ from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import choices_of, read_options
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.model_card import SamplingDefaults
-from protocol.sampling import SamplingParams
+from protocol.engine.model_card import SamplingDefaults
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card
 
 HI = [{"role": "user", "content": "hi"}]

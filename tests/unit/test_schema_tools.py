@@ -10,7 +10,7 @@ import pytest
 from gateway.api.openai import requests
 from gateway.api.openai.tools import ToolPlan, tool_plan
 from gateway.http.body import decode
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.log_lines import LineFormatter
-from protocol.sockets import run_directory
+from protocol.process.log_lines import LineFormatter
+from protocol.wire.sockets import run_directory
 from tests.support.commands import run_command
 from tests.unit.test_log_lines import a_line
 from tools.commands.logs import LogFilter

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.devices import DeviceHolder
+from protocol.process.devices import DeviceHolder
 from tools.chat.session import ChatAnswer, events
 from tools.commands.ps import ProcessUsage, duration, format_found
 from tools.commands.stop import select, signal_targets

@@ -10,11 +10,8 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from protocol import session as sessions
-from protocol import sockets, wire
-from protocol.client import Client
-from protocol.errors import EngineLost, EngineNotReady, ErrorInfo
-from protocol.messages import (
+from protocol.engine import session as sessions
+from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     AbortByLabel,
@@ -37,9 +34,12 @@ from protocol.messages import (
     ToEngine,
     Welcome,
 )
-from protocol.sampling import SamplingParams
-from protocol.session import Session
-from protocol.stats import EngineStats
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import Session
+from protocol.engine.stats import EngineStats
+from protocol.sdk.client import Client
+from protocol.wire import codec, sockets
+from protocol.wire.errors import EngineLost, EngineNotReady, ErrorInfo
 from tests.support.engines import a_card
 from tests.support.waiting import HANG_S
 
@@ -385,7 +385,7 @@ def address(tmp_path: Path) -> str:
 
 def sent_to(router: zmq.Socket[bytes]) -> Iterator[ToEngine]:
     """Yield the messages that have arrived, until none arrives for QUIET_MS after the first."""
-    decoder: wire.Decoder[ToEngine] = wire.Decoder(ToEngine)
+    decoder: codec.Decoder[ToEngine] = codec.Decoder(ToEngine)
     timeout_ms = int(HANG_S * 1000)
     while router.poll(timeout_ms):
         _, *frames = router.recv_multipart()

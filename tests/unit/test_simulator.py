@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.errors import ErrorInfo
-from protocol.messages import Limits
-from protocol.simulation import LoadFigures, SimulationConfig, SimulationResult
+from protocol.engine.messages import Limits
+from protocol.tools.simulation import LoadFigures, SimulationConfig, SimulationResult
+from protocol.wire.errors import ErrorInfo
 from simulator.figures import Histogram, LoadRecorder
 from simulator.hardware import GPUS, MODELS, num_blocks, read_table
 from simulator.light import LightReplica

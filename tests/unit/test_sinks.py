@@ -13,8 +13,8 @@ from gateway.formats.events import (
 )
 from gateway.generation.request import NOT_CALLED, Choice, PromptRequest, ToolChoiceCheck
 from gateway.generation.sinks import CollectSink
-from protocol.messages import Output, Usage
-from protocol.sampling import SamplingParams
+from protocol.engine.messages import Output, Usage
+from protocol.engine.sampling import SamplingParams
 
 HELLO, WORLD = OutputDelta([Content("hello")], [1]), OutputDelta([Content("world")], [2])
 END = Finished("stop", None)

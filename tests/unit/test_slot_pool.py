@@ -8,8 +8,8 @@ import pytest
 
 from engine_core.request import Request
 from engine_core.schedule.slot_pool import SlotPool
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotRelease
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import SlotRelease
 
 
 def a_request(number: int = 1) -> Request:

@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 import worker.sampling.sampler
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import SlotInit
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import (
     BLOCK_TOKENS,

@@ -17,10 +17,10 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import CollectSink, PendingOutput
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import EngineLost, ErrorInfo, ServingError
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output, Usage
-from protocol.sampling import SamplingParams
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output, Usage
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import EngineLost, ErrorInfo, ServingError
 from tests.support.scripted_engine import EOS, ids_of, scripted_card, scripted_logprob
 
 TEXT = "Größe, 🙂 and what comes after it."

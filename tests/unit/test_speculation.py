@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine_core.speculation.drafting import RequestDrafting, Speculation
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.steps import StepPlan, StepResult
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.engines import EOS, Bench, answer, drafts_of
 
 LOOP = [1, 2, 3] * 4

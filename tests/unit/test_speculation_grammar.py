@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.speculation.drafting import RequestDrafting
-from protocol.arrays import Int32
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,
     Grammar,
@@ -20,7 +19,8 @@ from protocol.grammar import (
     Thinking,
     ThinkingBudget,
 )
-from protocol.steps import Masks, StepPlan, StepResult
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import Masks, StepPlan, StepResult
 from tests.support.engines import EOS, Bench, drafts_of, echo_compiler, repetitive_token
 from tests.support.grammars import ids_of, schema, text_of
 

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from engine_core.schedule.scheduler import MAX_DRAFT_LAG
 from engine_core.speculation.drafting import RETRY_EVERY
-from protocol.arrays import Int32
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.steps import StepPlan
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan
 from tests.support.engines import Bench, answer, drafts_of, guess_with_accuracy
 
 PROMPT = [5, 6, 7, 8]

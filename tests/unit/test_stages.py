@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process_state import read_all_stats
+from protocol.process.process_state import read_all_stats
 from tests import stages
 from tests.stages import Stage, main, read_report
 
@@ -199,7 +199,7 @@ def test_a_hangup_of_the_terminal_ends_neither_the_runner_nor_a_stage(
 
 LOOPS = """
 import os
-from protocol.process_state import read_all_stats, read_command_line
+from protocol.process.process_state import read_all_stats, read_command_line
 
 def test_two_loops():
     siblings = [pid for pid, stat in read_all_stats().items() if stat.parent == os.getppid()]

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.startup import build_engine
-from protocol.cluster_key import ClusterKey
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.steps import WorkerReady
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker.steps import WorkerReady
 from tests.support.engines import a_card
 
 KEY = ClusterKey(b"k" * 32)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.bench import PARTS, StepBench
 from protocol.config.worker import WorkerConfig
-from protocol.steps import WorkerReady
+from protocol.tools.bench import PARTS, StepBench
+from protocol.worker.steps import WorkerReady
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.select import select_attention
 from worker.benchmark.parts import PartsClock, TimedPart

@@ -20,8 +20,7 @@ from gateway.formats.events import Event, ToolArguments, ToolCall, ToolCallEnd, 
 from gateway.formats.model_format import AnswerStart, ModelOutputFormat
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     MAX_LITERAL_CHARS,
     Body,
     ChoiceGrammar,
@@ -35,7 +34,8 @@ from protocol.grammar import (
     Tag,
     Thinking,
 )
-from protocol.messages import Output
+from protocol.engine.messages import Output
+from protocol.wire.errors import InvalidRequest
 from tests.support.grammars import possible
 from tests.support.scripted_engine import EOS, marked_ids, thinking_card
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.processes.actions import (
     Action,
     EndServer,

@@ -6,7 +6,7 @@ from signal import SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tests.unit.test_supervisor import DRAIN_S, DRAINED, complaints, no_logs
 from tools.processes.actions import (
     EndServer,

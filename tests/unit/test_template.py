@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.prompt.template import ChatTemplate
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "hi"}]
 

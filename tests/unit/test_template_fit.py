@@ -14,7 +14,7 @@ import pytest
 from gateway.prompt.fit import describes_tools, fitted_list, fitted_tools, template_messages
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.traits import TemplateTraits
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "U"}

@@ -9,7 +9,7 @@ import pytest
 from gateway.prompt.fit import template_messages
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.traits import TemplateTraits
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.tokenizers import chat_template
 
 PLAIN = TemplateTraits()

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 from tests.support.templates import UnlimitedTemplates
 from tests.support.tokenizers import (
     FAMILIES,

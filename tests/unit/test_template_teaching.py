@@ -10,8 +10,8 @@ import pytest
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card, thinking_card
 from tests.support.templates import UnlimitedTemplates
 

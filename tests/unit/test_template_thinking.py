@@ -12,7 +12,7 @@ from gateway.formats.reasoning import ends_inside
 from gateway.prompt.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
 from gateway.prompt.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from tests.support.model import smollm2_gguf
 from tests.support.scripted_engine import thinking_card
 from tests.support.templates import THINKING_TEMPLATES

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.startup import build_engine
-from protocol.cluster_key import ClusterKey, write_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import JoinConfig, WorkerConfig
-from protocol.facts import ModelPlan
-from protocol.sockets import next_port, with_host_of
+from protocol.tools.facts import ModelPlan
+from protocol.wire.cluster_key import ClusterKey, write_cluster_key
+from protocol.wire.sockets import next_port, with_host_of
 from tests.support.family_models import MODEL_TYPES, OWN_SIZES, SIZES
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.unit.test_starting import READY

@@ -14,14 +14,14 @@ from gateway.api.responses.requests import ResponsesBody
 from gateway.app import operations
 from gateway.http.body import convert, decode
 from gateway.http.text_fields import COUNTS_AS_PROMPT, Label
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.processes import ROOT
 
 CLIENTS = ROOT.parent / "shared" / "clients"
 """Requests that client programs have sent."""
 BODIES = {kind for operation in operations() for kind in operation.takes}
 BOUNDED_ELSEWHERE = (
-    "protocol.grammar",  # `check_grammar` bounds the sum of all texts
+    "protocol.engine.grammar",  # `check_grammar` bounds the sum of all texts
     "gateway.api.tokens.responses",  # derendering answers at once, and keeps nothing
 )
 """Modules of structs whose texts have other bounds."""

@@ -14,8 +14,7 @@ from engine_core.grammar.matcher import Matcher
 from engine_core.grammar.thinking_budget import is_cut
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,
     Grammar,
@@ -26,6 +25,7 @@ from protocol.grammar import (
     ThinkingBudget,
     check_grammar,
 )
+from protocol.wire.errors import InvalidRequest
 from tests.support.engines import Bench
 from tests.support.grammars import MARKERS, ids_of, possible, signs_card, text_of
 from tests.support.scripted_engine import thinking_card

@@ -15,9 +15,17 @@ from threading import Event
 import pytest
 import torch
 
-from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVFailure, KVFetch, KVFetched, KVStore, KVTierNews, KVUsed, TierSource
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import (
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    KVStore,
+    KVTierNews,
+    KVUsed,
+    TierSource,
+)
 from worker.kv.blocks import cache_blocks
 from worker.kv.cache import KVCache
 from worker.kv.report_queue import ReportQueue

@@ -8,7 +8,7 @@ from time import perf_counter
 import pytest
 import torch
 
-from protocol.bench import PARTS
+from protocol.tools.bench import PARTS
 from tests.support.kernels import native_kernels, randn
 from worker.benchmark.parts import PartsClock, timed_kernels
 from worker.kernels.packed import PackedLinear, pack

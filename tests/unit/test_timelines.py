@@ -18,9 +18,9 @@ from engine_core.history.queue import TimelineQueue
 from engine_core.history.requests import RequestHistory
 from engine_core.history.steps import StepRun, between
 from engine_core.history.timeline import FindOwner, build_timeline
-from protocol.messages import Account, GetTimeline, Refused
-from protocol.timeline import MAX_SHARES, EngineTimeline, StepGroup
-from protocol.usage import Usage
+from protocol.engine.messages import Account, GetTimeline, Refused
+from protocol.engine.timeline import MAX_SHARES, EngineTimeline, StepGroup
+from protocol.engine.usage import Usage
 from tests.support.engines import repetitive_token
 from tests.support.timelines import TimedBench, finish, slow_groups
 

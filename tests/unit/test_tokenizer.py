@@ -10,7 +10,7 @@ import tokenizers as hf
 
 from gateway.api.openai.parameters import bad_sequences
 from gateway.text.tokenizer import INLINE_BYTES, Tokenizer
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.tokenizers import (
     FAMILY_NAMES,

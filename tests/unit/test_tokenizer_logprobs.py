@@ -14,7 +14,7 @@ from gateway.text.logprobs import (
     prompt_token_logprobs,
 )
 from gateway.text.tokenizer import Tokenizer
-from protocol.logprobs import TokenLogprobs
+from protocol.engine.logprobs import TokenLogprobs
 from tests.support.tokenizers import tokenizer_of
 
 

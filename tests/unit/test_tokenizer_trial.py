@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import MAX_GROWTH, MAX_MAPPED_BYTES, check_growth, growth_of, run_trial
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import byte_tokenizer
 from tests.support.tokenizers import (
     FAMILY_NAMES,

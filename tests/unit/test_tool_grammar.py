@@ -16,8 +16,7 @@ from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import pattern_not_starting_with, sequence
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import TOOLS, BoundFormat, Format, preferred_opener
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Either,
     Grammar,
     GrammarRule,
@@ -29,6 +28,7 @@ from protocol.grammar import (
     Sequence,
     check_grammar,
 )
+from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card
 from tests.support.served import served
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from protocol.latency import NUM_BUCKETS, bucket
-from protocol.messages import EngineStatus, Limits
-from protocol.stats import EngineStats
-from protocol.usage import RequestStatus
-from protocol.watch import EngineFrame, EngineWatcher
+from protocol.engine.messages import EngineStatus, Limits
+from protocol.engine.stats import EngineStats
+from protocol.engine.usage import RequestStatus
+from protocol.shared.latency import NUM_BUCKETS, bucket
+from protocol.shared.watch import EngineFrame, EngineWatcher
 from tools.terminal import clean
 from tools.top.picture import Canvas, TopScene, age, bar, curve, render
 

@@ -18,7 +18,7 @@ from gateway.app import create_app
 from gateway.generation.record import AnswerRecord, ChoiceRecord, RequestRecord
 from gateway.observe.tracing import Tracing, tracing_to
 from protocol.config.gateway import GatewayConfig
-from protocol.messages import Times
+from protocol.engine.messages import Times
 
 CHAT = "/v1/chat/completions"
 BEGAN_NS = 1_700_000_000_000_000_000

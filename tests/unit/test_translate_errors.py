@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.api.openai.field_paths import translate_errors
-from protocol.errors import EngineLost, InvalidRequest, RequestError
+from protocol.wire.errors import EngineLost, InvalidRequest, RequestError
 
 
 def translated(message: str, param: str | None) -> tuple[str, str | None]:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.kv_window import num_passed_blocks
+from protocol.engine.kv_window import num_passed_blocks
 from tests.support.paged import PagedCase, PagedRow, attention_batch, case_of
 from tests.support.triton_code import interpreted, recorded_launches
 from tests.support.triton_device import chosen_device

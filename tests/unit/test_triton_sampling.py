@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.property.test_sampler import GREEDY, PARAMS, draws_of, logits_of
 from tests.support.exact_exp import bounds_and_masses, exact_exp
 from tests.support.mistaken_kernels import mistaken_copy

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.triton_code import (
     CAPABILITIES,

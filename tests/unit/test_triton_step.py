@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.sampling import MAX_LOGPROBS, SamplingParams
-from protocol.steps import Logprobs, StepResult
+from protocol.engine.sampling import MAX_LOGPROBS, SamplingParams
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import Logprobs, StepResult
 from tests.property.test_sampler import GREEDY, logits_of
 from tests.support.mistaken_kernels import mistaken_copy
 from tests.support.plans import slot_init, step_plan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.pretended_device import DEVICE, DeviceTensor, PretendedDevice
 from tests.support.tiny_checkpoint import write_tiny_llama

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from protocol.latency import NUM_BUCKETS, bucket
-from protocol.messages import EngineStatus, Limits
-from protocol.stats import BlockCounts, EngineStats, StepSummary
-from protocol.usage import RequestStatus
-from protocol.watch import WINDOW_S, EngineWatcher, Rates, merged_steps, rates
+from protocol.engine.messages import EngineStatus, Limits
+from protocol.engine.stats import BlockCounts, EngineStats, StepSummary
+from protocol.engine.usage import RequestStatus
+from protocol.shared.latency import NUM_BUCKETS, bucket
+from protocol.shared.watch import WINDOW_S, EngineWatcher, Rates, merged_steps, rates
 
 LIMITS = Limits(
     max_len=512, max_slots=8, block_tokens=16, num_blocks=101, token_budget=64, prefix_cache=True

@@ -13,11 +13,14 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
-from protocol import kv_peers, messages, offline_messages, steps, wire
-from protocol.arrays import Float32, Int32
-from protocol.encoding import MAX_STEP_INPUTS
-from protocol.errors import WireError
-from protocol.messages import Generate, Message, Output, Outputs
+from protocol.engine import messages
+from protocol.engine.encoding import MAX_STEP_INPUTS
+from protocol.engine.messages import Generate, Message, Output, Outputs
+from protocol.sdk import offline_messages
+from protocol.wire import codec
+from protocol.wire.arrays import Float32, Int32
+from protocol.wire.errors import WireError
+from protocol.worker import kv_peers, steps
 from tests.support.samples import MESSAGES
 
 GOLDEN = Path(__file__).parents[1] / "data" / "wire"
@@ -58,19 +61,19 @@ def test_every_field_of_every_sample_is_set() -> None:
     """A field with its default value is not encoded, so the golden bytes would not show that it was
     renamed."""
     for message in MESSAGES:
-        frame = wire.encode(message)[0]
+        frame = codec.encode(message)[0]
         assert set(unpacked(frame)) - {"kind"} == set(message.__struct_encode_fields__)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)
 def test_the_bytes_of_a_message_do_not_change(message: Message) -> None:
-    assert joined(wire.encode(message)) == (GOLDEN / f"{name_of(message)}.bin").read_bytes()
+    assert joined(codec.encode(message)) == (GOLDEN / f"{name_of(message)}.bin").read_bytes()
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)
 def test_a_decoded_message_equals_the_sent_one(message: Message) -> None:
-    decoder: wire.Decoder[Message] = wire.Decoder(direction_of(message))
-    assert decoder.decode(wire.encode(message)) == message
+    decoder: codec.Decoder[Message] = codec.Decoder(direction_of(message))
+    assert decoder.decode(codec.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=name_of)
@@ -78,23 +81,23 @@ def test_a_message_on_the_wrong_socket_is_refused(message: Message) -> None:
     for union in DIRECTIONS:
         if type(message) not in get_args(union):
             with pytest.raises(WireError, match="kind"):
-                wire.Decoder(union).decode(wire.encode(message))
+                codec.Decoder(union).decode(codec.encode(message))
 
 
 def test_all_requests_that_a_step_encodes_can_end_in_one_message() -> None:
-    vectors = Float32.of([0.5] * (wire.INLINE_BYTES // 4 + 1), (1, wire.INLINE_BYTES // 4 + 1))
+    vectors = Float32.of([0.5] * (codec.INLINE_BYTES // 4 + 1), (1, codec.INLINE_BYTES // 4 + 1))
     ends = [
         Output(request=number, tokens=[], finish="stop", vectors=vectors)
         for number in range(MAX_STEP_INPUTS)
     ]
-    frames = [bytes(frame) for frame in wire.encode(Outputs(step=1, outputs=ends))]
+    frames = [bytes(frame) for frame in codec.encode(Outputs(step=1, outputs=ends))]
     assert len(frames) == 1 + MAX_STEP_INPUTS
-    assert wire.Decoder(messages.ToClient).decode(frames) == Outputs(step=1, outputs=ends)
+    assert codec.Decoder(messages.ToClient).decode(frames) == Outputs(step=1, outputs=ends)
 
 
 def test_the_plain_msgpack_package_reads_our_frames() -> None:
-    frames = wire.encode(Generate(request=7, prompt=Int32.of([1, 258])))
-    assert frames[0][0] == wire.WIRE_VERSION
+    frames = codec.encode(Generate(request=7, prompt=Int32.of([1, 258])))
+    assert frames[0][0] == codec.WIRE_VERSION
     fields = unpacked(frames[0])
     assert (fields["kind"], fields["request"]) == ("generate", 7)
     assert fields["prompt"].data == b"\x01\x01\x02\x00\x00\x00" + b"\x01\0\0\0\x02\x01\0\0"
@@ -102,19 +105,19 @@ def test_the_plain_msgpack_package_reads_our_frames() -> None:
 
 def test_a_large_array_is_a_frame_of_its_own_and_not_copied() -> None:
     prompt = Int32.of(range(5000))
-    frames = wire.encode(Generate(request=7, prompt=prompt))
+    frames = codec.encode(Generate(request=7, prompt=prompt))
     assert len(frames) == 2
     assert frames[1].obj is prompt.data.obj
     received = [bytes(frame) for frame in frames]
-    message: Any = wire.Decoder[Any](messages.ToEngine).decode(received)
+    message: Any = codec.Decoder[Any](messages.ToEngine).decode(received)
     assert message.prompt.data.obj is received[1]
     assert message.prompt == prompt
 
 
 def test_fields_of_a_newer_version_are_tolerated() -> None:
-    frame = wire.encode(messages.Accepted(request=3))[0]
+    frame = codec.encode(messages.Accepted(request=3))[0]
     newer = msgpack.packb(unpacked(frame) | {"mood": "good"})
-    decoded = wire.Decoder[Any](messages.ToClient).decode([frame[:1] + newer])
+    decoded = codec.Decoder[Any](messages.ToClient).decode([frame[:1] + newer])
     assert decoded == messages.Accepted(request=3)
 
 
@@ -148,20 +151,20 @@ def prompt_as(value: Any) -> list[bytes]:
 )
 def test_a_malformed_message_is_a_wire_error(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
-        wire.Decoder(messages.ToEngine).decode(frames)
+        codec.Decoder(messages.ToEngine).decode(frames)
 
 
 def test_an_oversized_message_is_refused_before_it_is_decoded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(WireError, match="limit"):
-        wire.Decoder(messages.ToEngine).decode([b"\x01" + b"a" * 100])
+        codec.Decoder(messages.ToEngine).decode([b"\x01" + b"a" * 100])
 
 
 def test_mutated_frames_raise_wire_errors_only() -> None:
     """Decoding each of 20,000 damaged messages raises WireError, or returns a valid message."""
     dice = random.Random(5)
-    samples = [[bytes(frame) for frame in wire.encode(message)] for message in MESSAGES]
-    decoders = [wire.Decoder[Any](union) for union in DIRECTIONS]
+    samples = [[bytes(frame) for frame in codec.encode(message)] for message in MESSAGES]
+    decoders = [codec.Decoder[Any](union) for union in DIRECTIONS]
     survived = 0
     for _ in range(20_000):
         frames = [bytearray(frame) for frame in dice.choice(samples)]
@@ -194,4 +197,4 @@ def damage(dice: random.Random, frames: list[bytearray]) -> None:
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for sample in MESSAGES:
-        (GOLDEN / f"{name_of(sample)}.bin").write_bytes(joined(wire.encode(sample)))
+        (GOLDEN / f"{name_of(sample)}.bin").write_bytes(joined(codec.encode(sample)))

@@ -11,8 +11,15 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from protocol.batches import BadLine, BatchLine, digest_of_id, model_in, read_line, split_lines
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.shared.batches import (
+    BadLine,
+    BatchLine,
+    digest_of_id,
+    model_in,
+    read_line,
+    split_lines,
+)
 from tools.failure import Failure
 
 READ_BYTES = 1 << 20

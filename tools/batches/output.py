@@ -26,8 +26,8 @@ from typing import Self
 
 import msgspec
 
-from protocol.batches import BadLine, BatchResult, digest_of_id, read_result
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.shared.batches import BadLine, BatchResult, digest_of_id, read_result
 from tools.batches.input import InputFacts
 from tools.failure import Failure
 

@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 from tqdm import tqdm
 
-from protocol.batches import BatchResult
+from protocol.shared.batches import BatchResult
 
 LINE_EVERY_S = 10.0
 

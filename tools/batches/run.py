@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
-from protocol.batch_retries import LineOutcome, RetryPolicy, failure_of
-from protocol.batches import BatchLine, BatchResult
+from protocol.shared.batch_retries import LineOutcome, RetryPolicy, failure_of
+from protocol.shared.batches import BatchLine, BatchResult
 from tools.batches.sender import LineSender
 from tools.failure import Failure
 from tools.http.web import WebServer

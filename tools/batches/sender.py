@@ -5,8 +5,8 @@ from __future__ import annotations
 import http.client
 import uuid
 
-from protocol.batch_retries import LineOutcome
-from protocol.batches import BatchLine, BatchResponse, json_of
+from protocol.shared.batch_retries import LineOutcome
+from protocol.shared.batches import BatchLine, BatchResponse, json_of
 from tools.http.web import WebServer, hang_up
 
 CONNECT_TIMEOUT_S = 10.0

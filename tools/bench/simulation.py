@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from protocol.simulation import LoadFigures, Quantiles, SimulationConfig, SimulationResult
+from protocol.tools.simulation import LoadFigures, Quantiles, SimulationConfig, SimulationResult
 from tools.bench.page import PlotLine, Point, document, html_table, svg
 from tools.bench.report import NOTHING
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from protocol.field_errors import in_words
-from protocol.sampling import MaxTokens, Seed, Temperature, TopP
+from protocol.engine.sampling import MaxTokens, Seed, Temperature, TopP
+from protocol.wire.field_errors import in_words
 
 
 class SamplingOption(NamedTuple):

@@ -15,9 +15,9 @@ import sys
 import msgspec
 
 from protocol.config.cluster import ClusterConfig
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import attach_to_parent
-from protocol.log_lines import log_to_stderr
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import attach_to_parent
+from protocol.process.log_lines import log_to_stderr
 
 log = logging.getLogger("cluster")
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from protocol.cluster_key import SAFE_MODE
+from protocol.wire.cluster_key import SAFE_MODE
 from tools.processes.children import Child, Command, module_command
 
 CONCURRENT_CALLS = 3

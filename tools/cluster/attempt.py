@@ -25,9 +25,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from protocol.client import Client
-from protocol.errors import EngineError, EngineNotReady
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineError, EngineNotReady
 from tools.cluster.actor import CONCURRENT_CALLS, EngineRunner
 from tools.cluster.connection import first_line, free_resources, living_nodes
 from tools.cluster.placement import AskForPlace, EngineLoss, Placement, PlacementAction

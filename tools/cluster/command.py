@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.cluster_key import write_cluster_key
 from protocol.config.cluster import ClusterConfig
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
-from protocol.exit_codes import ExitCode
-from protocol.log_lines import LogStyle
+from protocol.process.exit_codes import ExitCode
+from protocol.process.log_lines import LogStyle
+from protocol.wire.cluster_key import write_cluster_key
 from tools.flags import to_arguments
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.paths import user_path

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 from ray.exceptions import RayError
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.cluster.resources import ClusterNode, Resources
 from tools.failure import Failure
 

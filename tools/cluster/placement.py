@@ -22,7 +22,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.cluster.placement_states import (
     PLACED,
     PlacedEngine,

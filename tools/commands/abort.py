@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from protocol.client import Client
-from protocol.errors import ServingError
-from protocol.request_ids import MIN_BEGINNING_CHARS, choose, several
+from protocol.sdk.client import Client
+from protocol.shared.request_ids import MIN_BEGINNING_CHARS, choose, several
+from protocol.wire.errors import ServingError
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
 from tools.terminal import clean

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
 from tools.bench.report import aligned
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure

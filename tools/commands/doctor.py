@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import devices
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
-from protocol.facts import MachineFacts
-from protocol.model_card import ModelCard
-from protocol.rooms import check_rooms
-from protocol.sockets import MAX_IPC_PATH, run_directory
+from protocol.engine.model_card import ModelCard
+from protocol.process import devices
+from protocol.process.packages import check_rooms
+from protocol.tools.facts import MachineFacts
+from protocol.wire.sockets import MAX_IPC_PATH, run_directory
 from tools import findings
 from tools.commands.models import is_path, suggestion
 from tools.failure import Failure

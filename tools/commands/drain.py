@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from protocol.client import Client
-from protocol.errors import EngineError
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineError
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
 

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from protocol.client import Client
 from protocol.config.engine import EngineConfig
 from protocol.config.serve import SoloConfig
 from protocol.config.worker import WorkerConfig
-from protocol.errors import EngineNotReady
-from protocol.lifeline import attach_if_supervised
-from protocol.log_lines import LogStyle
-from protocol.sockets import local_address, run_directory
+from protocol.process.lifeline import attach_if_supervised
+from protocol.process.log_lines import LogStyle
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineNotReady
+from protocol.wire.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.commands.serve import engine_command
 from tools.config_file import add_config_option

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from protocol.cluster_key import write_cluster_key
+from protocol.wire.cluster_key import write_cluster_key
 from tools.failure import Failure
 from tools.paths import user_path
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import api_keys
-from protocol.api_keys import KeyEntry
+from protocol.shared import api_keys
+from protocol.shared.api_keys import KeyEntry
 from tools.failure import Failure
 from tools.flags import OneLineParser, add_flags, build
 from tools.paths import user_path

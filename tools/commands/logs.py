@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol import request_ids
-from protocol.exit_codes import ExitCode
-from protocol.log_lines import colored
+from protocol.process.exit_codes import ExitCode
+from protocol.process.log_lines import colored
+from protocol.shared import request_ids
 from tools.failure import Failure
 from tools.processes import run_lock
 from tools.processes.discovery import START_ONE, base_directory

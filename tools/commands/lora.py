@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from protocol.adapters import AdapterInfo
-from protocol.client import Client
-from protocol.errors import ServingError
+from protocol.engine.adapters import AdapterInfo
+from protocol.sdk.client import Client
+from protocol.wire.errors import ServingError
 from tools.failure import Failure
 from tools.flags import OneLineParser
 from tools.processes.discovery import add_engine_options, connect

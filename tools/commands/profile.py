@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from protocol.client import Client
-from protocol.errors import EngineNotReady, ServingError
-from protocol.messages import Profiled
-from protocol.process_state import PROC, program_name, read_all_stats, with_descendants
-from protocol.sockets import engine_address
+from protocol.engine.messages import Profiled
+from protocol.process.process_state import PROC, program_name, read_all_stats, with_descendants
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineNotReady, ServingError
+from protocol.wire.sockets import engine_address
 from tools.bench.report import aligned
 from tools.failure import Failure
 from tools.paths import user_path

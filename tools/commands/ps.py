@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.process_state import memory_bytes, process_age_s
+from protocol.process.process_state import memory_bytes, process_age_s
 from tools.processes.discovery import Found, RunDirectory, base_directory, discover
 
 DESCRIPTION = """\

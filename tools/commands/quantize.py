@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.exit_codes import ExitCode
-from protocol.quantize import TYPES, QuantizeJob, QuantizeProgress
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.quantize import TYPES, QuantizeJob, QuantizeProgress
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.fetch import format_size, home

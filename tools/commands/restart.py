@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from protocol.control import RollEnded, RollEngines, RollProgress
-from protocol.sockets import run_directory
+from protocol.tools.control import RollEnded, RollEngines, RollProgress
+from protocol.wire.sockets import run_directory
 from tools.failure import Failure
 from tools.processes.control_client import ControlClient
 from tools.processes.discovery import add_server, local_server

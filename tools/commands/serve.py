@@ -22,18 +22,18 @@ from typing import Any
 
 import msgspec
 
-from protocol import api_keys
-from protocol.cluster_key import write_cluster_key
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import attach_if_supervised
-from protocol.log_lines import LogStyle
-from protocol.model_card import CardFile, read_card
-from protocol.model_card import write_card as write_card_file
-from protocol.sockets import engine_address, run_directory
+from protocol.engine.model_card import CardFile, read_card
+from protocol.engine.model_card import write_card as write_card_file
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import attach_if_supervised
+from protocol.process.log_lines import LogStyle
+from protocol.shared import api_keys
+from protocol.wire.cluster_key import write_cluster_key
+from protocol.wire.sockets import engine_address, run_directory
 from tools.cluster.command import (
     START_GRACE_S,
     launcher_command,

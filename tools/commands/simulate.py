@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.bench import StepBench, StepBenchLine
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.simulation import (
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.bench import StepBench, StepBenchLine
+from protocol.tools.simulation import (
     SimulatedMachine,
     SimulationConfig,
     SimulationFailed,

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from protocol.client import Client
-from protocol.errors import EngineError
-from protocol.messages import Limits
-from protocol.sockets import engine_address
-from protocol.stats import EngineStats
+from protocol.engine.messages import Limits
+from protocol.engine.stats import EngineStats
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineError
+from protocol.wire.sockets import engine_address
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states
 from tools.processes.discovery import RunningServer, add_server, local_server
 

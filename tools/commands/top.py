@@ -9,10 +9,10 @@ from collections import deque
 
 import msgspec
 
-from protocol.client import Client
-from protocol.errors import ServingError
-from protocol.session import PING_EVERY_S
-from protocol.watch import EngineFrame, EngineWatcher
+from protocol.engine.session import PING_EVERY_S
+from protocol.sdk.client import Client
+from protocol.shared.watch import EngineFrame, EngineWatcher
+from protocol.wire.errors import ServingError
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
 from tools.terminal import use_colors

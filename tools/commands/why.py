@@ -10,12 +10,12 @@ import argparse
 
 import msgspec
 
-from protocol.client import Client
-from protocol.errors import ServingError
-from protocol.explain import duration, ended, explain, headline
-from protocol.messages import RequestTimelines
-from protocol.request_ids import MIN_BEGINNING_CHARS, choose, several
-from protocol.timeline import EngineTimeline
+from protocol.engine.messages import RequestTimelines
+from protocol.engine.timeline import EngineTimeline
+from protocol.sdk.client import Client
+from protocol.shared.explain import duration, ended, explain, headline
+from protocol.shared.request_ids import MIN_BEGINNING_CHARS, choose, several
+from protocol.wire.errors import ServingError
 from tools.failure import Failure
 from tools.processes.discovery import add_engine_options, connect
 from tools.terminal import clean

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from protocol import sockets
-from protocol.cluster_key import read_cluster_key
 from protocol.config.worker import JoinConfig
+from protocol.wire import sockets
+from protocol.wire.cluster_key import read_cluster_key
 from tools.commands.models import add_model, resolve
 from tools.failure import Failure
 from tools.flags import add_flags, build

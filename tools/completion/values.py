@@ -20,7 +20,7 @@ def values(kind: Kind, words: Sequence[str]) -> list[str]:
 
             return [str(server.port) for server in running()]
         case "key" if words:
-            from protocol import api_keys
+            from protocol.shared import api_keys
 
             try:
                 return list(api_keys.read(words[0]))

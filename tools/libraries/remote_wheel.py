@@ -22,7 +22,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import cast
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models import download
 from tools.models.download import ConnectionLost

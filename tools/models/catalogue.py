@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
 from tools.models.wheel_file import WheelFile
 
 DEFAULT = "smollm2-135m"

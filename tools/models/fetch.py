@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
 import msgspec
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, Entry
 from tools.models.wheel_file import WheelFile

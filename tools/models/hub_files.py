@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.names import HubName
 

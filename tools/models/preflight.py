@@ -14,12 +14,12 @@ from typing import Self
 
 import msgspec
 
-from protocol import model_card
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
-from protocol.exit_codes import ExitCode
-from protocol.facts import ModelPlan, Preflight
-from protocol.model_card import ModelCard
+from protocol.engine import model_card
+from protocol.engine.model_card import ModelCard
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.facts import ModelPlan, Preflight
 from tools.failure import Failure
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.download import Checksum, ConnectionLost, check_start, download, partial_bytes
 from tools.models.fetch import OTHER_DISK, PrintLine, check_space, locked, progress_bar

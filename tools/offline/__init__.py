@@ -1,1 +1,1 @@
-"""Starts the processes of `protocol.offline.LLM`."""
+"""Starts the processes of `protocol.sdk.offline.LLM`."""

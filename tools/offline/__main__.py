@@ -23,15 +23,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from protocol.client import Client
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.config.worker import WorkerConfig
-from protocol.errors import EngineNotReady
-from protocol.exit_codes import ExitCode
-from protocol.field_errors import with_field
-from protocol.lifeline import attach_to_parent
-from protocol.offline_messages import OfflineConfig
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import attach_to_parent
+from protocol.sdk.client import Client
+from protocol.sdk.offline_messages import OfflineConfig
+from protocol.wire.errors import EngineNotReady
+from protocol.wire.field_errors import with_field
 from tools.commands.models import resolve
 from tools.commands.serve import engine_command
 from tools.failure import Failure

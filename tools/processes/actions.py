@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from protocol.control import FromSupervisor
-from protocol.exit_codes import KILLED, ExitCode
+from protocol.process.exit_codes import KILLED, ExitCode
+from protocol.tools.control import FromSupervisor
 
 
 @dataclass(frozen=True, slots=True)

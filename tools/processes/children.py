@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import Lifeline
-from protocol.log_lines import LineFormatter, LogStyle, without_colors, without_style
-from protocol.process_state import explain_kill, is_stopped, num_oom_kills
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import Lifeline
+from protocol.process.log_lines import LineFormatter, LogStyle, without_colors, without_style
+from protocol.process.process_state import explain_kill, is_stopped, num_oom_kills
 from tools.failure import Failure
 from tools.processes.actions import ProcessExit, StoppedProcess
 from tools.processes.child_environment import child_environment

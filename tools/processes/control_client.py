@@ -1,4 +1,4 @@
-"""The commands' side of the control socket (protocol/control.py), with blocking calls."""
+"""The commands' side of the control socket (protocol/tools/control.py), with blocking calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Self
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlError,
     ControlReader,
     FromSupervisor,
@@ -15,7 +15,7 @@ from protocol.control import (
     control_address,
     encode,
 )
-from protocol.errors import WireError
+from protocol.wire.errors import WireError
 from tools.failure import Failure
 
 READ_BYTES = 1 << 16

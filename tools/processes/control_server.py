@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlReader,
     FromSupervisor,
     ToSupervisor,
     control_address,
     encode,
 )
-from protocol.errors import WireError
+from protocol.wire.errors import WireError
 from tools.processes.actions import Action
 
 READ_BYTES = 1 << 16

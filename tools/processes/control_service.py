@@ -1,4 +1,4 @@
-"""Answers the requests on the control socket (protocol/control.py). It has no socket itself.
+"""Answers the requests on the control socket (protocol/tools/control.py). It has no socket itself.
 
 The fleet decides which models are loaded, the rolling restart which engine is next, and the
 supervisor what happens to each process. This module passes the decisions of the first two on to the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from protocol.control import (
+from protocol.tools.control import (
     ControlError,
     FromSupervisor,
     GetModels,
@@ -52,7 +52,7 @@ class ControlService:
     timeout_s   time in which the engines of a rolling restart must become ready
 
     All methods return actions. Connections have numbers. Each request receives one reply, as
-    protocol/control.py says; `ReportUse` receives none.
+    protocol/tools/control.py says; `ReportUse` receives none.
     """
 
     def __init__(

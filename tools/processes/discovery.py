@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from protocol import devices
-from protocol.client import Client
 from protocol.config.gateway import GatewayConfig
-from protocol.devices import DeviceHolder
-from protocol.errors import EngineNotReady
-from protocol.hosts import is_loopback
-from protocol.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
-from protocol.sockets import engine_address, run_directory
+from protocol.process import devices
+from protocol.process.devices import DeviceHolder
+from protocol.process.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
+from protocol.sdk.client import Client
+from protocol.wire.errors import EngineNotReady
+from protocol.wire.loopback import is_loopback
+from protocol.wire.sockets import engine_address, run_directory
 from tools.failure import Failure
 from tools.flags import flags_of, let_stand_for
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states, local_url, port_of

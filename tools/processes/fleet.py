@@ -21,14 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from protocol.control import (
+from protocol.tools.control import (
     REPORT_EVERY_S,
     LoadState,
     ModelState,
     ModelStates,
     ReportUse,
 )
-from protocol.facts import GIB
+from protocol.tools.facts import GIB
 
 RETRY_S = 10.0
 """Seconds after a failed load in which requests for the model are refused at once."""

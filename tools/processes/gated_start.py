@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Self
 
-from protocol.exit_codes import KILLED
-from protocol.start_gate import StartGate
+from protocol.process.exit_codes import KILLED
+from protocol.process.start_gate import StartGate
 from tools.failure import Failure
 from tools.processes.children import Child, Command
 from tools.processes.server_log import ServerLog

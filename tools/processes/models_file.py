@@ -26,7 +26,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from protocol.field_errors import in_words
+from protocol.wire.field_errors import in_words
 from tools.flags import build, flags_of
 from tools.models.catalogue import DEFAULT
 from tools.paths import user_path

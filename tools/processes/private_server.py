@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from protocol.api_keys import new_key
-from protocol.exit_codes import ExitCode
-from protocol.lifeline import Lifeline
+from protocol.process.exit_codes import ExitCode
+from protocol.process.lifeline import Lifeline
+from protocol.shared.api_keys import new_key
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, local_url
 from tools.processes.child_environment import child_environment

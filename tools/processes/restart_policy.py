@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 
 WINDOW_S = 300.0
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0

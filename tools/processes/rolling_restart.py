@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from protocol.control import RollEnded, RollProgress, RollStep
+from protocol.tools.control import RollEnded, RollProgress, RollStep
 from tools.processes.child_states import ChildState
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.exit_codes import ExitCode
-from protocol.sockets import (
+from protocol.process.exit_codes import ExitCode
+from protocol.wire.sockets import (
     ADAPTERS_SUFFIX,
     MEETING_FILE,
     check_private,

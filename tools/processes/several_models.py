@@ -19,10 +19,10 @@ import msgspec
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
-from protocol.control import control_address
-from protocol.exit_codes import ExitCode
-from protocol.facts import GIB, ModelPlan, Preflight
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.control import control_address
+from protocol.tools.facts import GIB, ModelPlan, Preflight
 from tools.failure import Failure
 from tools.models.preflight import preflight, preflight_alternatives, tokenizer_digest
 from tools.models.pulling import served_name

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from protocol.cluster_key import read_cluster_key
 from protocol.config.base import PathKind
 from protocol.config.gateway import NO_STORE
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
+from protocol.wire.cluster_key import read_cluster_key
 from tools.failure import Failure
 from tools.flags import flags_of
 

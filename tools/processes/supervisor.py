@@ -34,7 +34,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from protocol.exit_codes import DRAINED, KILLED, ExitCode
+from protocol.process.exit_codes import DRAINED, KILLED, ExitCode
 from tools.processes.actions import (
     Action,
     EndServer,

@@ -21,12 +21,12 @@ from typing import cast
 
 import msgspec
 
-from protocol import sockets
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import Device
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
+from protocol.wire import sockets
 from tools.failure import Failure
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import CATALOGUE

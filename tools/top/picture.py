@@ -1,14 +1,14 @@
-"""Draws the frames of an engine (protocol/watch.py) as lines of text. Does no I/O."""
+"""Draws the frames of an engine (protocol/shared/watch.py) as lines of text. Does no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from protocol.explain import duration
-from protocol.messages import Limits
-from protocol.usage import RequestStatus
-from protocol.watch import EngineFrame, Percentiles
+from protocol.engine.messages import Limits
+from protocol.engine.usage import RequestStatus
+from protocol.shared.explain import duration
+from protocol.shared.watch import EngineFrame, Percentiles
 from tools.terminal import clean, cut
 
 MIN_WIDTH = 40

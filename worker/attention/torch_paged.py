@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 
-from protocol.kv_window import num_passed_blocks
+from protocol.engine.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
 from worker.device.staging import upload_one
 from worker.kv.rounding import ROUNDED, numbers_of

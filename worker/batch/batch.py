@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.steps import StepPlan
+from protocol.worker.steps import StepPlan
 from worker.attention.base import AttentionBatch
 from worker.device.staging import integers, upload
 from worker.sampling.verify import NO_DRAFT

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.steps import StepResult
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepResult
 from worker.device.logprob_columns import LogprobColumns, int32
 from worker.device.readback import Readback
 

@@ -1,6 +1,6 @@
 """`python -P -m worker.benchmark --config JSON`: print timings as JSON lines.
 
-protocol/bench.py declares the config and the lines.
+protocol/tools/bench.py declares the config and the lines.
 
 Exit codes: 0 if all steps were timed; 1 if the model cannot be used or memory is too small, with
 the reason in the last line of stderr; 2 for a bad command line.
@@ -14,7 +14,7 @@ import sys
 
 import msgspec
 
-from protocol.bench import StepBench, StepBenchLine
+from protocol.tools.bench import StepBench, StepBenchLine
 from worker.device import environment
 
 

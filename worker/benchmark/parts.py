@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from protocol.bench import PARTS
+from protocol.tools.bench import PARTS
 from worker.kernels.native import NativeKernels
 
 _KERNELS = "kernels"

@@ -20,12 +20,12 @@ from time import perf_counter
 import msgspec
 import torch
 
-from protocol.arrays import Int32, UInt8
-from protocol.bench import PARTS, StepBench, StepBenchReady, StepTiming
 from protocol.config.worker import WorkerConfig
-from protocol.kv_window import num_column_blocks
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
+from protocol.engine.kv_window import num_column_blocks
+from protocol.engine.sampling import SamplingParams
+from protocol.tools.bench import PARTS, StepBench, StepBenchReady, StepTiming
+from protocol.wire.arrays import Int32, UInt8
+from protocol.worker.steps import SlotInit, SlotRelease, StepPlan, WorkerReady
 from worker.benchmark.parts import (
     PartsClock,
     TimedPart,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 

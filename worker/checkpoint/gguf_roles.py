@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from protocol.model_card import InfillTokens
+from protocol.engine.model_card import InfillTokens
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 

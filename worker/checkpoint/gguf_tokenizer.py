@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.model_card import SamplingDefaults
+from protocol.engine.model_card import SamplingDefaults
 from worker.checkpoint.generation_config import log_unapplied, out_of_bounds
 from worker.checkpoint.gguf_roles import end_tokens, infill_tokens, token_id
 from worker.checkpoint.gguf_tokens import (

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from protocol.model_card import InfillTokens, SamplingDefaults
+from protocol.engine.model_card import InfillTokens, SamplingDefaults
 from worker.checkpoint.generation_config import FILE as GENERATION
 from worker.checkpoint.generation_config import generation_defaults
 from worker.errors import FETCH_AGAIN, UnusableModel

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from protocol import devices
 from protocol.config.worker import Dtype, WorkerConfig
+from protocol.process import devices
 from worker.device.machine import dtype_name, free_host_bytes
 from worker.errors import UnusableModel
 

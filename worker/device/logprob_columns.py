@@ -3,8 +3,8 @@
 Columns that the host computes are arrays; the others are tensors on the device. Their copies to the
 host are queued without waiting, and only `to_message` reads them.
 
-Legend as in protocol.steps.Logprobs, which has the same fields: N tokens, K most likely tokens, A
-requested tokens, D of the N tokens with logprobs under both distributions.
+Legend as in protocol.worker.steps.Logprobs, which has the same fields: N tokens, K most likely
+tokens, A requested tokens, D of the N tokens with logprobs under both distributions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.arrays import Float32, Int32
-from protocol.steps import Logprobs
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import Logprobs
 
 Ints = NDArray[np.integer]
 

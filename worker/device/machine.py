@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.config.worker import Dtype
-from protocol.control_groups import CGROUPS, PROC, own_groups
+from protocol.process.control_groups import CGROUPS, PROC, own_groups
 from worker.device.cpuinfo import CPUINFO, first_of
 
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

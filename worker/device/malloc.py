@@ -7,7 +7,7 @@ five sixths of the time of sampling 64 rows.
 
 from __future__ import annotations
 
-from protocol.malloc import set_malloc
+from protocol.process.malloc import set_malloc
 
 LARGEST_PIECE_BYTES = 32 << 20
 """Pieces up to this size come from the heap; glibc allows no higher limit. Larger pieces are

@@ -55,5 +55,5 @@ def upload_bytes(buffer: Any, device: torch.device) -> Tensor:
 
 
 def integers(buffer: Any) -> NDArray[np.int64]:
-    """Return the int32 items in `buffer`, the `data` of a `protocol.arrays.Int32`, as int64."""
+    """Return the int32 items in `buffer`, the `data` of an `Int32` of protocol, as int64."""
     return np.frombuffer(buffer, np.int32).astype(np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.steps import StepPlan
+from protocol.worker.steps import StepPlan
 from worker.attention.base import Attention
 from worker.batch.batch import Ints, Spans, place
 from worker.device.staging import integers, upload

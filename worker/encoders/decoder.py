@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.encoding import MAX_STEP_INPUTS
+from protocol.engine.encoding import MAX_STEP_INPUTS
 from worker.attention.base import Attention, AttentionBatch
 from worker.device.staging import upload
 from worker.encoders.pooling import InputHead

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from worker.checkpoint.gguf_config import Metadata, rope_parameters
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokenizer import gguf_text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config.worker import PoolingOption
-from protocol.encoding import EncodingCard
+from protocol.engine.encoding import EncodingCard
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.safetensors_files import DTYPE_BYTES, SafetensorsFiles, weight_files
 from worker.checkpoint.text import TextFacts, directory_name, directory_text

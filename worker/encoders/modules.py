@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from protocol.encoding import EncodeTask, EncodingCard, Pooling, Similarity
+from protocol.engine.encoding import EncodeTask, EncodingCard, Pooling, Similarity
 from worker.checkpoint.safetensors_files import SINGLE, SafetensorsFiles
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.fields import Fields, parsed_json, read_json

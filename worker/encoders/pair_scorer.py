@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.encoding import EncodingCard, PairPrompt
+from protocol.engine.encoding import EncodingCard, PairPrompt
 from worker.checkpoint.gguf_config import Metadata
 from worker.checkpoint.text import token_ids
 from worker.encoders.families.family import SCORES, check_one_label, has_sigmoid

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, normalize
 
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from worker.encoders.ragged import RaggedBatch
 from worker.layers.linear import Dense
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.arrays import Float32
-from protocol.encoding import EncodeInputs
-from protocol.steps import EncodePlan, EncodeResult
+from protocol.engine.encoding import EncodeInputs
+from protocol.wire.arrays import Float32
+from protocol.worker.steps import EncodePlan, EncodeResult
 from worker.device.logprob_columns import int32
 from worker.device.readback import Mark, Readback, mark
 from worker.device.staging import integers

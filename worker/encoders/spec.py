@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.encoding import Pooling
+from protocol.engine.encoding import Pooling
 from worker.errors import UnusableModel
 from worker.spec.model_spec import MAX_DIMENSION, Activation, NormSpec
 from worker.spec.rope_config import RopeConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import GIB
-from protocol.kv_window import KVGroups, max_held_blocks, max_request_tokens
+from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tokens
+from protocol.tools.facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.spec.step_limits import StepLimits
 
@@ -37,8 +37,8 @@ class KVDemand:
     context_tokens   the model's limit
     block_bytes      size of one block, in all layers that it stores
     limits           the largest step
-    window           window of all layers in tokens, see protocol/kv_window.py; None: no blocks are
-                     freed before the request ends, or `groups` describes the window
+    window           window of all layers in tokens, see protocol/engine/kv_window.py; None: no
+                     blocks are freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
     """
 

@@ -4,7 +4,7 @@ Legend: L layers of a block, B blocks (block 0 is the null block), H_kv key/valu
 W items of a stored head: D, or more if heads are rounded (rounding.py), T tokens. The engine
 assigns blocks to requests; the cache does not store the assignment. Usually a block stores all
 layers of the model. If only some layers have a window, each column of a block table has several
-blocks, which store different layers (KVGroups in protocol/kv_window.py).
+blocks, which store different layers (KVGroups in protocol/engine/kv_window.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from worker.kv.cache import KVCache
 
 DIGEST_BYTES = 16

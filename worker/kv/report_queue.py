@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from threading import Lock
 
-from protocol.kv import KVFailure, KVFetched, KVReport, KVTierNews
+from protocol.worker.kv import KVFailure, KVFetched, KVReport, KVTierNews
 
 
 class ReportQueue:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.config.worker import Activations, KVDtype, PoolingOption, WeightForm
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from worker.checkpoint.digest import digest
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_weights import GGUFWeights

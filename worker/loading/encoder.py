@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 from worker.checkpoint.digest import digest
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_weights import GGUFWeights

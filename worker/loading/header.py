@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config.worker import PoolingOption
-from protocol.encoding import EncodingCard
+from protocol.engine.encoding import EncodingCard
 from worker.checkpoint.gguf_config import Metadata
 from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.checkpoint.gguf_header import gguf_names, gguf_spec

@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
-from protocol.errors import ErrorInfo, InvalidRequest, UnknownModel
-from protocol.steps import AdapterLoad, AdapterReport, AdapterUnload
+from protocol.wire.errors import ErrorInfo, InvalidRequest, UnknownModel
+from protocol.worker.steps import AdapterLoad, AdapterReport, AdapterUnload
 from worker.errors import UnusableModel
 from worker.lora.adapter import Adapter
 from worker.lora.errors import MissingAdapter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from protocol.adapters import AdapterInfo, split_adapter
 from protocol.config.worker import WorkerConfig
+from protocol.engine.adapters import AdapterInfo, split_adapter
 from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
 from worker.lora.adapter import AdapterFiles

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.steps import NO_ADAPTER, SlotInit
+from protocol.worker.steps import NO_ADAPTER, SlotInit
 from worker.device.staging import upload
 from worker.kernels import structs
 from worker.layers.low_rank import LayerAdapters

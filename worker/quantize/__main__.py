@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.exit_codes import ExitCode
-from protocol.quantize import QuantizeJob, QuantizeProgress
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.quantize import QuantizeJob, QuantizeProgress
 from worker.errors import UnusableModel
 from worker.quantize.writing import quantize_model
 

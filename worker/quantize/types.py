@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import LlamaFileType, quants
 from numpy.typing import NDArray
 
-from protocol.quantize import TYPES
+from protocol.tools.quantize import TYPES
 from worker.quantize.k_quants import q4_k, q5_k, q6_k
 
 Floats = NDArray[np.float32]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protocol.steps import Masks, StepPlan
+from protocol.worker.steps import Masks, StepPlan
 from worker.batch.batch import BatchRows, Sampled
 from worker.device.staging import integers, upload, upload_bytes
 from worker.sampling.slot_lookup import listed_ids, rows_and_slots

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.sampling import MAX_LOGPROBS
+from protocol.engine.sampling import MAX_LOGPROBS
 from worker.batch.batch import Sampled, StepBatch
 from worker.device.logprob_columns import LogprobColumns
 from worker.device.staging import upload, upload_one

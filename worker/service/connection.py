@@ -1,7 +1,7 @@
 """The worker's connection to its engine, which has started it or which it has joined.
 
-A worker that the engine has started ends with the engine (protocol/lifeline.py). A worker that
-another machine has started ends when the connection is lost (`EngineWatch`).
+A worker that the engine has started ends with the engine (protocol/process/lifeline.py). A worker
+that another machine has started ends when the connection is lost (`EngineWatch`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 
 import zmq
 
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
-from protocol.exit_codes import ExitCode
-from protocol.steps import FromWorker, ToWorker
+from protocol.process.exit_codes import ExitCode
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker.steps import FromWorker, ToWorker
 
 log = logging.getLogger("worker")
 
@@ -43,7 +43,7 @@ class EngineConnection:
         parent   process id of the engine that has started this process; None: another one did
         """
         self._socket = socket
-        self._decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
+        self._decoder: codec.Decoder[ToWorker] = codec.Decoder(ToWorker)
         self._parent = parent
         self._pollers: dict[tuple[int, ...], zmq.Poller] = {}
 
@@ -78,7 +78,7 @@ class EngineConnection:
 
     def send(self, message: FromWorker) -> None:
         """Send a message. Raises ParentGone if the engine reads nothing for SEND_WAIT_MS."""
-        frames = wire.encode(message)
+        frames = codec.encode(message)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -90,7 +90,7 @@ class EngineConnection:
         """Send a last message. Give up if the engine reads nothing for FINAL_SEND_MS."""
         if self._socket.poll(FINAL_SEND_MS, zmq.POLLOUT):
             with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
+                self._socket.send_multipart(codec.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
         """May be called twice."""

@@ -15,7 +15,7 @@ import zmq
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
-from protocol.steps import TokenizerRead
+from protocol.worker.steps import TokenizerRead
 from worker.device.device import lock_device
 from worker.device.timing import StartupTiming
 from worker.kv.layout import KVLayout

@@ -16,9 +16,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol, Self
 
-from protocol.kv import KVFetch, KVReport
-from protocol.ranks import TokenDigest
-from protocol.steps import (
+from protocol.worker.kv import KVFetch, KVReport
+from protocol.worker.ranks import TokenDigest
+from protocol.worker.steps import (
     EncodePlan,
     FromWorker,
     Heartbeat,

@@ -6,7 +6,7 @@ rows. A feature that no row of the step uses is skipped without examining any ro
 
 from __future__ import annotations
 
-from protocol.steps import SlotInit
+from protocol.worker.steps import SlotInit
 
 DRAW = 1 << 0
 BIAS = 1 << 1

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from protocol.sampling import (
+from protocol.engine.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_BAD_TOKENS,
@@ -22,7 +22,7 @@ from protocol.sampling import (
     LogprobsOf,
     SamplingParams,
 )
-from protocol.steps import NULL_BLOCK, SlotInit
+from protocol.worker.steps import NULL_BLOCK, SlotInit
 from worker.device.staging import integers
 from worker.slots.features import features_of
 from worker.slots.table import RestPolicy, SlotField, Value

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.steps import SlotInit
+from protocol.worker.steps import SlotInit
 from worker.device.staging import Words, upload
 
 Value = int | float | Words

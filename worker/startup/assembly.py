@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.model_card import ModelCard
-from protocol.steps import TokenizerRead, WorkerReady
+from protocol.engine.model_card import ModelCard
+from protocol.worker.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
 from worker.checkpoint.text import check_draft

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.model_card import CardFile, ModelCard, sampling_defaults, write_card
+from protocol.engine.model_card import CardFile, ModelCard, sampling_defaults, write_card
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokenizer import gguf_text
 from worker.checkpoint.text import TextFacts, directory_name, directory_text, token_ids

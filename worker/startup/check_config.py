@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from protocol.exit_codes import ExitCode
+from protocol.process.exit_codes import ExitCode
 from worker.checkpoint.gguf_file import MAGIC, architecture_at_start
 from worker.checkpoint.gguf_header import gguf_family
 from worker.encoders.families.registry import find_encoder

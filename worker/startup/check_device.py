@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from protocol.exit_codes import ExitCode
-from protocol.facts import CudaDriver
+from protocol.process.exit_codes import ExitCode
+from protocol.tools.facts import CudaDriver
 from worker.device import cuda_driver, machine
 from worker.device.environment import VISIBLE_DEVICES, visible_devices
 from worker.device.machine import TorchBuild

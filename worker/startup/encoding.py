@@ -10,11 +10,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from protocol.arrays import Int32
 from protocol.config.worker import WorkerConfig
-from protocol.encoding import EncodeInputs
-from protocol.model_card import ModelCard
-from protocol.steps import EncodePlan, TokenizerRead, WorkerReady
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.model_card import ModelCard
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import EncodePlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.device import cpuinfo, machine, malloc
 from worker.device.timing import StartupTiming

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from protocol.facts import MachineFacts
+from protocol.tools.facts import MachineFacts
 from worker.device import device as devices
 from worker.device import machine
 from worker.device.cpuinfo import cpu_flags

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.config.worker import WorkerConfig
-from protocol.kv_window import KVGroups, num_column_blocks
+from protocol.engine.kv_window import KVGroups, num_column_blocks
 from worker.spec.model_spec import ModelFacts
 
 MAX_PADDING = 1.25

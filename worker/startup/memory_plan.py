@@ -3,8 +3,8 @@
 The plan is made from the headers of the files, before any weight is loaded. After loading, the
 worker calls `kv_budget` again with the memory that is then free. A server must be able to finish
 every request that it accepts, so the cache holds at least one request of the maximum length, or one
-window if blocks before the window are freed (protocol/kv_window.py). If the user has set that
-length, it must fit; otherwise it is reduced to fit.
+window if blocks before the window are freed (protocol/engine/kv_window.py). If the user has set
+that length, it must fit; otherwise it is reduced to fit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.config.worker import Activations, WeightForm, WorkerConfig
-from protocol.facts import GIB, ModelPlan
-from protocol.kv_window import KVGroups, max_request_tokens
-from protocol.sampling import (
+from protocol.engine.kv_window import KVGroups, max_request_tokens
+from protocol.engine.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_BAD_TOKENS,
@@ -24,6 +23,7 @@ from protocol.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
 )
+from protocol.tools.facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kv.budget import (
     FREE_SHARE,

@@ -24,8 +24,8 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import ModelPlan, Preflight
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
+from protocol.tools.facts import ModelPlan, Preflight
 from worker.attention.limits import check_attention_option
 from worker.checkpoint.text import check_draft
 from worker.device import machine

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from protocol.arrays import Int32, UInt8
-from protocol.sampling import MAX_LOGPROBS, SamplingParams
-from protocol.steps import Masks, SlotInit, SlotRelease, StepPlan
+from protocol.engine.sampling import MAX_LOGPROBS, SamplingParams
+from protocol.wire.arrays import Int32, UInt8
+from protocol.worker.steps import Masks, SlotInit, SlotRelease, StepPlan
 from worker.errors import NotEnoughMemory
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from protocol.config.worker import Poisoning, WorkerConfig
-from protocol.kv_window import KVGroups, num_column_blocks
+from protocol.engine.kv_window import KVGroups, num_column_blocks
 from worker.device.device import free_bytes
 from worker.encoders.runner import EncodeRunner
 from worker.errors import UnusableModel

@@ -6,9 +6,9 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from protocol.arrays import Int32, UInt8
-from protocol.sampling import SamplingParams
-from protocol.steps import SlotInit, SlotRelease, StepPlan
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.arrays import Int32, UInt8
+from protocol.worker.steps import SlotInit, SlotRelease, StepPlan
 from worker.kv.cache import KVCache
 from worker.step.runner import Runner
 

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from protocol.steps import StepPlan
+from protocol.worker.steps import StepPlan
 from worker.batch.batch import BatchRows, Ints
 from worker.kernels import structs
 from worker.kernels.native import address

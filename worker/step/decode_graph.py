@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.steps import StepPlan
+from protocol.worker.steps import StepPlan
 from worker.attention.base import Attention, AttentionBatch
 from worker.batch.batch import BatchRows, Ints
 from worker.device.staging import upload_into

@@ -3,7 +3,7 @@
 The runner executes plans in order and decides nothing. It stores no request state of its own: all
 of it is in the slots and the KV cache. Launching a step queues all its work on the device without
 waiting, so the next step can be queued before this one's tokens are read. The order of the
-operations below is part of the contract with the engine (protocol.steps.StepPlan).
+operations below is part of the contract with the engine (protocol.worker.steps.StepPlan).
 
 Legend: T tokens in the step, S sampled positions, P rows that sample, V vocabulary.
 """
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.arrays import Int32
-from protocol.steps import StepPlan, StepResult
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan, StepResult
 from worker.attention.base import Attention
 from worker.batch.batch import (
     BatchRows,

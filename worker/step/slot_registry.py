@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.steps import StepPlan
+from protocol.worker.steps import StepPlan
 from worker.batch.pending_step import PendingStep
 from worker.slots.table import SlotField, SlotTable
 from worker.step.runner import Runner, no_masks

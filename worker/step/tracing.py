@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from protocol.steps import Trace, Traced
+from protocol.worker.steps import Trace, Traced
 
 
 @dataclass(slots=True)

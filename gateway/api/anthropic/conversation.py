@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 LEFT_OUT = "content_left_out"
 """Code of the warning about a block that the model cannot read."""

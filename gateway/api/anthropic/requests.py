@@ -31,7 +31,7 @@ from gateway.api.openai.requests import (
 )
 from gateway.http.text_fields import Name, TemplateText
 from gateway.text.stop import MAX_STOP_STRINGS
-from protocol.sampling import MaxTokens
+from protocol.engine.sampling import MaxTokens
 
 # ---- JSON Schemas of values that `conversation` and `translate` check, for the OpenAPI document
 

@@ -18,7 +18,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import HTTPFault
 from gateway.model_host import ListedModel
 from gateway.observe.timings import Timings, timings_of_group
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 encode = msgspec.json.encode
 

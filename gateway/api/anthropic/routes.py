@@ -21,7 +21,7 @@ from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.errors import RequestError
+from protocol.wire.errors import RequestError
 
 Body = TypeVar("Body", bound=requests.CountBody)
 

@@ -23,7 +23,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.http.errors import fault_of
 from gateway.observe.timings import timings_of_group
-from protocol.errors import ServingError
+from protocol.wire.errors import ServingError
 
 _DELTAS: Mapping[
     BlockKind,

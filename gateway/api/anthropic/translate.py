@@ -27,7 +27,7 @@ from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
 from gateway.prompt.kwargs import ThinkingFields, thinking_budget
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 NO_BUDGET = "thinking_budget_not_kept"
 """Code of the warning about a thinking budget that has no effect."""

@@ -25,7 +25,7 @@ from gateway.store.batch_database import TooMany, new_id
 from gateway.store.batch_queries import NewBatch, StoredBatch
 from gateway.store.batch_states import IllegalBatchMove
 from gateway.store.runs import DAY_S
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 routes = Routes("Files and batches", ErrorAnswer)
 ONE = "/v1/batches/<batch_id>"

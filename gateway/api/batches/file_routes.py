@@ -32,7 +32,7 @@ from gateway.store.batch_database import (
 from gateway.store.batch_queries import NewFile, StoredFile
 from gateway.store.runs import DAY_S
 from gateway.store.sqlite_file import Store
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 routes = Routes("Files and batches", ErrorAnswer)
 ONE = "/v1/files/<file_id>"

@@ -35,8 +35,8 @@ from gateway.store.batch_database import BatchDatabase, LineResult
 from gateway.store.batch_queries import StoredBatch
 from gateway.store.batch_states import BatchEvent, BatchStatus
 from gateway.store.sqlite_file import Store
-from protocol.batch_retries import LineOutcome, RetryPolicy
-from protocol.batches import (
+from protocol.shared.batch_retries import LineOutcome, RetryPolicy
+from protocol.shared.batches import (
     BadLine,
     BatchFailure,
     BatchResponse,
@@ -46,7 +46,7 @@ from protocol.batches import (
     read_line,
     split_lines,
 )
-from protocol.errors import Overloaded
+from protocol.wire.errors import Overloaded
 
 FLUSH_S = 0.1
 """Interval at which new results are stored."""

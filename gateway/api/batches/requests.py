@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.batches import BatchUrl
-from protocol.errors import InvalidRequest
+from protocol.shared.batches import BatchUrl
+from protocol.wire.errors import InvalidRequest
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
 """Bounds of `expires_after`, as in OpenAI's API."""

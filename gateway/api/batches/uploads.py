@@ -20,7 +20,7 @@ from werkzeug.http import parse_options_header
 from werkzeug.sansio.multipart import Data, Epilogue, Event, Field, File, MultipartDecoder, NeedData
 
 from gateway.store.batch_database import UPLOAD_S
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 READ_BYTES = 1 << 16
 PIECE_BYTES = 1 << 18

@@ -14,8 +14,8 @@ from gateway.generation.vectors import VectorParser
 from gateway.model_host import ModelUse
 from gateway.served_model import Ability
 from gateway.service import Service, offload
-from protocol.arrays import Float32
-from protocol.errors import InvalidRequest
+from protocol.wire.arrays import Float32
+from protocol.wire.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,16 @@ from gateway.text.inputs import (
     Truncation,
     too_long,
 )
-from protocol.arrays import Float32, Int32
-from protocol.encoding import (
+from protocol.engine.encoding import (
     MAX_INPUTS,
     MAX_REQUEST_TOKENS,
     EncodeInputs,
     EncodingCard,
     PairPrompt,
 )
-from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.sampling import SamplingParams, check_token_ids
+from protocol.engine.sampling import SamplingParams, check_token_ids
+from protocol.wire.arrays import Float32, Int32
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 QUERY_PROMPTS, DOCUMENT_PROMPTS = (
     ("query", "search_query"),

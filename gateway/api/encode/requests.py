@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from gateway.api.openai.requests import TEXT_SCHEMA, Priority, Timeout, object_schema
 from gateway.http.text_fields import Label, Name, PromptText
-from protocol.sampling import MAX_TOKENS
+from protocol.engine.sampling import MAX_TOKENS
 
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _INPUT = {

@@ -29,8 +29,8 @@ from gateway.http.route import Routes, json_response
 from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
-from protocol.encoding import MAX_REQUEST_TOKENS
-from protocol.errors import InvalidRequest
+from protocol.engine.encoding import MAX_REQUEST_TOKENS
+from protocol.wire.errors import InvalidRequest
 
 routes = Routes("Embeddings", ErrorAnswer)
 

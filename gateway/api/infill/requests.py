@@ -22,7 +22,7 @@ from gateway.api.openai.requests import (
 )
 from gateway.http.text_fields import Name, PromptText
 from gateway.prompt.infill import InfillFile
-from protocol.sampling import (
+from protocol.engine.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
     MinP,

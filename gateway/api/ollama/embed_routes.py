@@ -19,7 +19,7 @@ from gateway.http.body import convert, unknown_fields
 from gateway.http.route import Routes, json_response
 from gateway.service import Service
 from gateway.text.inputs import TRUNCATES
-from protocol.errors import ContextTooLong
+from protocol.wire.errors import ContextTooLong
 
 routes = Routes("Ollama", responses.OllamaError)
 

@@ -17,7 +17,7 @@ from gateway.api.ollama.responses import (
     timestamp,
 )
 from gateway.model_host import ListedModel
-from protocol.model_card import ModelCard
+from protocol.engine.model_card import ModelCard
 
 LATEST = ":latest"
 """The tag of a name that has no other tag."""

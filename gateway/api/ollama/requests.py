@@ -23,7 +23,7 @@ from gateway.api.openai.requests import (
     object_schema,
 )
 from gateway.http.text_fields import Label, Name, PromptText, TemplateText
-from protocol.sampling import (
+from protocol.engine.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
     MinP,

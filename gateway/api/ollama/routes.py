@@ -53,8 +53,8 @@ from gateway.http.sse import JSON_LINES
 from gateway.model_host import ModelUse
 from gateway.served_model import version
 from gateway.service import Service
-from protocol.errors import InvalidRequest, RequestError
-from protocol.sampling import check_token_ids
+from protocol.engine.sampling import check_token_ids
+from protocol.wire.errors import InvalidRequest, RequestError
 
 Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
 

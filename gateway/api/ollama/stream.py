@@ -47,7 +47,7 @@ from gateway.generation.sinks import CollectSink
 from gateway.http.errors import fault_of
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ServingError
+from protocol.wire.errors import ServingError
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.requests import ChatBody, OpenEndedCompletion, unsupported
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")

@@ -18,7 +18,7 @@ from gateway.api.openai.requests import (
 )
 from gateway.api.openai.structured import FORM_FIELDS
 from gateway.http.json_values import check_depth
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 _NESTED = (
     "tools",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from gateway.http.body import MAX_LISTED_FIELDS
-from protocol.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidRequest, RequestError
 
 # ---- errors about a chat that was translated from another API's request
 

@@ -15,14 +15,14 @@ from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, Gen
 from gateway.formats.choice_parser import ReadOptions
 from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import InvalidRequest
-from protocol.model_card import SamplingDefaults
-from protocol.sampling import (
+from protocol.engine.model_card import SamplingDefaults
+from protocol.engine.sampling import (
     MAX_BAD_SEQUENCES,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
     SamplingParams,
 )
+from protocol.wire.errors import InvalidRequest
 
 T = TypeVar("T")
 Body = ChatBody | BatchBody | CompletionBody

@@ -36,9 +36,9 @@ from gateway.prompt.render import PromptConversation, RenderedPrompt, TemplateOp
 from gateway.prompt.template import ParsedTemplate
 from gateway.served_model import ServedModel
 from gateway.service import offload
-from protocol.errors import InvalidRequest, RequestError
-from protocol.grammar import Body, Grammar
-from protocol.sampling import check_token_ids
+from protocol.engine.grammar import Body, Grammar
+from protocol.engine.sampling import check_token_ids
+from protocol.wire.errors import InvalidRequest, RequestError
 
 ANSWER_SHARE = 4
 """If an answer is not limited, one in this many tokens of the context is kept free of the files

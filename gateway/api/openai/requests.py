@@ -2,7 +2,8 @@
 
 `prepare` checks combinations of fields.
 
-- The types come from `protocol.sampling`, so the engine accepts every number these routes accept.
+- The types come from `protocol.engine.sampling`, so the engine accepts every number these routes
+  accept.
 - A null field equals an absent field: both are None. `parameters` applies the defaults.
 - Unknown fields have no effect, because proxies add their own. The response lists them in
   `ignored_params`; with `strict_params` they are refused.
@@ -20,9 +21,8 @@ from msgspec import Meta
 from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from gateway.prompt.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
-from protocol.errors import InvalidRequest
-from protocol.messages import MAX_TIMEOUT_S
-from protocol.sampling import (
+from protocol.engine.messages import MAX_TIMEOUT_S
+from protocol.engine.sampling import (
     MAX_BAD_WORDS,
     MAX_TOKENS,
     AdditivePenalty,
@@ -41,6 +41,7 @@ from protocol.sampling import (
     TopK,
     TopP,
 )
+from protocol.wire.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024

@@ -57,7 +57,7 @@ from gateway.text.logprobs import (
     prompt_token_logprobs,
 )
 from gateway.text.tokenizer import Tokenizer
-from protocol.logprobs import TokenLogprobs
+from protocol.engine.logprobs import TokenLogprobs
 
 L = TypeVar("L", ChatLogprobs, CompletionLogprobs)
 Members = dict[str, Any]

@@ -36,7 +36,7 @@ from gateway.store.resume import (
     with_id,
 )
 from gateway.store.runs import STREAM, DetachedRun, Persistence
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 RESUME_HEADER = "X-Resume"
 _ON = ("1", "true")

@@ -36,8 +36,8 @@ from gateway.http.route import Routes, Stream, json_response
 from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.errors import RequestError
-from protocol.kv import KV_FIELD
+from protocol.wire.errors import RequestError
+from protocol.worker.kv import KV_FIELD
 
 routes = Routes("OpenAI", responses.ErrorAnswer)
 

@@ -45,7 +45,7 @@ from gateway.generation.sinks import CollectSink
 from gateway.http import sse
 from gateway.http.errors import fault_of
 from gateway.observe.timings import timings_of_group
-from protocol.errors import ServingError
+from protocol.wire.errors import ServingError
 
 encode = msgspec.json.encode
 TemplateKey = tuple[int, type[Event], int]

@@ -30,8 +30,7 @@ import msgspec
 from gateway.api.openai.requests import GenerationBody
 from gateway.formats.schema_cases import ANNOTATIONS
 from gateway.http.json_values import as_object, check_depth
-from protocol.errors import InvalidRequest
-from protocol.grammar import (
+from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,
     Gbnf,
@@ -44,7 +43,8 @@ from protocol.grammar import (
     Tag,
     check_grammar,
 )
-from protocol.schema_literals import SchemaPlace, check_literals
+from protocol.engine.schema_literals import SchemaPlace, check_literals
+from protocol.wire.errors import InvalidRequest
 
 _LARK_START = "start:"
 _FORMATS: Mapping[str, Set[str]] = {

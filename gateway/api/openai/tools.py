@@ -21,8 +21,8 @@ from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
 from gateway.formats.registry import BoundFormat
 from gateway.http.json_values import as_object
-from protocol.errors import InvalidRequest
-from protocol.grammar import Body, Rules
+from protocol.engine.grammar import Body, Rules
+from protocol.wire.errors import InvalidRequest
 
 Mode = Literal["none", "auto", "required", "named"]
 MODES = ("none", "auto", "required")

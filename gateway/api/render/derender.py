@@ -24,8 +24,8 @@ from gateway.api.tokens.responses import GenerateChunk, GeneratedChoice, Generat
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.config.gateway import GatewayConfig
-from protocol.errors import InvalidRequest
-from protocol.sampling import check_token_ids
+from protocol.engine.sampling import check_token_ids
+from protocol.wire.errors import InvalidRequest
 
 T = TypeVar("T")
 CHAT, COMPLETION = "chat_request", "completion_request"

@@ -12,10 +12,10 @@ from gateway.api.tokens.responses import ChosenToken, GeneratedChoice, GenerateU
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice, PromptRequest
 from gateway.served_model import ServedModel
-from protocol.errors import InvalidRequest
-from protocol.logprobs import TokenLogprobs
-from protocol.messages import Output, Usage
-from protocol.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.engine.messages import Output, Usage
+from protocol.engine.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
+from protocol.wire.errors import InvalidRequest
 
 
 class _NoEngine:

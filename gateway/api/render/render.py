@@ -18,8 +18,8 @@ from gateway.api.render.responses import RenderedRequest
 from gateway.api.tokens.requests import ReasoningParserKwargs
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
-from protocol.errors import ContextTooLong
-from protocol.sampling import SamplingParams, check_vocabulary
+from protocol.engine.sampling import SamplingParams, check_vocabulary
+from protocol.wire.errors import ContextTooLong
 
 _NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
 """Fields of SamplingParams that are not copied. `seed` and `bad_words` have another form in

@@ -35,7 +35,7 @@ from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
-from protocol.errors import InvalidRequest, ServingError
+from protocol.wire.errors import InvalidRequest, ServingError
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from msgspec import Meta
 from gateway.api.openai.requests import ChatBody, CompletionBody, Object
 from gateway.api.tokens.responses import GenerateChunk, GenerateResponse
 from gateway.http.text_fields import Name
-from protocol.sampling import MAX_TOKENS, TokenId
+from protocol.engine.sampling import MAX_TOKENS, TokenId
 
 MAX_STATE_CHARS = 1 << 18
 """Maximum length of a `stream_state`."""

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from gateway.api.openai.requests import StreamOptions
 from gateway.api.openai.responses import ChatChunk, CompletionChunk
 from gateway.api.tokens.requests import ReasoningParserKwargs
-from protocol.grammar import Grammar
+from protocol.engine.grammar import Grammar
 
 
 class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

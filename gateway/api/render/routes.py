@@ -29,7 +29,7 @@ from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.route import Routes, json_response
 from gateway.service import Service
-from protocol.errors import RequestError
+from protocol.wire.errors import RequestError
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
 """Bounds of a body with a generated response. The logprobs of 8,000 tokens with 20 top tokens each

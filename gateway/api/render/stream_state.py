@@ -31,7 +31,7 @@ from gateway.formats.choice_parser import ChoiceParser, ParserState
 from gateway.generation.request import Choice
 from gateway.served_model import ServedModel
 from gateway.text.detokenizer import DetokenizerState
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 VERSION = 1
 FIELD = "stream_state"

@@ -17,7 +17,7 @@ from gateway.api.responses.requests import ResponsesBody
 from gateway.store.database import BrokenChain, Database
 from gateway.store.queries import StoredRecord
 from gateway.store.sqlite_file import Store
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 UNFINISHED = ("queued", "in_progress")
 """Statuses of a response that is still being generated."""

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.http.json_values import as_object
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")

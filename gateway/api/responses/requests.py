@@ -34,8 +34,8 @@ from gateway.api.openai.requests import (
 from gateway.api.openai.tools import tool_type_hint
 from gateway.http.json_values import as_object, check_depth
 from gateway.http.text_fields import Label, Name, PromptText, TemplateText
-from protocol.errors import InvalidRequest
-from protocol.sampling import MaxTokens, NumLogprobs
+from protocol.engine.sampling import MaxTokens, NumLogprobs
+from protocol.wire.errors import InvalidRequest
 
 # ---- JSON Schemas of values that `items` and `translate` check, for the OpenAPI document
 #

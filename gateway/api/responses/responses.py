@@ -21,8 +21,8 @@ from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import fault_of
 from gateway.observe.timings import Timings
 from gateway.text.logprobs import ChatLogprob
-from protocol.errors import ServingError
-from protocol.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams
+from protocol.wire.errors import ServingError
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

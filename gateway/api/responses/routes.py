@@ -53,7 +53,7 @@ from gateway.store.database import LEASE_S
 from gateway.store.queries import NewRun, StoredRecord
 from gateway.store.resume import RunTail
 from gateway.store.runs import RESPONSE, DetachedRun, Persistence
-from protocol.errors import InvalidRequest
+from protocol.wire.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

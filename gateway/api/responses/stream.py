@@ -31,8 +31,8 @@ from gateway.observe.timings import timings_of_group
 from gateway.store.runs import DetachedRun
 from gateway.text.logprobs import ChatLogprob, chat_logprobs
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ServingError
-from protocol.logprobs import TokenLogprobs
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.wire.errors import ServingError
 
 MAX_WAITING = 64
 """Maximum number of tokens that are kept until their text arrives. Older ones are dropped."""

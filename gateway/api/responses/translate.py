@@ -27,7 +27,7 @@ from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem
 from gateway.api.responses.requests import ResponsesBody
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
-from protocol.errors import ContextTooLong, InvalidRequest, RequestError
+from protocol.wire.errors import ContextTooLong, InvalidRequest, RequestError
 
 _TRANSLATED = frozenset(
     {

@@ -36,10 +36,10 @@ from gateway.generation.kv_params import KVTransferParams, apply_kv_params
 from gateway.generation.request import OutputParserFactory, PromptRequest
 from gateway.http.body import unknown_fields
 from gateway.served_model import ServedModel
-from protocol.errors import InvalidRequest, RequestError
-from protocol.grammar import Grammar, check_grammar
-from protocol.kv import KV_FIELD
-from protocol.sampling import SamplingParams, check_token_ids
+from protocol.engine.grammar import Grammar, check_grammar
+from protocol.engine.sampling import SamplingParams, check_token_ids
+from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.worker.kv import KV_FIELD
 
 SAMPLING = "sampling_params"
 STRUCTURED = f"{SAMPLING}.structured_outputs"

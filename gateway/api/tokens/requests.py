@@ -28,8 +28,8 @@ from gateway.api.openai.requests import (
     Timeout,
 )
 from gateway.http.text_fields import Name, PromptText
-from protocol.grammar import Grammar
-from protocol.sampling import (
+from protocol.engine.grammar import Grammar
+from protocol.engine.sampling import (
     MAX_TOKENS,
     LogprobsOf,
     LogprobTokenIds,

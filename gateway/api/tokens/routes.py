@@ -33,8 +33,8 @@ from gateway.http.client_socket import Outlet
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
-from protocol.errors import RequestError
-from protocol.sampling import check_token_ids
+from protocol.engine.sampling import check_token_ids
+from protocol.wire.errors import RequestError
 
 routes = Routes("Tokens", ErrorAnswer)
 

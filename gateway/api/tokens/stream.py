@@ -43,8 +43,8 @@ from gateway.observe.timings import timings_of_group
 from gateway.served_model import ServedModel
 from gateway.text.logprobs import chat_logprobs, json_logprob, prompt_token_logprobs
 from gateway.text.tokenizer import Tokenizer
-from protocol.errors import ServingError
-from protocol.logprobs import TokenLogprobs
+from protocol.engine.logprobs import TokenLogprobs
+from protocol.wire.errors import ServingError
 
 encode = msgspec.json.encode
 _HOLE = [-1]

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from protocol.explain import Reason
-from protocol.timeline import ClientTimes, EngineTimeline
+from protocol.engine.timeline import ClientTimes, EngineTimeline
+from protocol.shared.explain import Reason
 
 
 class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from gateway.http.client_socket import Outlet
 from gateway.http.route import READING, Parameter, Routes, Stream, json_response
 from gateway.observe.watch import WatchPoller
 from gateway.service import Service
-from protocol.errors import InvalidRequest
-from protocol.watch import WatchFrame
+from protocol.shared.watch import WatchFrame
+from protocol.wire.errors import InvalidRequest
 
 routes = Routes("Operators", ErrorAnswer)
 MAX_FRAMES = 1_000_000

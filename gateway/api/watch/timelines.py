@@ -11,10 +11,10 @@ from gateway.api.watch.responses import ChoiceTimeline, Kept, TimelineAnswer
 from gateway.auth.caller import Caller
 from gateway.engine.client import ConnectedEngine
 from gateway.service import Service
-from protocol.errors import EngineError, Overloaded, ServingError, UnknownRequest
-from protocol.explain import ended, explain, headline
-from protocol.messages import RequestTimelines
-from protocol.timeline import ClientTimes, EngineTimeline, redacted
+from protocol.engine.messages import RequestTimelines
+from protocol.engine.timeline import ClientTimes, EngineTimeline, redacted
+from protocol.shared.explain import ended, explain, headline
+from protocol.wire.errors import EngineError, Overloaded, ServingError, UnknownRequest
 
 OTHER_PROCESS = "another process of this server has handled the request, or it was too long ago"
 MAX_SHOWN_CHARS = 64

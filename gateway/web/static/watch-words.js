@@ -1,6 +1,6 @@
 // Numbers and states of the watch tab as short text.
 
-/** Return a time as text, as protocol/explain.py does: "0.4 ms", "41 ms", "1.2 s", "2 min 5 s". */
+/** Return a time as text, as protocol/shared/explain.py does: "0.4 ms", "41 ms", "1.2 s", "2 min 5 s". */
 export function duration(seconds) {
   if (seconds < 0.00095) return `${(seconds * 1000).toFixed(1)} ms`;
   if (seconds < 0.0995) return `${Math.round(seconds * 1000)} ms`;

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from protocol.encoding import EncodingCard
+from protocol.engine.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, scripted_card
 from tests.support.waiting import HANG_S

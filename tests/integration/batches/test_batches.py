@@ -11,8 +11,8 @@ import pytest
 import requests
 from openai import OpenAI
 
-from protocol.errors import ErrorInfo
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import ErrorInfo
 from tests.support.batches import batch_line, complaints, completion_lines, jsonl
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import Reply, ScriptedEngine, text_of, text_reply

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.store.batch_database import BatchDatabase
 from gateway.store.batch_queries import NewBatch, NewFile
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.integration.batches.conftest import client_of
 from tests.integration.batches.test_batches import COMPLETIONS, awaited, created, rows_of, uploaded
 from tests.support.batches import batch_line, complaints

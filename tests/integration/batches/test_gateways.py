@@ -15,8 +15,8 @@ from openai import OpenAI
 
 from gateway.store.batch_database import BatchDatabase
 from gateway.store.batch_queries import NewBatch
-from protocol import api_keys
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.shared import api_keys
 from tests.integration.batches.conftest import client_of
 from tests.integration.batches.test_batches import (
     COMPLETIONS,

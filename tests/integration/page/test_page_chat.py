@@ -276,7 +276,7 @@ def test_an_error_has_its_field_its_request_and_a_link_to_the_reference(visit: V
 
 
 def test_a_failure_inside_a_stream_is_shown(visit: Visitor, engine: ScriptedEngine) -> None:
-    from protocol.errors import ErrorInfo
+    from protocol.wire.errors import ErrorInfo
 
     error = ErrorInfo(code="engine_lost", message="the engine was lost")
     engine.script = lambda generate: text_reply("Half", finish="error", error=error)

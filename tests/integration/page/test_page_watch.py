@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
-from protocol.api_keys import KeyEntry, Scope, digest_of
-from protocol.usage import RequestStatus
+from protocol.engine.usage import RequestStatus
+from protocol.shared.api_keys import KeyEntry, Scope, digest_of
 from tests.integration.page.conftest import Visitor
 from tests.support.browser import PHONE, is_wider_than_screen
 from tests.support.gateway_process import GatewayProcess

@@ -10,7 +10,7 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
 from gateway.api.responses.responses import ResponseEvent, ResponseObject
-from protocol.errors import ErrorInfo
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import exchange
 from tests.support.responses import RESPONSES, items_of, kinds, typed_events, without_ids

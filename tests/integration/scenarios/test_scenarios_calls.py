@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol.grammar import LiteralForm, Rules, forms_of
-from protocol.messages import Generate
+from protocol.engine.grammar import LiteralForm, Rules, forms_of
+from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (

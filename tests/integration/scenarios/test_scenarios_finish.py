@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ErrorInfo
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
+from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.grammar import JsonSchema, Thinking
+from protocol.engine.grammar import JsonSchema, Thinking
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import (
     CHAT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import fold_chat_response
 from tests.support.scenarios import (

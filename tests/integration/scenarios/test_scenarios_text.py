@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Generate
+from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (

@@ -19,7 +19,7 @@ from typing import Any
 
 import requests
 
-from protocol.encoding import EncodingCard
+from protocol.engine.encoding import EncodingCard
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, infill_card, text_reply
 from tests.torture.fuzz.outcome import Outcome, watched

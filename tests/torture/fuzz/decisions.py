@@ -21,10 +21,8 @@ import msgspec
 import requests
 import zmq
 
-from protocol import messages, steps
-from protocol.client import Client
-from protocol.cluster_key import ClusterKey
-from protocol.messages import (
+from protocol.engine import messages
+from protocol.engine.messages import (
     AbortByLabel,
     Aborted,
     Drain,
@@ -35,6 +33,9 @@ from protocol.messages import (
     Refused,
     Welcome,
 )
+from protocol.sdk.client import Client
+from protocol.wire.cluster_key import ClusterKey
+from protocol.worker import steps
 from tests.support.engine_view import is_free
 from tests.support.gateway_process import GatewayProcess
 from tests.support.raw_client import RawClient

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import msgpack
 
-from protocol import wire
-from protocol.errors import WireError
-from protocol.messages import Message
+from protocol.engine.messages import Message
+from protocol.wire import codec
+from protocol.wire.errors import WireError
 from tests.support.samples import MESSAGES
 from tests.torture.fuzz.outcome import Outcome
 from tests.torture.fuzz.values import changed, damaged
@@ -34,7 +34,7 @@ class Nonsense:
     def __init__(self, direction: Any, chance: Random, never: tuple[type[Message], ...] = ()):
         self._chance = chance
         self._never = never
-        self._decoder: wire.Decoder[Message] = wire.Decoder(direction)
+        self._decoder: codec.Decoder[Message] = codec.Decoder(direction)
         kinds = get_args(direction)
         own = [m for m in MESSAGES if type(m) in kinds]
         strange = [m for m in MESSAGES if type(m) not in kinds]
@@ -92,7 +92,7 @@ def batches(nonsense: Nonsense, count: int, outcome: Outcome) -> Iterator[list[F
 
 
 def _as_bytes(message: Message) -> Frames:
-    return [bytes(frame) for frame in wire.encode(message)]
+    return [bytes(frame) for frame in codec.encode(message)]
 
 
 def _restructured(frame: bytes, chance: Random) -> bytes:

@@ -18,10 +18,10 @@ from random import Random
 
 import zmq
 
-from protocol import messages
-from protocol.client import Client
-from protocol.cluster_key import ClusterKey, read_cluster_key, write_cluster_key
-from protocol.messages import Drain, Profile
+from protocol.engine import messages
+from protocol.engine.messages import Drain, Profile
+from protocol.sdk.client import Client
+from protocol.wire.cluster_key import ClusterKey, read_cluster_key, write_cluster_key
 from tests.support.engine_view import is_free
 from tests.support.ports import free_port
 from tests.support.tiny_engine import tiny_engine

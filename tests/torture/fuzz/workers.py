@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from protocol import kv_peers, sockets, steps, wire
 from protocol.config.worker import WorkerConfig
-from protocol.kv import KVFetched, PeerSource
-from protocol.steps import TokenizerRead, Trace, WorkerFailed, WorkerReady
+from protocol.wire import codec, sockets
+from protocol.worker import kv_peers, steps
+from protocol.worker.kv import KVFetched, PeerSource
+from protocol.worker.steps import TokenizerRead, Trace, WorkerFailed, WorkerReady
 from tests.support.kv_worker import Peer, Shape, Worker
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -134,7 +135,7 @@ def worker_engine(count: int, seed: int) -> Outcome:
 def _run_worker(router: zmq.Socket[bytes], program: Program, drawn: Any, outcome: Outcome) -> str:
     """Send messages until one is malformed, or until the worker fails or exits. Return how the
     worker ended."""
-    decoder: wire.Decoder[steps.FromWorker] = wire.Decoder(steps.FromWorker)
+    decoder: codec.Decoder[steps.FromWorker] = codec.Decoder(steps.FromWorker)
     for expected in (TokenizerRead, WorkerReady):
         assert router.poll(int(PATIENCE_S * 1000)), program.output
         worker, *frames = router.recv_multipart()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Protocol
 
-from protocol.kv_peers import KVChunk
+from protocol.worker.kv_peers import KVChunk
 
 
 class PollHint(Enum):

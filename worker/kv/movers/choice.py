@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from protocol.kv_peers import NixlOffer, Offer, ShmOffer, ZmqOffer
+from protocol.worker.kv_peers import NixlOffer, Offer, ShmOffer, ZmqOffer
 from worker.kv.blocks import CacheBlocks
 from worker.kv.movers.base import Mover, TransferLost
 from worker.kv.movers.nixl import Agent, NixlMover

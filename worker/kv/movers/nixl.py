@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from protocol.kv_peers import KVChunk, NixlOffer
+from protocol.worker.kv_peers import KVChunk, NixlOffer
 from worker.kv.movers.base import DamagedTransfer, PollHint, TransferLost
 from worker.kv.transfer.exports import Ids
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.kv_peers import KVChunk, ShmOffer
+from protocol.worker.kv_peers import KVChunk, ShmOffer
 from worker.kv.blocks import CacheBlocks, Pieces
 from worker.kv.movers.base import DamagedTransfer, PollHint
 from worker.kv.transfer.exports import Ids

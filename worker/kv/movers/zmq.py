@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.kv_peers import WINDOW, KVChunk
+from protocol.worker.kv_peers import WINDOW, KVChunk
 from worker.kv.blocks import CacheBlocks
 from worker.kv.movers.base import DamagedTransfer, PollHint
 from worker.kv.transfer.exports import Ids

@@ -52,7 +52,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from protocol import sockets
+from protocol.wire import sockets
 from worker.kv.layout import DIGEST_BYTES as LAYOUT_BYTES
 from worker.kv.tiers.changes import Changes
 

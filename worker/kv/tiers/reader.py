@@ -1,7 +1,8 @@
 """Loads blocks from host memory or disk into the cache, one job after another.
 
-Nothing else uses the cache blocks of a job until the job ends (protocol/kv.py). A failed job leaves
-them with arbitrary contents and reports a reason; the engine then computes their K/V instead.
+Nothing else uses the cache blocks of a job until the job ends (protocol/worker/kv.py). A failed job
+leaves them with arbitrary contents and reports a reason; the engine then computes their K/V
+instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
-from protocol.kv import KVFailure, KVFetch, KVFetched, TierSource
+from protocol.worker.kv import KVFailure, KVFetch, KVFetched, TierSource
 from worker.device.staging import integers
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
-from protocol.facts import GIB
-from protocol.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
+from protocol.tools.facts import GIB
+from protocol.worker.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
 from worker.device.device import free_bytes
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue

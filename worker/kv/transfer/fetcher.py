@@ -16,11 +16,11 @@ from time import monotonic
 
 import zmq
 
-from protocol import sockets, wire
-from protocol.cluster_key import ClusterKey
-from protocol.errors import WireError
-from protocol.kv import KVCancel, KVEndpoint, KVFailure, KVFetch, KVFetched, PeerSource
-from protocol.kv_peers import (
+from protocol.wire import codec, sockets
+from protocol.wire.cluster_key import ClusterKey
+from protocol.wire.errors import WireError
+from protocol.worker.kv import KVCancel, KVEndpoint, KVFailure, KVFetch, KVFetched, PeerSource
+from protocol.worker.kv_peers import (
     READER_BYTES,
     FromExporter,
     FromReader,
@@ -94,7 +94,7 @@ class Transfer:
         self._mover: Mover | None = None
         self._was_connected = False
         self._started = monotonic()
-        self._decoder: wire.Decoder[FromExporter] = wire.Decoder(FromExporter)
+        self._decoder: codec.Decoder[FromExporter] = codec.Decoder(FromExporter)
         shared.blocks.wait_for(fence)
         self.socket, self.watcher = sockets.connect_monitored(
             shared.context, source.address, shared.key
@@ -222,7 +222,7 @@ class Transfer:
         self._send(KVRead(lease=self._source.lease, reader=self._reader, chunk=chunk))
 
     def _send(self, message: FromReader) -> None:
-        self.socket.send_multipart(wire.encode(message))
+        self.socket.send_multipart(codec.encode(message))
 
 
 @dataclass(frozen=True, slots=True)

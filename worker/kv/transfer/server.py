@@ -19,11 +19,11 @@ from threading import Thread
 
 import zmq
 
-from protocol import wire
-from protocol.arrays import UInt8
-from protocol.errors import WireError
-from protocol.kv import KVEndpoint
-from protocol.kv_peers import (
+from protocol.wire import codec
+from protocol.wire.arrays import UInt8
+from protocol.wire.errors import WireError
+from protocol.worker.kv import KVEndpoint
+from protocol.worker.kv_peers import (
     WINDOW,
     FromExporter,
     FromReader,
@@ -82,7 +82,7 @@ class KVServer:
         self._exports = exports
         self._reports = reports
         self._helper = helper
-        self._decoder: wire.Decoder[FromReader] = wire.Decoder(FromReader)
+        self._decoder: codec.Decoder[FromReader] = codec.Decoder(FromReader)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = Thread(target=reports.guard(self._run), name="kv server", daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class KVServer:
     def _send(self, reader: bytes, answer: FromExporter) -> None:
         """Send an answer. Drop it if the reader is gone or its queue is full."""
         try:
-            self._socket.send_multipart([reader, *wire.encode(answer)], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([reader, *codec.encode(answer)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

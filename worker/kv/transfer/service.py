@@ -6,10 +6,10 @@ from typing import Self
 
 import zmq
 
-from protocol import sockets
-from protocol.cluster_key import read_cluster_key
 from protocol.config.worker import WorkerConfig
-from protocol.kv import (
+from protocol.wire import sockets
+from protocol.wire.cluster_key import read_cluster_key
+from protocol.worker.kv import (
     KVCancel,
     KVEndpoint,
     KVExport,
@@ -20,8 +20,8 @@ from protocol.kv import (
     KVWithdraw,
     TierSource,
 )
-from protocol.kv_peers import Offer, ZmqOffer
-from protocol.steps import NULL_BLOCK
+from protocol.worker.kv_peers import Offer, ZmqOffer
+from protocol.worker.steps import NULL_BLOCK
 from worker.device.staging import integers
 from worker.kv.blocks import cache_blocks
 from worker.kv.cache import KVCache

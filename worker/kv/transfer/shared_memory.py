@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.kv_peers import ShmOffer
+from protocol.worker.kv_peers import ShmOffer
 from worker.kv.movers.base import TransferLost
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from protocol.sampling import MAX_LOGPROBS
+from protocol.engine.sampling import MAX_LOGPROBS
 from worker.sampling.row_split import EXACT, WARPS, RowSplit
 from worker.sampling.triton import sampling, scores
 

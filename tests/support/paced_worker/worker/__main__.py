@@ -14,11 +14,11 @@ from collections import deque
 import msgspec
 import zmq
 
-from protocol import sockets, wire
-from protocol.arrays import Int32
 from protocol.config.worker import MAX_SLOTS, TOKEN_BUDGET, WorkerConfig
-from protocol.lifeline import attach_to_parent
-from protocol.steps import StepPlan, StepResult, Stop, ToWorker, WorkerReady
+from protocol.process.lifeline import attach_to_parent
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Int32
+from protocol.worker.steps import StepPlan, StepResult, Stop, ToWorker, WorkerReady
 from simulator.hardware import num_blocks, read_table
 from simulator.replica import work_of
 from simulator.steps import Roofline
@@ -51,13 +51,13 @@ def main() -> None:
         num_blocks=blocks,
     )
     socket = sockets.connect_dealer(zmq.Context(), config.address)
-    socket.send_multipart(wire.encode(ready))
+    socket.send_multipart(codec.encode(ready))
     serve(socket, steps)
 
 
 def serve(socket: zmq.Socket[bytes], steps: Roofline) -> None:
     """Answer plans until Stop. A step starts when it has arrived and the one before has ended."""
-    decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
+    decoder: codec.Decoder[ToWorker] = codec.Decoder(ToWorker)
     plans: deque[tuple[StepPlan, float]] = deque()  # with the time of arrival
     ends_at = 0.0
     while True:
@@ -80,7 +80,7 @@ def serve(socket: zmq.Socket[bytes], steps: Roofline) -> None:
         ends_at = due
         num = sum(plan.row_samples.tolist())
         result = StepResult(step=plan.step, tokens=Int32.of([TOKEN] * num), failed=Int32.of([]))
-        socket.send_multipart(wire.encode(result))
+        socket.send_multipart(codec.encode(result))
 
 
 if __name__ == "__main__":

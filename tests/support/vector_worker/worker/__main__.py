@@ -13,12 +13,12 @@ from array import array
 import msgspec
 import zmq
 
-from protocol import sockets, wire
-from protocol.arrays import Float32, Int32
 from protocol.config.worker import WorkerConfig
-from protocol.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodingCard
-from protocol.lifeline import attach_to_parent
-from protocol.steps import EncodePlan, EncodeResult, Stop, ToWorker, WorkerReady
+from protocol.engine.encoding import MAX_INPUTS, MAX_RESULT_NUMBERS, EncodingCard
+from protocol.process.lifeline import attach_to_parent
+from protocol.wire import codec, sockets
+from protocol.wire.arrays import Float32, Int32
+from protocol.worker.steps import EncodePlan, EncodeResult, Stop, ToWorker, WorkerReady
 from tests.support.engines import a_card
 
 SIZE = MAX_RESULT_NUMBERS // MAX_INPUTS
@@ -38,11 +38,11 @@ def main() -> None:
         num_blocks=2,
     )
     socket = sockets.connect_dealer(zmq.Context(), config.address)
-    socket.send_multipart(wire.encode(ready))
-    decoder: wire.Decoder[ToWorker] = wire.Decoder(ToWorker)
+    socket.send_multipart(codec.encode(ready))
+    decoder: codec.Decoder[ToWorker] = codec.Decoder(ToWorker)
     while not isinstance(message := decoder.decode(socket.recv_multipart()), Stop):
         if isinstance(message, EncodePlan):
-            socket.send_multipart(wire.encode(encode(message)))
+            socket.send_multipart(codec.encode(encode(message)))
 
 
 def encode(plan: EncodePlan) -> EncodeResult:

@@ -1,0 +1,1 @@
+"""Logic of several rooms that crosses no process boundary."""

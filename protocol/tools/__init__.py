@@ -1,0 +1,1 @@
+"""What the programs of the command line share with a server's processes."""

@@ -1,0 +1,1 @@
+"""What the engine and its workers say to each other: steps, K/V transfers, and ranks."""
