@@ -22,7 +22,8 @@ from tools.processes.gated_start import GatedStart
 PROGRAM = """
 import os, subprocess, sys
 from protocol.process.start_gate import gate_descriptors, wait_at_gate
-inner = "from protocol.process.start_gate import *\nos.write(1, b'%d' % os.getpid())\nwait_at_gate()"
+inner = "from protocol.process.start_gate import *;"
+inner += "os.write(1, b'%d' % os.getpid()); wait_at_gate()"
 child = subprocess.Popen([sys.executable, "-c", inner], pass_fds=gate_descriptors())
 wait_at_gate()
 child.wait()

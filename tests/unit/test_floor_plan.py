@@ -1,11 +1,12 @@
-"""The imports of each package: itself, `protocol`, the standard library and its own libraries."""
+"""The laws of the floor plan: what each package imports, and how large its parts may be. A message
+of a failed test gives the reason of its law."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,13 @@ ENVIRONMENT = {
 }
 """Files besides `__main__` that may read or set environment variables, and what for."""
 
-MAX_FILE_LINES = 500
+LONG_FILE_LINES, MAX_FILE_LINES = 500, 1000
 SOURCE_SUFFIXES = {".py", ".js", ".css", ".cpp", ".h"}
 LONG_FILES = {
     "engine_core/loop.py": "one loop, whose turns are read from top to bottom",
 }
-"""Files with more than MAX_FILE_LINES lines, and why they stay whole."""
+"""Files with more than LONG_FILE_LINES lines, and why they stay whole. No file has more than
+MAX_FILE_LINES."""
 
 MAX_BODY_LINES = 60
 LONG_FUNCTIONS = {
@@ -227,6 +229,13 @@ def files(room: str) -> Iterator[Path]:
     yield from found
 
 
+def differing(found: Collection[str], listed: Collection[str]) -> str:
+    """Return the names that only one of two collections has, with what is wrong with them."""
+    new, gone = sorted({*found} - {*listed}), sorted({*listed} - {*found})
+    wrong = [f"{name} is not listed" for name in new] + [f"{name} is not found" for name in gone]
+    return "; ".join(wrong)
+
+
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     """Return all syntax nodes of a file, the module first."""
@@ -252,7 +261,10 @@ def test_a_room_imports_itself_protocol_and_its_own_libraries(room: str) -> None
     allowed |= ROOMS_OF_OTHERS.get(room, set())
     for path in files(room):
         strangers = imported_by(path) - allowed
-        assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+        assert not strangers, (
+            f"{path.relative_to(ROOT)} imports {sorted(strangers)}: {room} knows only protocol and "
+            "its own libraries, so each process can be replaced, and starts with what it needs"
+        )
 
 
 def test_the_simulator_imports_only_pure_modules_of_the_gateway() -> None:
@@ -306,7 +318,9 @@ def test_a_program_under_test_that_imports_ray_may_unpickle() -> None:
 def test_only_some_modules_of_the_gateway_import_flask() -> None:
     for path in files("gateway"):
         if not any(path.relative_to(ROOT).match(pattern) for pattern in FLASK_IN):
-            assert "flask" not in imported_by(path), f"{path.relative_to(ROOT)} imports flask"
+            assert "flask" not in imported_by(path), (
+                f"{path.relative_to(ROOT)} imports flask: all but the routes work without HTTP"
+            )
 
 
 def test_only_the_launcher_and_its_actors_import_ray() -> None:
@@ -315,20 +329,25 @@ def test_only_the_launcher_and_its_actors_import_ray() -> None:
 
 
 def test_no_view_takes_state_from_flasks_globals() -> None:
-    """Views get the request's context as an argument."""
     for path in files("gateway"):
         nodes = nodes_of(path)
         imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "flask"]
         names = {alias.name for node in imports for alias in node.names}
         names |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-        assert not names & {"g", "flask.g"}, f"{path.relative_to(ROOT)} reads flask.g"
+        assert not names & {"g", "flask.g"}, (
+            f"{path.relative_to(ROOT)} reads flask.g: a view's state is in its arguments, so that "
+            "it can be followed and tested"
+        )
 
 
 @pytest.mark.parametrize("folder", PURE)
 def test_text_folders_of_the_gateway_import_no_sockets_and_no_greenlets(folder: str) -> None:
     for path in files(f"gateway/{folder}"):
         found = imported_by(path) & {"flask", "gevent", "zmq", "socket", "threading"}
-        assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
+        assert not found, (
+            f"{path.relative_to(ROOT)} imports {sorted(found)}: {folder} is pure, so that every "
+            "cut and every conversation can be tried without a process"
+        )
 
 
 def parts_imported_by(path: Path, room: str) -> set[str]:
@@ -338,7 +357,10 @@ def parts_imported_by(path: Path, room: str) -> set[str]:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path} imports relatively"
+            assert not node.level, (
+                f"{path} imports relatively: then a move changes its meaning, and a search for a "
+                "module's users misses it"
+            )
             module = node.module or ""
             names = [alias.name for alias in node.names] if module == room else [""]
             modules |= {f"{module}.{name}" for name in names}
@@ -358,7 +380,11 @@ def level_of(part: str, levels: Sequence[set[str]]) -> int:
 @pytest.mark.parametrize("room", LEVELS)
 def test_every_part_of_a_room_has_one_level(room: str) -> None:
     found = {part_of(path, room) for path in files(room)} - {"__init__"}
-    assert sorted(part for parts in LEVELS[room] for part in parts) == sorted(found)
+    listed = [part for parts in LEVELS[room] for part in parts]
+    assert sorted(listed) == sorted(found), (
+        f"{differing(found, listed)}: each part of {room} has one level, so that a reader knows "
+        "what she must have read before"
+    )
 
 
 @pytest.mark.parametrize("room", LEVELS)
@@ -373,6 +399,20 @@ def test_imports_go_down_only(room: str) -> None:
                 f"{path.relative_to(ROOT)} imports {sorted(higher)}, on a higher level than {own}. "
                 "A level is learned without those above it: move what both need further down"
             )
+
+
+def test_an_import_of_a_higher_level_fails_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "worker" / "kv" / "cache.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("from worker.device.staging import upload\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    test_imports_go_down_only("worker")
+    file = file.with_name("blocks.py")
+    file.write_text("def late():\n    import worker.startup.assembly\n")
+    with pytest.raises(AssertionError, match=r"blocks\.py imports .'startup'.*is learned"):
+        test_imports_go_down_only("worker")
 
 
 def catches_everything(node: ast.AST) -> bool:
@@ -397,7 +437,10 @@ def test_only_listed_files_catch_every_exception() -> None:
         for path in files(room)
         if any(map(catches_everything, nodes_of(path)))
     }
-    assert found == set(BROAD_EXCEPTS)
+    assert found == set(BROAD_EXCEPTS), (
+        f"{differing(found, BROAD_EXCEPTS)}: who catches every exception hides faults of ours. "
+        "Name the exceptions; at a boundary where that is impossible, BROAD_EXCEPTS says why"
+    )
 
 
 def test_only_listed_files_read_the_environment() -> None:
@@ -413,7 +456,11 @@ def test_only_listed_files_read_the_environment() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module == "os":
                 imported = names & {alias.name for alias in node.names}
                 assert not imported, f"{path.relative_to(ROOT)} hides that it uses {imported}"
-    assert {name for name in found if not name.endswith("__main__.py")} == set(ENVIRONMENT)
+    found = {name for name in found if not name.endswith("__main__.py")}
+    assert found == set(ENVIRONMENT), (
+        f"{differing(found, ENVIRONMENT)}: a variable that is read deep inside cannot be seen from "
+        "the options, nor set by a test. Entrances read it, and pass its value on"
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -422,19 +469,28 @@ def test_every_module_has_a_docstring(room: str) -> None:
         module = nodes_of(path)[0]
         assert isinstance(module, ast.Module)
         law = ast.get_docstring(module)
-        assert law, f"{path.relative_to(ROOT)} has no docstring"
+        assert law, (
+            f"{path.relative_to(ROOT)} has no docstring: its first sentence says what it is for"
+        )
 
 
 def test_only_listed_files_are_long() -> None:
-    """A file that has grown too long is cut at a part with a name of its own."""
-    long = {
-        str(path.relative_to(ROOT))
+    lines = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
         if path.suffix in SOURCE_SUFFIXES
-        and len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
     }
-    assert long == set(LONG_FILES)
+    long = {name for name, number in lines.items() if number > LONG_FILE_LINES}
+    assert long == set(LONG_FILES), (
+        f"{differing(long, LONG_FILES)}: a file of more than {LONG_FILE_LINES} lines is hard to "
+        "find one's way in. If it has a part with a name of its own, that part gets a file. If it "
+        "is one concept, it stays whole, and LONG_FILES says why"
+    )
+    assert max(lines.values()) <= MAX_FILE_LINES, (
+        f"{max(lines, key=lambda name: lines[name])} has more than {MAX_FILE_LINES} lines, which "
+        "no reader holds in mind: it is more than one concept"
+    )
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -453,7 +509,10 @@ def test_only_listed_functions_are_long() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and body_lines(node) > MAX_BODY_LINES
     }
-    assert long == set(LONG_FUNCTIONS)
+    assert long == set(LONG_FUNCTIONS), (
+        f"{differing(long, LONG_FUNCTIONS)}: a body of more than {MAX_BODY_LINES} lines is not "
+        "read at one glance. Its steps get names of their own, or LONG_FUNCTIONS says why not"
+    )
 
 
 @pytest.mark.parametrize("entrance", LIGHT_ENTRANCES)
