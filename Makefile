@@ -8,7 +8,7 @@ VENV   ?= .venv
 ARGS   ?=
 
 BIN := $(VENV)/bin
-DECLARED := setup.cfg setup.py worker/kernels/sets.py $(wildcard worker/kernels/csrc/*)
+DECLARED := setup.cfg setup.py worker/kernels/instruction_sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-oldest torture check clean

@@ -89,7 +89,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
 ]
 
 CSRC = Path("worker/kernels/csrc")
-SETS_FILE = Path("worker/kernels/sets.py")
+SETS_FILE = Path("worker/kernels/instruction_sets.py")
 SETS = runpy.run_path(str(SETS_FILE))["INSTRUCTION_SETS"]
 CPU_FLAGS = runpy.run_path("worker/device/cpuinfo.py")["cpu_flags"]()
 IS_X86 = platform.machine() in ("x86_64", "AMD64")

@@ -57,10 +57,10 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         """Serve a request. Refuse transfer codings other than chunked, because gunicorn would pass
         the body to the application without decoding it."""
-        from gateway import unparsed
+        from gateway import rejected_requests
         from gateway.http.expectation import await_body
 
-        unparsed.check_transfer_coding(req.headers)
+        rejected_requests.check_transfer_coding(req.headers)
         await_body(req, sock)
         return super().handle_request(listener_name, req, sock, addr)
 
@@ -76,9 +76,9 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
         """Respond to an unparsable request with a JSON error. gunicorn itself would log the request
         and send HTML."""
-        from gateway import unparsed
+        from gateway import rejected_requests
 
-        unparsed.answer(_service(self), client, exc)
+        rejected_requests.answer(_service(self), client, exc)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         """Handle SIGQUIT: end open answers with an error now, then exit in the same way as after

@@ -46,7 +46,7 @@ from gateway.store.batch_database import BatchDatabase
 from gateway.store.database import Interrupt
 from gateway.store.runs import DAY_S, Persistence
 from gateway.store.sqlite_file import Store, write_obstacle
-from gateway.threads import result_of
+from gateway.thread_pool import result_of
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.wire.cluster_key import read_cluster_key

@@ -37,7 +37,7 @@ TESTS = (
 
 def build(folder: Path) -> None:
     """Compile a library for each AVX-512 instruction set into `folder`."""
-    from worker.kernels.sets import INSTRUCTION_SETS
+    from worker.kernels.instruction_sets import INSTRUCTION_SETS
 
     by_name = {each.name: each for each in INSTRUCTION_SETS}
     for name, macros in {"avx512": MACROS, "avx512bf16": (*MACROS, "BF16", "VNNI")}.items():
@@ -60,7 +60,7 @@ class EmulatedProcessor:
     def pytest_configure(self) -> None:
         from worker.device import cpuinfo
         from worker.kernels import library
-        from worker.kernels.sets import INSTRUCTION_SETS
+        from worker.kernels.instruction_sets import INSTRUCTION_SETS
 
         library.FOLDER = self._folder
         flags = cpuinfo.cpu_flags().union(*(each.needs for each in INSTRUCTION_SETS))

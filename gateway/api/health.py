@@ -264,10 +264,10 @@ def describe_worker(worker: WorkerStatus, token_budget: int) -> str:
     """
     if worker.trouble:
         return worker.trouble
-    if not worker.step.runner:
+    if not worker.step:
         return "idle"
     expected = f" ({worker.expected_s:.1f} s expected)" if worker.expected_s else ""
-    text = f"computing step {worker.step.runner} for {worker.step_s:.1f} s{expected}"
+    text = f"computing step {worker.step} for {worker.step_s:.1f} s{expected}"
     if not worker.prompt_tokens:
         return text
     chunk = worker.computed_tokens // token_budget + 1

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from gevent.threadpool import ThreadPool
 
 from gateway.http.errors import StoreUnusable
-from gateway.threads import result_of
+from gateway.thread_pool import result_of
 
 BUSY_MS = 10_000
 """Longest time that SQLite waits for a lock of another process."""

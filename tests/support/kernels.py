@@ -19,9 +19,9 @@ from tests.support.gguf_files import SCALES
 from worker.checkpoint.gguf_file import GGMLType
 from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.device.cpuinfo import cpu_flags
+from worker.kernels.instruction_sets import INSTRUCTION_SETS
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
-from worker.kernels.sets import INSTRUCTION_SETS
 
 NAMES = [each.name for each in INSTRUCTION_SETS]
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

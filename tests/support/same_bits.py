@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from protocol.config.worker import WorkerConfig
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.sampling import SamplingParams
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN

@@ -17,10 +17,10 @@ from tests.support.kernels import native_kernels
 from worker.device.measurements import stored_or_measured
 from worker.kernels import select
 from worker.kernels.fastest import ROWS, SetTimes, choose, fastest, measure
+from worker.kernels.instruction_sets import InstructionSet
 from worker.kernels.library import NoKernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.select import select_kernels
-from worker.kernels.sets import InstructionSet
 
 CPU = torch.device("cpu")
 FLAGS = frozenset({"avx2", "fma", "f16c"})

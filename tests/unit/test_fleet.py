@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.tools.control import ReportUse
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from tools.processes.fleet import (
     NEXT_PHASE,
     REPORTED_STATE,

@@ -13,7 +13,7 @@ import torch
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from protocol.worker.steps import StepPlan, StepResult
 from tests.support.pretended_device import DEVICE, PretendedDevice, content
 from tests.support.tiny_checkpoint import write_tiny_llama

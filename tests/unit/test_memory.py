@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups
-from protocol.tools.facts import GIB, ModelPlan
+from protocol.tools.start_facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels

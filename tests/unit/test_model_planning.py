@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from protocol.wire.sockets import engine_address
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import build_parser

@@ -23,12 +23,12 @@ from worker.device.cpuinfo import cpu_flags
 from worker.errors import UnusableModel
 from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
+from worker.kernels.instruction_sets import INSTRUCTION_SETS
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
 from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
-from worker.kernels.sets import INSTRUCTION_SETS
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
 from worker.loading.decoder import LoadedModel, load_model, open_weights

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
-from protocol.tools.facts import GIB, CudaDriver, GpuFacts, Preflight
+from protocol.tools.start_facts import GIB, CudaDriver, GpuFacts, Preflight
 from tests.support.checkpoints import random_llama
 from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama

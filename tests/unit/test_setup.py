@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from worker.device.cpuinfo import cpu_flags
-from worker.kernels.sets import INSTRUCTION_SETS
+from worker.kernels.instruction_sets import INSTRUCTION_SETS
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = f"worker/kernels/_generic{sysconfig.get_config_var('EXT_SUFFIX')}"
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
-SETS_AND_FLAGS = ("worker/kernels/sets.py", "worker/device/cpuinfo.py")
-SOURCES = ("setup.py", "worker/kernels/sets.py", "worker/kernels/csrc/simd.h")
+SETS_AND_FLAGS = ("worker/kernels/instruction_sets.py", "worker/device/cpuinfo.py")
+SOURCES = ("setup.py", "worker/kernels/instruction_sets.py", "worker/kernels/csrc/simd.h")
 
 
 @pytest.fixture

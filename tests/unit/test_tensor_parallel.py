@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine_core.startup import build_engine
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import JoinConfig, WorkerConfig
-from protocol.tools.facts import ModelPlan
+from protocol.tools.start_facts import ModelPlan
 from protocol.wire.cluster_key import ClusterKey, write_cluster_key
 from protocol.wire.sockets import next_port, with_host_of
 from tests.support.family_models import MODEL_TYPES, OWN_SIZES, SIZES

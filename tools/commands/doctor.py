@@ -1,6 +1,6 @@
 """`tidegate doctor`: checks this machine before a server is started.
 
-This module collects facts, and `tools.findings` judges them. The command changes nothing and
+This module collects facts, and `tools.doctor_findings` judges them. The command changes nothing and
 downloads nothing.
 """
 
@@ -23,12 +23,12 @@ from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.process import devices
 from protocol.process.packages import check_rooms
-from protocol.tools.facts import MachineFacts
+from protocol.tools.start_facts import MachineFacts
 from protocol.wire.sockets import MAX_IPC_PATH, run_directory
-from tools import findings
+from tools import doctor_findings as findings
 from tools.commands.models import is_path, suggestion
+from tools.doctor_findings import Finding, Verdict
 from tools.failure import Failure
-from tools.findings import Finding, Verdict
 from tools.flags import flags_of
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
@@ -183,7 +183,7 @@ def _machine_facts() -> MachineFacts | str:
 
     This needs a process of its own, because the tools must not import torch.
     """
-    command = module_command("worker.startup.facts", str(library_folder(home())))
+    command = module_command("worker.startup.machine_facts", str(library_folder(home())))
     try:
         done = run_module("examining this machine", command, timeout_s=FACTS_TIMEOUT_S)
     except Failure as failure:

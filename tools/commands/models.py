@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.facts import Preflight
+from protocol.tools.start_facts import Preflight
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr

@@ -335,7 +335,7 @@ def _check_gateway(config: GatewayConfig) -> None:
         return
     done = run_module(
         "checking the gateway's options",
-        module_command("gateway.check"),
+        module_command("gateway.startup_checks"),
         timeout_s=CHECK_TIMEOUT_S,
         **config.to_environment(),
     )

@@ -19,7 +19,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.engine import model_card
 from protocol.engine.model_card import ModelCard
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.facts import ModelPlan, Preflight
+from protocol.tools.start_facts import ModelPlan, Preflight
 from tools.failure import Failure
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module
@@ -114,7 +114,7 @@ class ModelCheck:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                module_command("gateway.check", "--model"),
+                module_command("gateway.startup_checks", "--model"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

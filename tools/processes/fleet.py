@@ -28,7 +28,7 @@ from protocol.tools.control import (
     ModelStates,
     ReportUse,
 )
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 
 RETRY_S = 10.0
 """Seconds after a failed load in which requests for the model are refused at once."""

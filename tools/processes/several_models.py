@@ -22,7 +22,7 @@ from protocol.config.serve import ServeConfig
 from protocol.engine.model_card import ModelCard
 from protocol.process.exit_codes import ExitCode
 from protocol.tools.control import control_address
-from protocol.tools.facts import GIB, ModelPlan, Preflight
+from protocol.tools.start_facts import GIB, ModelPlan, Preflight
 from tools.failure import Failure
 from tools.models.preflight import preflight, preflight_alternatives, tokenizer_digest
 from tools.models.pulling import served_name

@@ -10,7 +10,6 @@ from __future__ import annotations
 from base64 import b64encode
 from math import isfinite
 
-from worker.checkpoint.charsmap import charsmap_error
 from worker.checkpoint.gguf_tokens import (
     BYTE,
     CONTROL,
@@ -25,6 +24,7 @@ from worker.checkpoint.gguf_tokens import (
     template,
     template_step,
 )
+from worker.checkpoint.sentencepiece_rules import charsmap_error
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.fields import Fields
 

@@ -10,7 +10,7 @@ import ctypes
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_ulonglong, c_void_p
 from itertools import pairwise
 
-from protocol.tools.facts import CudaDriver, GpuFacts
+from protocol.tools.start_facts import CudaDriver, GpuFacts
 
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 NO_DEVICE = 100

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
+from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from protocol.config.worker import KernelSet
 from worker.device.triton_driver import reason_against_launches
 from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
+from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from worker.kernels.library import NoKernels, is_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
-from worker.kernels.sets import INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tokens
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.spec.step_limits import StepLimits
 

@@ -18,7 +18,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quant_shape_to_byte_shape
 from numpy.typing import NDArray
 
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from worker.checkpoint.gguf_config import ROPE_FREQS
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_header import (

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.facts import CudaDriver
+from protocol.tools.start_facts import CudaDriver
 from worker.device import cuda_driver, machine
 from worker.device.environment import VISIBLE_DEVICES, visible_devices
 from worker.device.machine import TorchBuild

@@ -11,7 +11,7 @@ import math
 from protocol.config.base import DeviceDefault
 from protocol.config.worker import WorkerConfig
 from protocol.engine.encoding import MAX_STEP_INPUTS
-from protocol.tools.facts import ModelPlan
+from protocol.tools.start_facts import ModelPlan
 from worker.encoders.header import EncoderHeader
 from worker.encoders.spec import MAX_GROUP_TOKENS, QUERY_TILE
 from worker.errors import NotEnoughMemory, UnusableModel

@@ -23,7 +23,7 @@ from protocol.engine.sampling import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
 )
-from protocol.tools.facts import GIB, ModelPlan
+from protocol.tools.start_facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kv.budget import (
     FREE_SHARE,

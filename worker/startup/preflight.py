@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
-from protocol.tools.facts import ModelPlan, Preflight
+from protocol.tools.start_facts import ModelPlan, Preflight
 from worker.attention.limits import check_attention_option
 from worker.checkpoint.text import check_draft
 from worker.device import machine

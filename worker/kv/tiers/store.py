@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
-from protocol.tools.facts import GIB
+from protocol.tools.start_facts import GIB
 from protocol.worker.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
 from worker.device.device import free_bytes
 from worker.kv.blocks import CacheBlocks

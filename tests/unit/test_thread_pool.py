@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gevent.threadpool import ThreadPool
 
-from gateway.threads import result_of
+from gateway.thread_pool import result_of
 
 
 class ThreadCalls(Exception):

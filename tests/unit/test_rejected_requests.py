@@ -9,7 +9,7 @@ import pytest
 from gunicorn.http import errors
 
 from gateway.observe.logging import RedactingFormatter
-from gateway.unparsed import fault_of
+from gateway.rejected_requests import fault_of
 
 SECRET = "sk-secret"
 

@@ -1,7 +1,7 @@
 """Checks that `tidegate serve` runs in a process before it starts a gateway.
 
-    python -P -m gateway.check          Is every option valid?
-    python -P -m gateway.check --model  Can the model be served? Its model card is JSON on stdin.
+    python -P -m gateway.startup_checks          Is every option valid?
+    python -P -m gateway.startup_checks --model  Can the model be served? Stdin has its card.
 
 The config is JSON in the environment variable TIDEGATE_GATEWAY. The exit code is one of ExitCode.
 If it is not 0, one line has the reason: on stderr for the options, on stdout for the model. No port

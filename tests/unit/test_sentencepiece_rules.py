@@ -11,7 +11,7 @@ from tokenizers import normalizers
 
 from tests.support.gguf_tokenizers import TEXTS, odd_texts
 from tests.support.unigram import sentencepiece_model, unigram_metadata
-from worker.checkpoint.charsmap import BLOCK, charsmap_error
+from worker.checkpoint.sentencepiece_rules import BLOCK, charsmap_error
 
 
 @pytest.fixture(scope="module")

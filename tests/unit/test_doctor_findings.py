@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from protocol.process.devices import DeviceHolder
 from protocol.process.packages import HOME, ROOMS, PackageProblem, check_rooms
-from protocol.tools.facts import GIB, CudaDriver, GpuFacts, MachineFacts, ModelPlan, Preflight
-from tools import findings
-from tools.findings import Finding, Verdict
+from protocol.tools.start_facts import GIB, CudaDriver, GpuFacts, MachineFacts, ModelPlan, Preflight
+from tools import doctor_findings as findings
+from tools.doctor_findings import Finding, Verdict
 
 PLAN = ModelPlan(
     name="small",

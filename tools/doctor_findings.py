@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.process.devices import DeviceHolder
 from protocol.process.packages import REMEDY, PackageProblem
-from protocol.tools.facts import GIB, MachineFacts, ModelPlan, Preflight
+from protocol.tools.start_facts import GIB, MachineFacts, ModelPlan, Preflight
 
 OLDEST_PYTHON = (3, 11)
 ENOUGH_FILES = 4096

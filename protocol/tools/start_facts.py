@@ -1,7 +1,7 @@
 """Facts that are known before a server starts, about the machine and about a model.
 
-`worker.startup.facts` and `worker.startup.preflight` write the facts as JSON for `tidegate doctor`,
-`tidegate serve` and `tidegate engine`.
+`worker.startup.machine_facts` and `worker.startup.preflight` write the facts as JSON for `tidegate
+doctor`, `tidegate serve` and `tidegate engine`.
 """
 
 from __future__ import annotations

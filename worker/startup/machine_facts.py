@@ -1,7 +1,9 @@
-"""`python -P -m worker.startup.facts LIBRARIES`: print this machine's facts and a worker's defaults
-on it, as JSON. LIBRARIES is the directory of `tidegate fetch-kernels`.
+"""Prints this machine's facts and a worker's defaults on it, as JSON:
 
-This module calls the same functions as a starting worker, so both have the same results.
+    python -P -m worker.startup.machine_facts LIBRARIES
+
+LIBRARIES is the directory of `tidegate fetch-kernels`. This module calls the same functions as a
+starting worker, so both have the same results.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from protocol.tools.facts import MachineFacts
+from protocol.tools.start_facts import MachineFacts
 from worker.device import device as devices
 from worker.device import machine
 from worker.device.cpuinfo import cpu_flags
