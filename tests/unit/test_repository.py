@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 TOP = {
     *("protocol", "gateway", "engine_core", "worker", "tools", "simulator", "tests"),
     *("docs", "deploy", ".ci"),
-    *("README.md", "SECURITY.md", "LICENSE", "Makefile", "setup.py", "setup.cfg", "tidegate.py"),
-    *("pyproject.toml", "MANIFEST.in", ".gitignore", ".dockerignore"),
+    *("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"),
+    *("setup.py", "setup.cfg", "tidegate.py", "pyproject.toml", "MANIFEST.in"),
+    *(".gitignore", ".dockerignore"),
 }
 LARGEST_BYTES = 256 << 10
 NUM_LAWS = 18
