@@ -1,5 +1,4 @@
-"""The fenced blocks of README, SECURITY and docs: the language of each, and whether it can be run
-unchanged.
+"""The fenced blocks of all pages: the language of each, and whether it can be run unchanged.
 
 The language determines what happens to a block:
 
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_TEN_MINUTES = ROOT / "docs" / "first-ten-minutes.md"
 """A page whose commands start and stop servers. tests/e2e/test_first_ten_minutes.py runs it."""
 SHELL, PYTHON = ("sh", "console"), "python"

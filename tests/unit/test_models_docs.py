@@ -15,13 +15,13 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_the_documented_families_are_the_supported_ones() -> None:
-    """`python -m worker.spec.families` prints this part of the page."""
+    """`python -m worker.list_families` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- families -->\n")
     assert rest.partition("\n<!-- /families -->")[0] == table()
 
 
 def test_the_documented_encoders_are_the_supported_ones() -> None:
-    """`python -m worker.encoders.families` prints this part of the page."""
+    """`python -m worker.list_encoder_families` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- encoders -->\n")
     assert rest.partition("\n<!-- /encoders -->")[0] == encoders()
 

@@ -1,0 +1,55 @@
+"""Links between pages lead to files and headings that exist, pages for contributors are short, and
+the changelog has the current version."""
+
+from __future__ import annotations
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+from tests.support.docs_blocks import PAGES, ROOT
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+ELSEWHERE = ("http://", "https://", "mailto:")
+GUIDES = ("architecture*.md", "design*.md")
+"""Pages for contributors in docs/. They and CONTRIBUTING.md have at most MAX_GUIDE_BYTES."""
+MAX_GUIDE_BYTES = 20_000
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them. Code blocks have none."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None:
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        if link.startswith(ELSEWHERE):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {link}, which does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+
+
+def test_the_changelog_has_a_heading_for_the_version() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    version = config["metadata"]["version"]
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert any(version in heading for heading in headings)
+
+
+def test_pages_for_contributors_are_short_enough_to_be_read() -> None:
+    guides = [ROOT / "CONTRIBUTING.md"]
+    guides += [page for pattern in GUIDES for page in (ROOT / "docs").glob(pattern)]
+    sizes = {page.name: page.stat().st_size for page in guides}
+    assert len(sizes) > 3
+    assert {name: size for name, size in sizes.items() if size > MAX_GUIDE_BYTES} == {}
