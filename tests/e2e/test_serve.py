@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tests.support.processes import ROOT, descendants_of, is_alive
 from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 from tools.chat.session import ChatSession
 from tools.http.web import WebServer as Address
 from tools.processes.run_lock import METRICS, RUN_KEY
@@ -156,6 +157,23 @@ def test_a_drain_lets_an_open_stream_finish_and_ends_well(babbling_model: str, n
         assert talk.last.finish_reason == "length", rest
         assert server.end() == 0, server.output
         assert eventually(lambda: not any(is_alive(pid) for pid, _ in family))
+
+
+def test_a_signal_during_a_download_leaves_no_run_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(HANG_S)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/model.gguf#sha256={'0' * 64}"
+        server = Server(model=url)
+        connection, _ = silent.accept()
+        with connection:
+            assert run_directory(server.port).exists()
+            server.signal(SIGTERM)
+            assert server.end() == 128 + SIGTERM, server.output
+    assert server.err[-1] == "tidegate: stopped by SIGTERM before the model was loaded"
+    assert not run_directory(server.port).exists()
 
 
 def test_a_drain_by_another_client_ends_the_server_and_is_logged(

@@ -62,7 +62,7 @@ from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
-from tools.processes.gated_start import GatedStart
+from tools.processes.gated_start import GatedStart, stop_signals_as_failures
 from tools.processes.models_file import given_models, model_config
 from tools.processes.serve_plan import ServePlan, banner
 from tools.processes.server_log import ServerLog, keeping
@@ -292,23 +292,29 @@ def run(options: argparse.Namespace) -> int:
         check_device(planned.engine.worker.device)
     _check_gateway(planned.gateway)
     with (
+        stop_signals_as_failures(),
         run_lock.holding(planned.directory) as lock,
         keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
     ):
-        run_lock.check_port_is_free(planned.gateway.host, planned.gateway.port)
-        if planned.serve.split:
-            key_file = planned.directory / run_lock.RUN_KEY  # the directory is private
-            key_file.unlink(missing_ok=True)
-            write_cluster_key(str(key_file))
-        if planned.cluster:
-            prepare_files(planned.gateway, planned.serve)
-        _describe(lock, planned, planned.gateway.served_name)
+        _prepare_directory(planned, lock)
         found = _with_model_path(planned, terminal)
         _log_lost_sampling(planned, terminal)
         check = _check_models if found.models else _check_model
         with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
         return _serve(checked, start.children, lock, started, terminal, log)
+
+
+def _prepare_directory(plan: ServePlan, lock: int) -> None:
+    """Check that the port is free, and write the files that the children and other tools read."""
+    run_lock.check_port_is_free(plan.gateway.host, plan.gateway.port)
+    if plan.serve.split:
+        key_file = plan.directory / run_lock.RUN_KEY  # the directory is private
+        key_file.unlink(missing_ok=True)
+        write_cluster_key(str(key_file))
+    if plan.cluster:
+        prepare_files(plan.gateway, plan.serve)
+    _describe(lock, plan, plan.gateway.served_name)
 
 
 def _describe(lock: int, plan: ServePlan, names: Sequence[str | None]) -> None:

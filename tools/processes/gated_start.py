@@ -16,6 +16,29 @@ from tools.processes.server_log import ServerLog
 from tools.processes.watch import handled_stop_signals
 
 
+def stopped_early(number: signal.Signals) -> Failure:
+    """Return the failure of a server that a signal stops before it can load its model."""
+    message = f"stopped by {number.name} before the model was loaded"
+    return Failure(message, exit_code=KILLED + number)
+
+
+@contextlib.contextmanager
+def stop_signals_as_failures() -> Iterator[None]:
+    """Raise Failure for a stop signal that arrives in this block, so that the files of the server
+    are removed. Ctrl-C raises KeyboardInterrupt in any case. Use this in the main thread."""
+
+    def fail(number: int, _frame: object) -> None:
+        raise stopped_early(signal.Signals(number))
+
+    numbers = [each for each in handled_stop_signals() if each is not signal.SIGINT]
+    before = {number: signal.signal(number, fail) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class GatedStart:
     """Starts processes that wait at a gate until the `with` block ends.
 
@@ -88,8 +111,7 @@ class GatedStart:
         if self._received is signal.SIGINT:
             raise KeyboardInterrupt
         if self._received is not None:
-            message = f"stopped by {self._received.name} before the model was loaded"
-            raise Failure(message, exit_code=KILLED + self._received)
+            raise stopped_early(self._received)
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
