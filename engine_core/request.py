@@ -22,6 +22,7 @@ from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams
+from protocol.machine import Machine
 from protocol.worker.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -51,25 +52,28 @@ class RequestEvent(Enum):
     FINISH = auto()
 
 
-NEXT_PHASE = {
-    (RequestPhase.ARRIVED, RequestEvent.ACCEPT): RequestPhase.WAITING,
-    # aborted, or its grammar was refused
-    (RequestPhase.ARRIVED, RequestEvent.FINISH): RequestPhase.FINISHED,
-    (RequestPhase.WAITING, RequestEvent.ADMIT): RequestPhase.RUNNING,
-    (RequestPhase.WAITING, RequestEvent.FETCH): RequestPhase.FETCHING,
-    (RequestPhase.WAITING, RequestEvent.FINISH): RequestPhase.FINISHED,  # aborted before it ran
-    (RequestPhase.FETCHING, RequestEvent.ARRIVE): RequestPhase.READY,
-    # aborted; its fetch is cancelled
-    (RequestPhase.FETCHING, RequestEvent.FINISH): RequestPhase.FINISHED,
-    (RequestPhase.READY, RequestEvent.ADMIT): RequestPhase.RUNNING,
-    (RequestPhase.READY, RequestEvent.FINISH): RequestPhase.FINISHED,
-    (RequestPhase.RUNNING, RequestEvent.PREEMPT): RequestPhase.PREEMPTED,
-    (RequestPhase.RUNNING, RequestEvent.FINISH): RequestPhase.FINISHED,
-    (RequestPhase.PREEMPTED, RequestEvent.ADMIT): RequestPhase.RUNNING,
-    (RequestPhase.PREEMPTED, RequestEvent.FETCH): RequestPhase.FETCHING,
-    (RequestPhase.PREEMPTED, RequestEvent.FINISH): RequestPhase.FINISHED,
-}
-"""The phase after an event. A missing row is an illegal move."""
+REQUEST_MACHINE = Machine(
+    "request",
+    starts=(RequestPhase.ARRIVED,),
+    rows={
+        (RequestPhase.ARRIVED, RequestEvent.ACCEPT): RequestPhase.WAITING,
+        # aborted, or its grammar was refused
+        (RequestPhase.ARRIVED, RequestEvent.FINISH): RequestPhase.FINISHED,
+        (RequestPhase.WAITING, RequestEvent.ADMIT): RequestPhase.RUNNING,
+        (RequestPhase.WAITING, RequestEvent.FETCH): RequestPhase.FETCHING,
+        (RequestPhase.WAITING, RequestEvent.FINISH): RequestPhase.FINISHED,  # aborted before it ran
+        (RequestPhase.FETCHING, RequestEvent.ARRIVE): RequestPhase.READY,
+        # aborted; its fetch is cancelled
+        (RequestPhase.FETCHING, RequestEvent.FINISH): RequestPhase.FINISHED,
+        (RequestPhase.READY, RequestEvent.ADMIT): RequestPhase.RUNNING,
+        (RequestPhase.READY, RequestEvent.FINISH): RequestPhase.FINISHED,
+        (RequestPhase.RUNNING, RequestEvent.PREEMPT): RequestPhase.PREEMPTED,
+        (RequestPhase.RUNNING, RequestEvent.FINISH): RequestPhase.FINISHED,
+        (RequestPhase.PREEMPTED, RequestEvent.ADMIT): RequestPhase.RUNNING,
+        (RequestPhase.PREEMPTED, RequestEvent.FETCH): RequestPhase.FETCHING,
+        (RequestPhase.PREEMPTED, RequestEvent.FINISH): RequestPhase.FINISHED,
+    },
+)
 
 STAGES = {
     RequestPhase.ARRIVED: RequestStage.GRAMMAR,
@@ -284,12 +288,6 @@ class Request:
         return self.max_total_tokens > self.prompt_tokens
 
     def move(self, event: RequestEvent) -> None:
-        """Change the phase according to NEXT_PHASE. An illegal move raises RuntimeError and changes
-        nothing."""
-        phase = NEXT_PHASE.get((self.phase, event))
-        if phase is None:
-            raise RuntimeError(
-                f"request {self.number}: {event.name} is illegal in {self.phase.name}"
-            )
-        self.phase = phase
-        self.stage_timer.enter(STAGES[phase])
+        """Change the phase. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.phase = REQUEST_MACHINE.move(self.phase, event, subject=self.number)
+        self.stage_timer.enter(STAGES[self.phase])

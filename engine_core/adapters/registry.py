@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from protocol.engine.adapters import AdapterInfo, check_adapter_name, check_adapter_path
 from protocol.engine.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
+from protocol.machine import Machine
 from protocol.wire.errors import InvalidRequest, StaleAdapter, UnknownModel, error_from
 from protocol.worker.steps import AdapterLoad, AdapterReport, AdapterUnload
 
@@ -37,14 +38,17 @@ class AdapterEvent(Enum):
     FREED = auto()
 
 
-NEXT_ADAPTER_STATE = {
-    (AdapterState.LOADING, AdapterEvent.LOADED): AdapterState.READY,
-    (AdapterState.LOADING, AdapterEvent.FAILED): AdapterState.GONE,
-    (AdapterState.READY, AdapterEvent.UNLOAD): AdapterState.LEAVING,
-    (AdapterState.LEAVING, AdapterEvent.UNUSED): AdapterState.UNLOADING,
-    (AdapterState.UNLOADING, AdapterEvent.FREED): AdapterState.GONE,
-}
-"""The state after an event. A missing row is an illegal move."""
+ADAPTER_MACHINE = Machine(
+    "adapter",
+    starts=(AdapterState.LOADING,),
+    rows={
+        (AdapterState.LOADING, AdapterEvent.LOADED): AdapterState.READY,
+        (AdapterState.LOADING, AdapterEvent.FAILED): AdapterState.GONE,
+        (AdapterState.READY, AdapterEvent.UNLOAD): AdapterState.LEAVING,
+        (AdapterState.LEAVING, AdapterEvent.UNUSED): AdapterState.UNLOADING,
+        (AdapterState.UNLOADING, AdapterEvent.FREED): AdapterState.GONE,
+    },
+)
 
 AdapterCommand = AdapterLoad | AdapterUnload
 AdapterReply = AdapterChanged | Refused
@@ -78,12 +82,8 @@ class EngineAdapter:
         return AdapterInfo(name=self.name, digest=self.digest, rank=self.rank, path=self.path)
 
     def move(self, event: AdapterEvent) -> None:
-        """Change the state according to NEXT_ADAPTER_STATE. An illegal move raises RuntimeError
-        and changes nothing."""
-        state = NEXT_ADAPTER_STATE.get((self.state, event))
-        if state is None:
-            raise RuntimeError(f"adapter {self.name}: {event.name} is illegal in {self.state.name}")
-        self.state = state
+        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.state = ADAPTER_MACHINE.move(self.state, event, subject=self.name)
 
 
 class AdapterRegistry:

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from engine_core.request import Request
+from protocol.machine import Machine
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerSource, Source
 
@@ -61,15 +62,18 @@ class FetchEvent(Enum):
     FAILED = auto()
 
 
-NEXT_STATE = {
-    (FetchState.OPEN, FetchEvent.CANCEL): FetchState.CANCELLED,
-    (FetchState.OPEN, FetchEvent.FETCHED): FetchState.ARRIVED,
-    (FetchState.OPEN, FetchEvent.FAILED): FetchState.LOST,
-    # the fetch was complete before KVCancel arrived
-    (FetchState.CANCELLED, FetchEvent.FETCHED): FetchState.DROPPED,
-    (FetchState.CANCELLED, FetchEvent.FAILED): FetchState.DROPPED,
-}
-"""The state after an event. A missing row is an illegal move."""
+FETCH_MACHINE = Machine(
+    "fetch",
+    starts=(FetchState.OPEN,),
+    rows={
+        (FetchState.OPEN, FetchEvent.CANCEL): FetchState.CANCELLED,
+        (FetchState.OPEN, FetchEvent.FETCHED): FetchState.ARRIVED,
+        (FetchState.OPEN, FetchEvent.FAILED): FetchState.LOST,
+        # the fetch was complete before KVCancel arrived
+        (FetchState.CANCELLED, FetchEvent.FETCHED): FetchState.DROPPED,
+        (FetchState.CANCELLED, FetchEvent.FAILED): FetchState.DROPPED,
+    },
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,12 +91,8 @@ class Fetch:
     seconds: float = 0.0
 
     def move(self, event: FetchEvent) -> None:
-        """Change the state according to NEXT_STATE. An illegal move raises RuntimeError and changes
-        nothing."""
-        state = NEXT_STATE.get((self.state, event))
-        if state is None:
-            raise RuntimeError(f"fetch {self.job}: {event.name} is illegal in {self.state.name}")
-        self.state = state
+        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.state = FETCH_MACHINE.move(self.state, event, subject=self.job)
 
 
 class Fetches:

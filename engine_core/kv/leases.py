@@ -26,6 +26,7 @@ from enum import Enum, auto
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.request import Request, RequestPhase
+from protocol.machine import Machine
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVExport, KVWithdraw
 
@@ -46,14 +47,17 @@ class LeaseEvent(Enum):
     YIELD = auto()
 
 
-NEXT_STATE = {
-    (LeaseState.OPEN, LeaseEvent.RENEW): LeaseState.OPEN,
-    (LeaseState.OPEN, LeaseEvent.TAKE): LeaseState.OVER,
-    (LeaseState.OPEN, LeaseEvent.RELEASE): LeaseState.OVER,
-    (LeaseState.OPEN, LeaseEvent.EXPIRE): LeaseState.OVER,
-    (LeaseState.OPEN, LeaseEvent.YIELD): LeaseState.OVER,
-}
-"""The state after an event. A missing row is an illegal move."""
+LEASE_MACHINE = Machine(
+    "lease",
+    starts=(LeaseState.OPEN,),
+    rows={
+        (LeaseState.OPEN, LeaseEvent.RENEW): LeaseState.OPEN,
+        (LeaseState.OPEN, LeaseEvent.TAKE): LeaseState.OVER,
+        (LeaseState.OPEN, LeaseEvent.RELEASE): LeaseState.OVER,
+        (LeaseState.OPEN, LeaseEvent.EXPIRE): LeaseState.OVER,
+        (LeaseState.OPEN, LeaseEvent.YIELD): LeaseState.OVER,
+    },
+)
 
 CAUSES = {
     LeaseEvent.TAKE: "taken",
@@ -78,14 +82,8 @@ class KVLease:
     state: LeaseState = LeaseState.OPEN
 
     def move(self, event: LeaseEvent) -> None:
-        """Change the state according to NEXT_STATE.
-
-        An illegal move raises RuntimeError and changes nothing.
-        """
-        state = NEXT_STATE.get((self.state, event))
-        if state is None:
-            raise RuntimeError(f"lease: {event.name} is illegal in {self.state.name}")
-        self.state = state
+        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.state = LEASE_MACHINE.move(self.state, event)
 
 
 class KVLeases:

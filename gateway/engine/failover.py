@@ -2,8 +2,8 @@
 
 A request is sent to one replica. If that replica cannot take it, or is lost, the request is sent to
 another one; the client sees one request. This module has no side effects: `Failover.on(event)`
-changes the state as the table `NEXT` says, and returns an action, which `replicas.py` performs. The
-table ensures these invariants:
+changes the state as `FAILOVER_MACHINE` says, and returns an action, which `replicas.py` performs.
+The table ensures these invariants:
 
 - a request is open at no more than one replica;
 - its client gets one reply, either Accepted or Refused, and then its outputs up to one end;
@@ -18,6 +18,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from protocol.engine.messages import Usage
+from protocol.machine import ActingMachine
 
 
 class FailoverState(Enum):
@@ -50,31 +51,36 @@ class FailoverAction(Enum):
 
 _S, _E, _A = FailoverState, FailoverEvent, FailoverAction
 
-NEXT: dict[tuple[FailoverState, FailoverEvent], tuple[FailoverState, FailoverAction]] = {
-    (_S.SENT, _E.ACCEPTED): (_S.OPEN, _A.EMIT),
-    (_S.SENT, _E.BUSY): (_S.SENT, _A.PLACE),
-    (_S.SENT, _E.LOST): (_S.SENT, _A.PLACE),
-    (_S.SENT, _E.UNPLACED): (_S.ENDED, _A.EMIT),  # the refusal of the last replica
-    (_S.SENT, _E.FINISHED): (_S.ENDED, _A.EMIT),
-    (_S.SENT, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
-    (_S.SENT, _E.ABORT): (_S.ENDED, _A.ABORT),
-    (_S.OPEN, _E.TOKENS): (_S.OPEN, _A.EMIT),
-    (_S.OPEN, _E.FINISHED): (_S.ENDED, _A.EMIT),
-    (_S.OPEN, _E.LOST): (_S.MOVED, _A.PLACE),
-    (_S.OPEN, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
-    (_S.OPEN, _E.ABORT): (_S.ENDED, _A.ABORT),
-    (_S.MOVED, _E.ACCEPTED): (_S.OPEN, _A.NONE),  # the client has its Accepted already
-    (_S.MOVED, _E.BUSY): (_S.MOVED, _A.PLACE),
-    (_S.MOVED, _E.LOST): (_S.MOVED, _A.PLACE),
-    (_S.MOVED, _E.UNPLACED): (_S.STRANDED, _A.NONE),
-    (_S.MOVED, _E.FINISHED): (_S.ENDED, _A.EMIT),
-    (_S.MOVED, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
-    (_S.MOVED, _E.ABORT): (_S.ENDED, _A.ABORT),
-    (_S.STRANDED, _E.RETRY): (_S.MOVED, _A.PLACE),
-    (_S.STRANDED, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
-    (_S.STRANDED, _E.ABORT): (_S.ENDED, _A.FREE),
-}
-"""(state, event) -> (next state, action). Other pairs are errors, unless the state is ENDED."""
+FAILOVER_MACHINE = ActingMachine(
+    "failover",
+    starts=(_S.SENT,),
+    rows={
+        (_S.SENT, _E.ACCEPTED): (_S.OPEN, _A.EMIT),
+        (_S.SENT, _E.BUSY): (_S.SENT, _A.PLACE),
+        (_S.SENT, _E.LOST): (_S.SENT, _A.PLACE),
+        (_S.SENT, _E.UNPLACED): (_S.ENDED, _A.EMIT),  # the refusal of the last replica
+        (_S.SENT, _E.FINISHED): (_S.ENDED, _A.EMIT),
+        (_S.SENT, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
+        (_S.SENT, _E.ABORT): (_S.ENDED, _A.ABORT),
+        (_S.OPEN, _E.TOKENS): (_S.OPEN, _A.EMIT),
+        (_S.OPEN, _E.FINISHED): (_S.ENDED, _A.EMIT),
+        (_S.OPEN, _E.LOST): (_S.MOVED, _A.PLACE),
+        (_S.OPEN, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
+        (_S.OPEN, _E.ABORT): (_S.ENDED, _A.ABORT),
+        (_S.MOVED, _E.ACCEPTED): (_S.OPEN, _A.NONE),  # the client has its Accepted already
+        (_S.MOVED, _E.BUSY): (_S.MOVED, _A.PLACE),
+        (_S.MOVED, _E.LOST): (_S.MOVED, _A.PLACE),
+        (_S.MOVED, _E.UNPLACED): (_S.STRANDED, _A.NONE),
+        (_S.MOVED, _E.FINISHED): (_S.ENDED, _A.EMIT),
+        (_S.MOVED, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
+        (_S.MOVED, _E.ABORT): (_S.ENDED, _A.ABORT),
+        (_S.STRANDED, _E.RETRY): (_S.MOVED, _A.PLACE),
+        (_S.STRANDED, _E.GIVEN_UP): (_S.ENDED, _A.EMIT),
+        (_S.STRANDED, _E.ABORT): (_S.ENDED, _A.FREE),
+    },
+    ignores={_S.ENDED: FailoverEvent},
+    idle=_A.NONE,
+)
 
 
 class Failover:
@@ -86,14 +92,9 @@ class Failover:
         self.state = FailoverState.SENT
 
     def on(self, event: FailoverEvent) -> FailoverAction:
-        """Change the state and return the action. Raises ValueError and changes nothing if `event`
-        is not possible in this state."""
-        if self.state is FailoverState.ENDED:
-            return FailoverAction.NONE
-        try:
-            self.state, action = NEXT[self.state, event]
-        except KeyError:
-            raise ValueError(f"{event.name} is impossible in {self.state.name}") from None
+        """Change the state and return the action. Raises IllegalMove and changes nothing if the
+        state does not admit `event`."""
+        self.state, action = FAILOVER_MACHINE.act(self.state, event)
         return action
 
 

@@ -1,7 +1,7 @@
 """State machine of one request that is served by a prefill engine P and a decode engine D.
 
 P computes the prompt and D continues from P's K/V; the client sees one request. This module has no
-side effects: `Handoff.on(event)` changes the state as the table `NEXT` says, and returns actions,
+side effects: `Handoff.on(event)` changes the state as `HANDOFF_MACHINE` says, and returns actions,
 which `disaggregated.py` performs in order. The table ensures these invariants:
 
 - D gets at most two requests: one with P's handle and, if D cannot use the handle, one without;
@@ -16,6 +16,7 @@ from enum import Enum, auto
 import msgspec
 
 from protocol.engine.messages import Times, Usage
+from protocol.machine import ActingMachine
 
 
 class HandoffState(Enum):
@@ -45,51 +46,32 @@ class HandoffAction(Enum):
     ABORT = auto()  # abort the request at D
 
 
-NEXT: dict[tuple[HandoffState, HandoffEvent], tuple[HandoffState, tuple[HandoffAction, ...]]] = {
-    (HandoffState.COMPUTING, HandoffEvent.COMPUTED): (
-        HandoffState.REQUESTED,
-        (HandoffAction.CONTINUE,),
-    ),
-    (HandoffState.COMPUTING, HandoffEvent.MISSED): (
-        HandoffState.DECODING,
-        (HandoffAction.RELEASE, HandoffAction.COMPUTE_ALL),
-    ),
-    (HandoffState.COMPUTING, HandoffEvent.STOPPED): (
-        HandoffState.ENDED,
-        (HandoffAction.RELEASE, HandoffAction.EMIT),
-    ),
-    (HandoffState.COMPUTING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.RELEASE,)),
-    (HandoffState.REQUESTED, HandoffEvent.ACCEPTED): (HandoffState.ACCEPTED, (HandoffAction.EMIT,)),
-    (HandoffState.REQUESTED, HandoffEvent.UNUSABLE): (
-        HandoffState.DECODING,
-        (HandoffAction.RELEASE, HandoffAction.COMPUTE_ALL),
-    ),
-    (HandoffState.REQUESTED, HandoffEvent.FINISHED): (
-        HandoffState.ENDED,
-        (HandoffAction.RELEASE, HandoffAction.EMIT),
-    ),
-    (HandoffState.REQUESTED, HandoffEvent.ABORT): (
-        HandoffState.ENDED,
-        (HandoffAction.ABORT, HandoffAction.RELEASE),
-    ),
-    (HandoffState.ACCEPTED, HandoffEvent.TOKENS): (
-        HandoffState.DECODING,
-        (HandoffAction.RELEASE, HandoffAction.EMIT),
-    ),
-    (HandoffState.ACCEPTED, HandoffEvent.FINISHED): (
-        HandoffState.ENDED,
-        (HandoffAction.RELEASE, HandoffAction.EMIT),
-    ),
-    (HandoffState.ACCEPTED, HandoffEvent.ABORT): (
-        HandoffState.ENDED,
-        (HandoffAction.ABORT, HandoffAction.RELEASE),
-    ),
-    (HandoffState.DECODING, HandoffEvent.ACCEPTED): (HandoffState.DECODING, (HandoffAction.EMIT,)),
-    (HandoffState.DECODING, HandoffEvent.TOKENS): (HandoffState.DECODING, (HandoffAction.EMIT,)),
-    (HandoffState.DECODING, HandoffEvent.FINISHED): (HandoffState.ENDED, (HandoffAction.EMIT,)),
-    (HandoffState.DECODING, HandoffEvent.ABORT): (HandoffState.ENDED, (HandoffAction.ABORT,)),
-}
-"""(state, event) -> (next state, actions). Other pairs are errors, unless the state is ENDED."""
+_S, _E, _A = HandoffState, HandoffEvent, HandoffAction
+
+HANDOFF_MACHINE: ActingMachine[HandoffState, HandoffEvent, tuple[HandoffAction, ...]]
+HANDOFF_MACHINE = ActingMachine(
+    "handoff",
+    starts=(_S.COMPUTING, _S.DECODING),
+    rows={
+        (_S.COMPUTING, _E.COMPUTED): (_S.REQUESTED, (_A.CONTINUE,)),
+        (_S.COMPUTING, _E.MISSED): (_S.DECODING, (_A.RELEASE, _A.COMPUTE_ALL)),
+        (_S.COMPUTING, _E.STOPPED): (_S.ENDED, (_A.RELEASE, _A.EMIT)),
+        (_S.COMPUTING, _E.ABORT): (_S.ENDED, (_A.RELEASE,)),
+        (_S.REQUESTED, _E.ACCEPTED): (_S.ACCEPTED, (_A.EMIT,)),
+        (_S.REQUESTED, _E.UNUSABLE): (_S.DECODING, (_A.RELEASE, _A.COMPUTE_ALL)),
+        (_S.REQUESTED, _E.FINISHED): (_S.ENDED, (_A.RELEASE, _A.EMIT)),
+        (_S.REQUESTED, _E.ABORT): (_S.ENDED, (_A.ABORT, _A.RELEASE)),
+        (_S.ACCEPTED, _E.TOKENS): (_S.DECODING, (_A.RELEASE, _A.EMIT)),
+        (_S.ACCEPTED, _E.FINISHED): (_S.ENDED, (_A.RELEASE, _A.EMIT)),
+        (_S.ACCEPTED, _E.ABORT): (_S.ENDED, (_A.ABORT, _A.RELEASE)),
+        (_S.DECODING, _E.ACCEPTED): (_S.DECODING, (_A.EMIT,)),
+        (_S.DECODING, _E.TOKENS): (_S.DECODING, (_A.EMIT,)),
+        (_S.DECODING, _E.FINISHED): (_S.ENDED, (_A.EMIT,)),
+        (_S.DECODING, _E.ABORT): (_S.ENDED, (_A.ABORT,)),
+    },
+    ignores={_S.ENDED: HandoffEvent},
+    idle=(),
+)
 
 
 class Handoff:
@@ -101,14 +83,9 @@ class Handoff:
         self.state = start
 
     def on(self, event: HandoffEvent) -> tuple[HandoffAction, ...]:
-        """Change the state and return the actions, in order. Raises ValueError and changes nothing
-        if `event` is not possible in this state."""
-        if self.state is HandoffState.ENDED:
-            return ()
-        try:
-            self.state, actions = NEXT[self.state, event]
-        except KeyError:
-            raise ValueError(f"{event.name} in state {self.state.name}") from None
+        """Change the state and return the actions, in order. Raises IllegalMove and changes nothing
+        if the state does not admit `event`."""
+        self.state, actions = HANDOFF_MACHINE.act(self.state, event)
         return actions
 
 

@@ -24,11 +24,11 @@ import msgspec
 from gateway.store import batch_queries as queries
 from gateway.store.batch_queries import NewBatch, NewFile, StoredBatch, StoredFile
 from gateway.store.batch_states import (
+    BATCH_MACHINE,
     FINAL,
     BatchEvent,
     BatchStatus,
-    IllegalBatchMove,
-    next_status,
+    CannotCancel,
 )
 from gateway.store.sqlite_file import SqliteFile
 
@@ -229,12 +229,15 @@ class BatchDatabase(SqliteFile):
 
     def cancel_batch(self, batch: str, owner: str, now: float) -> bool:
         """Cancel a batch. A batch that is being cancelled already stays so. Return whether `owner`
-        has such a batch. Raises IllegalBatchMove if it has ended or is about to."""
+        has such a batch. Raises CannotCancel if it has ended or is about to."""
         with self._writing():
             found = self.get_batch(batch, owner)
-            if found is not None and found.status is not BatchStatus.CANCELLING:
-                self._move(batch, BatchEvent.CANCEL, now)
-        return found is not None
+            if found is None:
+                return False
+            is_new = found.status is not BatchStatus.CANCELLING
+            if is_new and self._move(batch, BatchEvent.CANCEL, now) is None:
+                raise CannotCancel(found.status)
+        return True
 
     # ---- batches, for the process that executes them
 
@@ -298,15 +301,14 @@ class BatchDatabase(SqliteFile):
 
     def move(self, batch: StoredBatch, event: BatchEvent, now: float) -> BatchStatus | None:
         """Handle an event of a batch, and return its new status. A final status makes its output
-        files visible. Return None if this process has lost the batch, or if its status does not
-        allow the event any more because it was cancelled. Raises LinesMissing if the batch cannot
-        have ended."""
+        files visible. Return None if this process has lost the batch, or if its status ignores
+        the event, for example because the batch was cancelled. Raises LinesMissing if the batch
+        cannot have ended."""
         with self._writing():
             if not self._is_mine(batch.id):
                 return None
-            try:
-                status = self._move(batch.id, event, now)
-            except IllegalBatchMove:
+            status = self._move(batch.id, event, now)
+            if status is None:
                 return None
             if event in NEEDS_ALL:
                 self._check_complete(batch.id)  # an exception undoes the move
@@ -326,10 +328,14 @@ class BatchDatabase(SqliteFile):
 
     # ---- internals
 
-    def _move(self, batch: str, event: BatchEvent, now: float) -> BatchStatus:
+    def _move(self, batch: str, event: BatchEvent, now: float) -> BatchStatus | None:
+        """Change the status of a batch and return the new one; None if it ignores `event`."""
         found = self._one(queries.STATUS_OF, batch)
         assert found is not None, batch
-        status = next_status(BatchStatus(found[0]), event)
+        before = BatchStatus(found[0])
+        if BATCH_MACHINE.ignores(before, event):
+            return None
+        status = BATCH_MACHINE.move(before, event)
         times = {**msgspec.json.decode(found[1]), status.value: now}
         self._execute(queries.SET_STATUS, batch, status, msgspec.json.encode(times))
         return status

@@ -1,8 +1,10 @@
-"""The states of a batch, as a table. A missing row is an illegal move."""
+"""The states of a batch, as a table."""
 
 from __future__ import annotations
 
 from enum import StrEnum, auto
+
+from protocol.machine import Machine
 
 
 class BatchStatus(StrEnum):
@@ -28,30 +30,29 @@ class BatchEvent(StrEnum):
 
 
 _S, _E = BatchStatus, BatchEvent
-NEXT_STATUS: dict[tuple[BatchStatus, BatchEvent], BatchStatus] = {
-    (_S.VALIDATING, _E.VALID): _S.IN_PROGRESS,
-    (_S.VALIDATING, _E.INVALID): _S.FAILED,
-    (_S.VALIDATING, _E.CANCEL): _S.CANCELLING,
-    (_S.IN_PROGRESS, _E.ALL_DONE): _S.FINALIZING,
-    (_S.IN_PROGRESS, _E.WINDOW_OVER): _S.EXPIRED,
-    (_S.IN_PROGRESS, _E.CANCEL): _S.CANCELLING,
-    (_S.FINALIZING, _E.PUBLISHED): _S.COMPLETED,
-    (_S.CANCELLING, _E.PUBLISHED): _S.CANCELLED,
-}
-FINAL = frozenset((_S.COMPLETED, _S.FAILED, _S.EXPIRED, _S.CANCELLED))
+BATCH_MACHINE = Machine(
+    "batch",
+    starts=(_S.VALIDATING,),
+    rows={
+        (_S.VALIDATING, _E.VALID): _S.IN_PROGRESS,
+        (_S.VALIDATING, _E.INVALID): _S.FAILED,
+        (_S.VALIDATING, _E.CANCEL): _S.CANCELLING,
+        (_S.IN_PROGRESS, _E.ALL_DONE): _S.FINALIZING,
+        (_S.IN_PROGRESS, _E.WINDOW_OVER): _S.EXPIRED,
+        (_S.IN_PROGRESS, _E.CANCEL): _S.CANCELLING,
+        (_S.FINALIZING, _E.PUBLISHED): _S.COMPLETED,
+        (_S.CANCELLING, _E.PUBLISHED): _S.CANCELLED,
+    },
+    # The status is in a file that several processes share. Another one may have cancelled the
+    # batch, or have continued it while the lease of this one was over.
+    ignores=dict.fromkeys(BatchStatus, BatchEvent),
+)
+FINAL = BATCH_MACHINE.final
 """Statuses that never change. A batch with another one is open."""
 
 
-class IllegalBatchMove(Exception):
-    """An event does not fit the status of a batch, for example because it was cancelled."""
+class CannotCancel(Exception):
+    """A batch cannot be cancelled, because it has ended or is about to."""
 
-    def __init__(self, status: BatchStatus, event: BatchEvent) -> None:
-        super().__init__(f"a batch that is {status} cannot handle {event}")
-
-
-def next_status(status: BatchStatus, event: BatchEvent) -> BatchStatus:
-    """Return the status after an event. Raises IllegalBatchMove if the table has no such row."""
-    try:
-        return NEXT_STATUS[status, event]
-    except KeyError:
-        raise IllegalBatchMove(status, event) from None
+    def __init__(self, status: BatchStatus) -> None:
+        super().__init__(f"a batch that is {status} cannot handle {BatchEvent.CANCEL}")

@@ -25,7 +25,7 @@ EVENTS = 400
 START_TIMEOUT_S, DRAIN_S = 60.0, 30.0
 
 
-class Machine:
+class SupervisedServer:
     """The processes of one server: they end some time after a signal, or by themselves.
 
     ending   signalled child -> its exit code
@@ -118,8 +118,8 @@ class Machine:
 
 @pytest.mark.parametrize("seed", range(examples(100, 2000)))
 def test_a_supervisor_survives_everything(seed: int) -> None:
-    machine = Machine(seed)
+    server = SupervisedServer(seed)
     for _ in range(EVENTS):
-        if machine.code is None:
-            machine.step()
-    machine.finish()
+        if server.code is None:
+            server.step()
+    server.finish()

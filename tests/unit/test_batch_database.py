@@ -3,7 +3,6 @@ test waits."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,11 +28,9 @@ from gateway.store.batch_database import (
 from gateway.store.batch_queries import NewBatch, NewFile, StoredBatch
 from gateway.store.batch_states import (
     FINAL,
-    NEXT_STATUS,
     BatchEvent,
     BatchStatus,
-    IllegalBatchMove,
-    next_status,
+    CannotCancel,
 )
 
 NOW = 1_000_000.0
@@ -119,21 +116,8 @@ def state(database: BatchDatabase) -> StoredBatch:
 # ---- the table
 
 
-def test_every_status_can_be_reached_and_every_open_one_can_end() -> None:
-    reached = {BatchStatus.VALIDATING}
-    for _ in BatchStatus:
-        reached |= {to for (status, _), to in NEXT_STATUS.items() if status in reached}
-    assert reached == set(BatchStatus)
-    assert {status for status, _ in NEXT_STATUS} == set(BatchStatus) - FINAL
-
-
-@pytest.mark.parametrize(("status", "event"), list(itertools.product(BatchStatus, BatchEvent)))
-def test_a_move_that_is_not_in_the_table_is_refused(status: BatchStatus, event: BatchEvent) -> None:
-    if (status, event) in NEXT_STATUS:
-        assert next_status(status, event) is NEXT_STATUS[status, event]
-        return
-    with pytest.raises(IllegalBatchMove, match=f"a batch that is {status} cannot handle {event}"):
-        next_status(status, event)
+def test_a_batch_ends_in_one_of_four_statuses() -> None:
+    assert sorted(FINAL) == ["cancelled", "completed", "expired", "failed"]
 
 
 # ---- files
@@ -330,7 +314,7 @@ def test_a_batch_is_cancelled_by_any_process_and_ended_by_its_own(
     assert database.move(batch, BatchEvent.ALL_DONE, NOW + 3) is None
     assert database.move(batch, BatchEvent.PUBLISHED, NOW + 4) is BatchStatus.CANCELLED
     assert state(database).has_output
-    with pytest.raises(IllegalBatchMove):
+    with pytest.raises(CannotCancel, match="a batch that is cancelled cannot handle cancel"):
         database.cancel_batch("batch_1", OWNER, NOW + 5)
 
 

@@ -7,14 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_core.policy.check_generate import new_request
-from engine_core.request import NEXT_PHASE, RequestEvent, RequestPhase
-from engine_core.stage_timer import EngineClock
 from engine_core.status import status_rows
-from protocol.engine.messages import Account, Generate, RequestStatus
+from protocol.engine.messages import Account, RequestStatus
 from protocol.wire.arrays import Float32, Int32
 from protocol.worker.steps import Logprobs, StepResult
-from tests.support.engines import CLIENT, EOS, Bench, a_card, answer
+from tests.support.engines import CLIENT, EOS, Bench, answer
 
 
 def test_an_answer_has_the_models_tokens_and_ends_once() -> None:
@@ -334,20 +331,6 @@ def test_a_request_without_a_seed_gets_one_and_keeps_it_through_preemption() -> 
     bound = [(init.tokens.tolist()[0], init.seed) for plan in bench.plans for init in plan.bind]
     assert len(bound) > 3
     assert set(bound) == {(10, 100), (11, 101), (12, 102)}
-
-
-def test_illegal_moves_raise_and_change_nothing() -> None:
-    message = Generate(request=1, prompt=Int32.of([1]))
-    request = new_request(
-        CLIENT, message, [1], 1, lambda: 0, a_card(), Bench().limits, EngineClock()
-    )
-    for phase in RequestPhase:
-        for event in RequestEvent:
-            request.phase = phase
-            if (phase, event) not in NEXT_PHASE:
-                with pytest.raises(RuntimeError, match="illegal"):
-                    request.move(event)
-                assert request.phase is phase
 
 
 def has_ended(bench: Bench, number: int) -> bool:

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from engine_core.adapters.registry import (
-    NEXT_ADAPTER_STATE,
-    AdapterEvent,
     AdapterReply,
-    AdapterState,
-    EngineAdapter,
 )
 from engine_core.open_requests import OpenRequests
 from engine_core.request import Request
@@ -298,22 +294,6 @@ def test_statistics_count_requests_by_adapter():
     stats = scene.engine.stats()
     assert (stats.adapters_running, stats.adapters_waiting) == ({"fr": 1}, {"fr": 1, "de": 1})
     assert (stats.num_adapter_requests, stats.max_adapters) == ({"fr": 2, "de": 1}, 2)
-
-
-# ---- the table of states
-
-
-@pytest.mark.parametrize("state", AdapterState)
-@pytest.mark.parametrize("event", AdapterEvent)
-def test_an_impossible_event_raises_and_changes_nothing(state, event):
-    adapter = EngineAdapter("fr", "fr", 0, 1, state=state)
-    if (state, event) in NEXT_ADAPTER_STATE:
-        adapter.move(event)
-        assert adapter.state is NEXT_ADAPTER_STATE[state, event]
-        return
-    with pytest.raises(RuntimeError, match="is illegal in"):
-        adapter.move(event)
-    assert adapter.state is state
 
 
 def test_a_group_of_workers_has_no_adapters():

@@ -66,7 +66,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"sdk", "shared", "tools"},
         {"config", "worker"},
         {"engine", "process"},
-        {"wire"},
+        {"wire", "machine"},
     ),
     "gateway": (
         {"app", "gunicorn_conf", "rejected_requests", "startup_checks", "offline"},

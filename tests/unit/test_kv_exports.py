@@ -7,10 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from protocol.machine import IllegalMove
 from worker.kv.transfer.exports import EndedLease, Exports
 from worker.kv.transfer.fetch_job import (
     FAILURES,
-    NEXT_STATE,
+    FETCH_JOB_MACHINE,
     PEER_EVENTS,
     FetchJob,
     FetchJobEvent,
@@ -134,14 +135,14 @@ def job_in(state: FetchJobState) -> FetchJob:
 @pytest.mark.parametrize(("state", "event"), list(product(FetchJobState, FetchJobEvent)))
 def test_every_event_has_a_next_state_or_is_damage_or_raises(state, event):
     job = job_in(state)
-    if (state, event) in NEXT_STATE:
-        assert job.on(event, "now") is NEXT_STATE[state, event] is job.state
+    if FETCH_JOB_MACHINE.admits(state, event):
+        assert job.on(event, "now") is FETCH_JOB_MACHINE.move(state, event) is job.state
     elif event in PEER_EVENTS and state not in OVER:
         assert job.on(event) is FetchJobState.STOPPING
         assert job.failure == "damaged"
         assert job.reason == f"the peer sent {event.name} in state {state.name}"
     else:
-        with pytest.raises(ValueError, match=f"{event.name} in state {state.name}"):
+        with pytest.raises(IllegalMove, match=f"{event.name} is illegal in {state.name}"):
             job.on(event)
         assert job.state is state
 
@@ -168,9 +169,10 @@ def test_the_first_failure_reason_is_kept(later):
 
 
 def test_only_a_live_lease_makes_a_transfer_valid():
-    into = {pair for pair, state in NEXT_STATE.items() if state is FetchJobState.FETCHED}
+    rows = FETCH_JOB_MACHINE.rows.items()
+    into = {pair for pair, state in rows if state is FetchJobState.FETCHED}
     assert into == {(FetchJobState.CONFIRMING, FetchJobEvent.LIVE)}
 
 
 def test_an_ended_fetch_has_no_next_state():
-    assert not [pair for pair in NEXT_STATE if pair[0] in OVER]
+    assert FETCH_JOB_MACHINE.final == set(OVER)

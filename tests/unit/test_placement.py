@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from signal import SIGKILL, SIGTERM
 
 import pytest
@@ -11,13 +10,9 @@ from protocol.process.exit_codes import ExitCode
 from tests.support.simulated_ray import SimulatedRay
 from tools.cluster.placement import HINT_S, SPREAD_S, SUSPECT_S, EngineLoss, Placement
 from tools.cluster.placement_states import (
-    NEXT_STATE,
-    PlacedEngine,
-    PlacementEvent,
     PlacementState,
 )
 from tools.processes.actions import EndServer
-from tools.processes.restart_policy import RestartPolicy
 
 ONE, TWO = "engine 1", "engine 2"
 
@@ -29,18 +24,6 @@ def running(cpus: dict[str, float] | None = None, **options: int) -> SimulatedRa
     ray.start()
     assert ray.placement.deadline is None, "nothing is pending"
     return ray
-
-
-def test_an_event_without_a_row_raises_and_changes_nothing() -> None:
-    for state, event in product(PlacementState, PlacementEvent):
-        engine = PlacedEngine(ONE, RestartPolicy(1), since=0.0, state=state)
-        if (state, event) in NEXT_STATE:
-            engine.change(event)
-            assert engine.state is NEXT_STATE[state, event]
-        else:
-            with pytest.raises(KeyError):
-                engine.change(event)
-            assert engine.state is state
 
 
 def test_engines_are_spread_over_the_nodes() -> None:

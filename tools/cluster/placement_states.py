@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from protocol.machine import Machine
 from tools.processes.restart_policy import RestartPolicy
 
 
@@ -26,21 +27,24 @@ class PlacementEvent(Enum):
     STOP = auto()  # the server stops
 
 
-NEXT_STATE = {
-    (PlacementState.WAITING, PlacementEvent.PLACED): PlacementState.STARTING,
-    (PlacementState.WAITING, PlacementEvent.LOST): PlacementState.LOST,
-    (PlacementState.WAITING, PlacementEvent.STOP): PlacementState.STOPPED,
-    (PlacementState.STARTING, PlacementEvent.READY): PlacementState.READY,
-    (PlacementState.STARTING, PlacementEvent.LOST): PlacementState.LOST,
-    (PlacementState.STARTING, PlacementEvent.STOP): PlacementState.STOPPING,
-    (PlacementState.READY, PlacementEvent.LOST): PlacementState.LOST,
-    (PlacementState.READY, PlacementEvent.STOP): PlacementState.STOPPING,
-    (PlacementState.LOST, PlacementEvent.RETRY): PlacementState.WAITING,
-    (PlacementState.LOST, PlacementEvent.GIVE_UP): PlacementState.STOPPED,
-    (PlacementState.LOST, PlacementEvent.STOP): PlacementState.STOPPED,
-    (PlacementState.STOPPING, PlacementEvent.LOST): PlacementState.STOPPED,
-}
-"""(state, event) -> next state. An event without a row is a mistake of the caller."""
+PLACEMENT_MACHINE = Machine(
+    "placement",
+    starts=(PlacementState.WAITING,),
+    rows={
+        (PlacementState.WAITING, PlacementEvent.PLACED): PlacementState.STARTING,
+        (PlacementState.WAITING, PlacementEvent.LOST): PlacementState.LOST,
+        (PlacementState.WAITING, PlacementEvent.STOP): PlacementState.STOPPED,
+        (PlacementState.STARTING, PlacementEvent.READY): PlacementState.READY,
+        (PlacementState.STARTING, PlacementEvent.LOST): PlacementState.LOST,
+        (PlacementState.STARTING, PlacementEvent.STOP): PlacementState.STOPPING,
+        (PlacementState.READY, PlacementEvent.LOST): PlacementState.LOST,
+        (PlacementState.READY, PlacementEvent.STOP): PlacementState.STOPPING,
+        (PlacementState.LOST, PlacementEvent.RETRY): PlacementState.WAITING,
+        (PlacementState.LOST, PlacementEvent.GIVE_UP): PlacementState.STOPPED,
+        (PlacementState.LOST, PlacementEvent.STOP): PlacementState.STOPPED,
+        (PlacementState.STOPPING, PlacementEvent.LOST): PlacementState.STOPPED,
+    },
+)
 
 PLACED = {PlacementState.STARTING, PlacementState.READY, PlacementState.STOPPING}
 """States with a place."""
@@ -79,8 +83,8 @@ class PlacedEngine:
     is_hinted: bool = field(default=False, compare=False)
 
     def change(self, event: PlacementEvent, deadline: float | None = None) -> None:
-        """Change the state. Raises KeyError if the state does not admit the event."""
-        self.state = NEXT_STATE[self.state, event]
+        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.state = PLACEMENT_MACHINE.move(self.state, event, subject=self.name)
         self.deadline = deadline
         if self.state not in PLACED:
             self.node = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from protocol.machine import Machine
 from tools.processes.restart_policy import RestartPolicy
 
 
@@ -24,20 +25,23 @@ class ChildEvent(Enum):
     RETIRE = auto()  # the child is not needed now: its process drains, or its restart is cancelled
 
 
-NEXT_STATE = {
-    (ChildState.DOWN, ChildEvent.START): ChildState.STARTING,
-    (ChildState.STARTING, ChildEvent.READY): ChildState.READY,
-    (ChildState.STARTING, ChildEvent.LOST): ChildState.WAITING,
-    (ChildState.STARTING, ChildEvent.EXITED): ChildState.DOWN,
-    (ChildState.STARTING, ChildEvent.RETIRE): ChildState.RETIRING,
-    (ChildState.READY, ChildEvent.LOST): ChildState.WAITING,
-    (ChildState.READY, ChildEvent.EXITED): ChildState.DOWN,
-    (ChildState.READY, ChildEvent.RETIRE): ChildState.RETIRING,
-    (ChildState.WAITING, ChildEvent.START): ChildState.STARTING,
-    (ChildState.WAITING, ChildEvent.RETIRE): ChildState.DOWN,
-    (ChildState.RETIRING, ChildEvent.EXITED): ChildState.DOWN,
-}
-"""(state, event) -> next state. An event without a row is a mistake of the supervisor."""
+CHILD_MACHINE = Machine(
+    "child",
+    starts=(ChildState.STARTING, ChildState.DOWN),
+    rows={
+        (ChildState.DOWN, ChildEvent.START): ChildState.STARTING,
+        (ChildState.STARTING, ChildEvent.READY): ChildState.READY,
+        (ChildState.STARTING, ChildEvent.LOST): ChildState.WAITING,
+        (ChildState.STARTING, ChildEvent.EXITED): ChildState.DOWN,
+        (ChildState.STARTING, ChildEvent.RETIRE): ChildState.RETIRING,
+        (ChildState.READY, ChildEvent.LOST): ChildState.WAITING,
+        (ChildState.READY, ChildEvent.EXITED): ChildState.DOWN,
+        (ChildState.READY, ChildEvent.RETIRE): ChildState.RETIRING,
+        (ChildState.WAITING, ChildEvent.START): ChildState.STARTING,
+        (ChildState.WAITING, ChildEvent.RETIRE): ChildState.DOWN,
+        (ChildState.RETIRING, ChildEvent.EXITED): ChildState.DOWN,
+    },
+)
 
 ALIVE = {ChildState.STARTING, ChildState.READY, ChildState.RETIRING}
 """States with a process."""
@@ -75,6 +79,6 @@ class ChildRecord:
         return self.state is not ChildState.DOWN
 
     def change(self, event: ChildEvent, deadline: float | None = None) -> None:
-        """Change the state. Raises KeyError if the state does not admit the event."""
-        self.state = NEXT_STATE[self.state, event]
+        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
+        self.state = CHILD_MACHINE.move(self.state, event, subject=self.name)
         self.deadline = deadline

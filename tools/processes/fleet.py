@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from protocol.machine import Machine
 from protocol.tools.control import (
     REPORT_EVERY_S,
     LoadState,
@@ -59,28 +60,39 @@ class ModelEvent(Enum):
     FAILED = auto()  # no engine of the model is left, because the last one failed
 
 
-NEXT_PHASE = {
-    (ModelPhase.UNLOADED, ModelEvent.REQUEST): ModelPhase.WAITING,
-    (ModelPhase.FAILED, ModelEvent.REQUEST): ModelPhase.WAITING,
-    (ModelPhase.WAITING, ModelEvent.ADMIT): ModelPhase.LOADING,
-    (ModelPhase.WAITING, ModelEvent.CANCEL): ModelPhase.UNLOADED,
-    (ModelPhase.LOADING, ModelEvent.READY): ModelPhase.READY,
-    (ModelPhase.LOADING, ModelEvent.YIELD): ModelPhase.YIELDING,
-    (ModelPhase.LOADING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-    (ModelPhase.LOADING, ModelEvent.FAILED): ModelPhase.FAILED,
-    (ModelPhase.READY, ModelEvent.LOST): ModelPhase.LOADING,
-    (ModelPhase.READY, ModelEvent.YIELD): ModelPhase.YIELDING,
-    (ModelPhase.READY, ModelEvent.EXITED): ModelPhase.UNLOADED,
-    (ModelPhase.READY, ModelEvent.FAILED): ModelPhase.FAILED,
-    (ModelPhase.YIELDING, ModelEvent.REVIVE): ModelPhase.READY,
-    (ModelPhase.YIELDING, ModelEvent.LOST): ModelPhase.DRAINING,
-    (ModelPhase.YIELDING, ModelEvent.CONFIRMED): ModelPhase.DRAINING,
-    (ModelPhase.YIELDING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-    (ModelPhase.YIELDING, ModelEvent.FAILED): ModelPhase.UNLOADED,
-    (ModelPhase.DRAINING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-    (ModelPhase.DRAINING, ModelEvent.FAILED): ModelPhase.UNLOADED,
-}
-"""(phase, event) -> next phase. An event without a row is ignored."""
+MODEL_MACHINE = Machine(
+    "model",
+    starts=(ModelPhase.UNLOADED, ModelPhase.LOADING),
+    rows={
+        (ModelPhase.UNLOADED, ModelEvent.REQUEST): ModelPhase.WAITING,
+        (ModelPhase.FAILED, ModelEvent.REQUEST): ModelPhase.WAITING,
+        (ModelPhase.WAITING, ModelEvent.ADMIT): ModelPhase.LOADING,
+        (ModelPhase.WAITING, ModelEvent.CANCEL): ModelPhase.UNLOADED,
+        (ModelPhase.LOADING, ModelEvent.READY): ModelPhase.READY,
+        (ModelPhase.LOADING, ModelEvent.YIELD): ModelPhase.YIELDING,
+        (ModelPhase.LOADING, ModelEvent.EXITED): ModelPhase.UNLOADED,
+        (ModelPhase.LOADING, ModelEvent.FAILED): ModelPhase.FAILED,
+        (ModelPhase.READY, ModelEvent.LOST): ModelPhase.LOADING,
+        (ModelPhase.READY, ModelEvent.YIELD): ModelPhase.YIELDING,
+        (ModelPhase.READY, ModelEvent.EXITED): ModelPhase.UNLOADED,
+        (ModelPhase.READY, ModelEvent.FAILED): ModelPhase.FAILED,
+        (ModelPhase.YIELDING, ModelEvent.REVIVE): ModelPhase.READY,
+        (ModelPhase.YIELDING, ModelEvent.LOST): ModelPhase.DRAINING,
+        (ModelPhase.YIELDING, ModelEvent.CONFIRMED): ModelPhase.DRAINING,
+        (ModelPhase.YIELDING, ModelEvent.EXITED): ModelPhase.UNLOADED,
+        (ModelPhase.YIELDING, ModelEvent.FAILED): ModelPhase.UNLOADED,
+        (ModelPhase.DRAINING, ModelEvent.EXITED): ModelPhase.UNLOADED,
+        (ModelPhase.DRAINING, ModelEvent.FAILED): ModelPhase.UNLOADED,
+    },
+    ignores={
+        ModelPhase.WAITING: {ModelEvent.REQUEST},
+        # Another engine of the model may become ready, or be lost before any is ready.
+        ModelPhase.LOADING: {ModelEvent.REQUEST, ModelEvent.LOST},
+        ModelPhase.READY: {ModelEvent.REQUEST, ModelEvent.READY},
+        ModelPhase.YIELDING: {ModelEvent.READY},
+        ModelPhase.DRAINING: {ModelEvent.READY, ModelEvent.LOST},
+    },
+)
 
 REPORTED_STATE: Mapping[ModelPhase, LoadState] = {
     ModelPhase.UNLOADED: "unloaded",
@@ -397,10 +409,11 @@ class Fleet:
         self._change(model, ModelEvent.YIELD)
 
     def _change(self, model: FleetModel, event: ModelEvent) -> bool:
-        """Change the phase of a model. Return False if its phase ignores `event`."""
-        phase = NEXT_PHASE.get((model.phase, event))
-        if phase is None:
+        """Change the phase of a model. Return False if its phase ignores `event`. Raises
+        IllegalMove."""
+        if MODEL_MACHINE.ignores(model.phase, event):
             return False
+        phase = MODEL_MACHINE.move(model.phase, event, subject=model.name)
         if REPORTED_STATE[phase] != REPORTED_STATE[model.phase]:
             self.version += 1
             model.version = self.version

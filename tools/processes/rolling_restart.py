@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from protocol.machine import Machine
 from protocol.tools.control import RollEnded, RollProgress, RollStep
 from tools.processes.child_states import ChildState
 
@@ -30,18 +31,21 @@ class RollEvent(Enum):
     FAILED = auto()  # the successor, or another engine of the group, is not ready
 
 
-NEXT_STAGE = {
-    (RollStage.WAITING, RollEvent.DRAINED): RollStage.DRAINING,
-    (RollStage.WAITING, RollEvent.STARTED): RollStage.STARTING,
-    (RollStage.WAITING, RollEvent.NEXT): RollStage.WAITING,
-    (RollStage.WAITING, RollEvent.DONE): RollStage.ENDED,
-    (RollStage.WAITING, RollEvent.FAILED): RollStage.ENDED,
-    (RollStage.DRAINING, RollEvent.STARTED): RollStage.STARTING,
-    (RollStage.STARTING, RollEvent.NEXT): RollStage.WAITING,
-    (RollStage.STARTING, RollEvent.DONE): RollStage.ENDED,
-    (RollStage.STARTING, RollEvent.FAILED): RollStage.ENDED,
-}
-"""(stage, event) -> next stage. An event without a row is a mistake."""
+ROLL_MACHINE = Machine(
+    "rolling restart",
+    starts=(RollStage.WAITING,),
+    rows={
+        (RollStage.WAITING, RollEvent.DRAINED): RollStage.DRAINING,
+        (RollStage.WAITING, RollEvent.STARTED): RollStage.STARTING,
+        (RollStage.WAITING, RollEvent.NEXT): RollStage.WAITING,
+        (RollStage.WAITING, RollEvent.DONE): RollStage.ENDED,
+        (RollStage.WAITING, RollEvent.FAILED): RollStage.ENDED,
+        (RollStage.DRAINING, RollEvent.STARTED): RollStage.STARTING,
+        (RollStage.STARTING, RollEvent.NEXT): RollStage.WAITING,
+        (RollStage.STARTING, RollEvent.DONE): RollStage.ENDED,
+        (RollStage.STARTING, RollEvent.FAILED): RollStage.ENDED,
+    },
+)
 
 COMING = {ChildState.STARTING, ChildState.WAITING, ChildState.READY}
 
@@ -163,7 +167,7 @@ class RollingRestart:
         return [RollEnded(error=error)]
 
     def _change(self, event: RollEvent) -> None:
-        self.stage = NEXT_STAGE[self.stage, event]
+        self.stage = ROLL_MACHINE.move(self.stage, event)
         self.deadline = None
 
     def _progress(self, stage: RollStep) -> RollProgress:

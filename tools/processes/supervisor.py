@@ -48,7 +48,7 @@ from tools.processes.actions import (
 from tools.processes.child_states import ChildEvent, ChildRecord, ChildState
 from tools.processes.restart_policy import RestartPolicy
 from tools.processes.supervisor_phases import (
-    NEXT_PHASE,
+    SUPERVISOR_MACHINE,
     UNSTOPPED,
     SupervisorEvent,
     SupervisorPhase,
@@ -238,7 +238,7 @@ class Supervisor:
         if self._phase_deadline is None or now < self._phase_deadline:
             return actions
         before = self.phase
-        assert self._transition(SupervisorEvent.DEADLINE), f"{before} has no deadline"
+        self._transition(SupervisorEvent.DEADLINE)
         if self.phase is SupervisorPhase.STOPPING:
             cause = f"not ready after {self._start_timeout_s:g} s; --start-timeout-s allows more"
             return actions + self._stop(cause, ExitCode.NOT_READY, before, now)
@@ -275,10 +275,12 @@ class Supervisor:
         return actions
 
     def _transition(self, event: SupervisorEvent) -> bool:
-        """Change the phase. Return False if the current phase ignores `event`."""
-        phase = NEXT_PHASE.get((self.phase, event))
-        self.phase = phase or self.phase
-        return phase is not None
+        """Change the phase. Return False if the current phase ignores `event`. Raises
+        IllegalMove."""
+        if SUPERVISOR_MACHINE.ignores(self.phase, event):
+            return False
+        self.phase = SUPERVISOR_MACHINE.move(self.phase, event)
+        return True
 
     # ---- groups
 

@@ -23,7 +23,7 @@ from gateway.http.route import INFERENCE, Parameter, Routes, json_response
 from gateway.service import Service
 from gateway.store.batch_database import TooMany, new_id
 from gateway.store.batch_queries import NewBatch, StoredBatch
-from gateway.store.batch_states import IllegalBatchMove
+from gateway.store.batch_states import CannotCancel
 from gateway.store.runs import DAY_S
 from protocol.wire.errors import InvalidRequest
 
@@ -112,7 +112,7 @@ def cancel(service: Service, context: RequestContext, batch_id: str) -> Response
     try:
         with refuse_if_full():
             file_store(service).call(lambda db: db.cancel_batch(batch_id, owner, now))
-    except IllegalBatchMove as error:
+    except CannotCancel as error:
         raise InvalidRequest(f"{batch_id[:128]}: {error}") from None
     _wake(service)
     return json_response(batch_object(_batch(service, context, batch_id)))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from protocol.machine import Machine
+
 
 class FetchJobState(Enum):
     OPENING = auto()  # KVOpen was sent to P; nothing is written yet
@@ -41,24 +43,24 @@ FAILURES = {
 }
 """Events that make a transfer fail -> KVFailure.kind."""
 
-NEXT_STATE: dict[tuple[FetchJobState, FetchJobEvent], FetchJobState] = {
-    (FetchJobState.OPENING, FetchJobEvent.OPENED): FetchJobState.MOVING,
-    (FetchJobState.MOVING, FetchJobEvent.CHUNK): FetchJobState.MOVING,
-    (FetchJobState.MOVING, FetchJobEvent.PLACED): FetchJobState.CONFIRMING,
-    (FetchJobState.CONFIRMING, FetchJobEvent.LIVE): FetchJobState.FETCHED,
-    (FetchJobState.STOPPING, FetchJobEvent.QUIET): FetchJobState.FAILED,
+FETCH_JOB_MACHINE = Machine(
+    "fetch job",
+    starts=(FetchJobState.OPENING,),
+    rows={
+        (FetchJobState.OPENING, FetchJobEvent.OPENED): FetchJobState.MOVING,
+        (FetchJobState.MOVING, FetchJobEvent.CHUNK): FetchJobState.MOVING,
+        (FetchJobState.MOVING, FetchJobEvent.PLACED): FetchJobState.CONFIRMING,
+        (FetchJobState.CONFIRMING, FetchJobEvent.LIVE): FetchJobState.FETCHED,
+        (FetchJobState.STOPPING, FetchJobEvent.QUIET): FetchJobState.FAILED,
+        **{
+            (state, event): FetchJobState.STOPPING
+            for state in (FetchJobState.OPENING, FetchJobState.MOVING, FetchJobState.CONFIRMING)
+            for event in FAILURES
+        },
+    },
     # The first failure is the one reported, so later events change nothing until writing stops.
-    **{
-        (FetchJobState.STOPPING, event): FetchJobState.STOPPING
-        for event in FetchJobEvent
-        if event is not FetchJobEvent.QUIET
-    },
-    **{
-        (state, event): FetchJobState.STOPPING
-        for state in (FetchJobState.OPENING, FetchJobState.MOVING, FetchJobState.CONFIRMING)
-        for event in FAILURES
-    },
-}
+    ignores={FetchJobState.STOPPING: FetchJobEvent},
+)
 
 PEER_EVENTS = {FetchJobEvent.OPENED, FetchJobEvent.CHUNK, FetchJobEvent.LIVE}
 """Events that P causes by a message. P is another process, so if one is impossible in a state, this
@@ -80,13 +82,13 @@ class FetchJob:
 
     def on(self, event: FetchJobEvent, reason: str = "") -> FetchJobState:
         """Apply an event, and return the new state. If P causes an event that is impossible in this
-        state, the transfer fails as damaged. Raises ValueError for any other impossible event."""
-        state = NEXT_STATE.get((self.state, event))
-        if state is None and event in PEER_EVENTS and not self.is_over:
+        state, the transfer fails as damaged. Raises IllegalMove and changes nothing for any other
+        impossible event."""
+        is_possible = FETCH_JOB_MACHINE.admits(self.state, event)
+        if not is_possible and event in PEER_EVENTS and not self.is_over:
             reason = f"the peer sent {event.name} in state {self.state.name}"
-            event, state = FetchJobEvent.DAMAGED, FetchJobState.STOPPING
-        if state is None:
-            raise ValueError(f"event {event.name} in state {self.state.name}")
+            event = FetchJobEvent.DAMAGED
+        state = FETCH_JOB_MACHINE.move(self.state, event)
         if state is FetchJobState.STOPPING and self.state is not FetchJobState.STOPPING:
             self.failure, self.reason = FAILURES[event], reason
         self.state = state
