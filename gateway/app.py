@@ -87,7 +87,7 @@ E = TypeVar("E", bound=Exception)
 own_routes = Routes("Operators", ErrorAnswer)
 
 
-@own_routes.get("/openapi.json", about="This document.", gives=dict[str, Any])
+@own_routes.get("/openapi.json", scope="inference", about="This document.", gives=dict[str, Any])
 def openapi_document(service: Service, context: RequestContext) -> Response:
     return json_response(encoded_document())
 

@@ -206,7 +206,7 @@ def _health(answer: msgspec.Struct, *, is_well: bool) -> Response:
     return response
 
 
-@routes.get("/version", about="Return the server's version.", gives=Version)
+@routes.get("/version", scope="inference", about="Return the server's version.", gives=Version)
 def server_version(service: Service, context: RequestContext) -> Response:
     return json_response(Version(version=version()))
 
@@ -220,6 +220,7 @@ def metrics(service: Service, context: RequestContext) -> Response:
 
 @routes.get(
     "/v1/models",
+    scope="inference",
     about="List the served models, each under all of its names, and their LoRA adapters.",
     gives=(Models, ModelPage),
     error=(ErrorAnswer, MessagesErrorAnswer),
@@ -236,6 +237,7 @@ def models(service: Service, context: RequestContext) -> Response:
 
 @routes.get(
     "/v1/models/<path:name>",
+    scope="inference",
     about="Describe one served model or LoRA adapter.",
     gives=(ModelEntry, ModelInfo),
     error=(ErrorAnswer, MessagesErrorAnswer),

@@ -118,7 +118,9 @@ class Routes:
     tag: str
     #: Struct of every error response, or a tuple of structs if it depends on a header.
     error: type | tuple[type, ...]
-    scope: RequiredScope = "inference"
+    #: The scope of all routes. None: each of them declares its own, so that none is open to all
+    #: callers by default.
+    scope: RequiredScope | None = None
     _routes: list[Route] = field(default_factory=list)
 
     def get(self, rule: str, **declared: Any) -> Callable[[View], View]:
@@ -139,13 +141,15 @@ class Routes:
     def _route(
         self, method: Literal["get", "post", "delete"], rule: str, declared: dict[str, Any]
     ) -> Callable[[View], View]:
-        """Return a decorator that adds a view.
+        """Return a decorator that adds a view. Raises TypeError if the route has no scope.
 
         declared  fields of `Operation`, and perhaps `is_probe`; they override the fields that the
                   routes of this API have in common
         """
         is_probe = declared.pop("is_probe", False)
-        common = {"tag": self.tag, "error": self.error, "scope": self.scope}
+        common = {"tag": self.tag, "error": self.error}
+        if self.scope is not None:
+            common["scope"] = self.scope
         operation = Operation(method=method, rule=rule, **(common | declared))
 
         def add(view: View) -> View:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import Headers
 
+from gateway.api.openai.responses import ErrorAnswer
 from gateway.auth.caller import Caller
 from gateway.auth.gate import (
     Forbidden,
@@ -24,6 +25,7 @@ from gateway.auth.gate import (
 from gateway.auth.keys import Keyring, KeyWatch
 from gateway.auth.request_head import HostRule, host_name, matches_rule, path_error, printable
 from gateway.context import request_id_from
+from gateway.http.route import Routes
 from protocol.config.gateway import GatewayConfig
 from protocol.shared.api_keys import KeyEntry, digest_of
 from protocol.wire.errors import InvalidRequest, RequestError
@@ -113,6 +115,11 @@ def test_an_unknown_route_is_reported_to_a_client_with_a_key():
 def test_a_route_that_declares_no_scope_keeps_the_server_from_starting():
     with pytest.raises(ValueError, match="no scope is declared for GET /new, POST /new"):
         Scopes([*RULES, SimpleNamespace(rule="/new", methods={"GET", "POST", "HEAD"})], ROWS)
+
+
+def test_a_route_cannot_be_declared_without_a_scope():
+    with pytest.raises(TypeError, match="scope"):
+        Routes("New", ErrorAnswer).get("/new", about="A new route.")
 
 
 def test_without_keys_only_this_machine_administers():

@@ -26,7 +26,7 @@ from protocol.wire.errors import RequestError
 Body = TypeVar("Body", bound=requests.CountBody)
 
 
-routes = Routes("Anthropic", responses.MessagesErrorAnswer)
+routes = Routes("Anthropic", responses.MessagesErrorAnswer, scope="inference")
 
 
 @routes.post(

@@ -27,7 +27,7 @@ from gateway.store.batch_states import CannotCancel
 from gateway.store.runs import DAY_S
 from protocol.wire.errors import InvalidRequest
 
-routes = Routes("Files and batches", ErrorAnswer)
+routes = Routes("Files and batches", ErrorAnswer, scope="inference")
 ONE = "/v1/batches/<batch_id>"
 ID = Parameter("batch_id", "The id of a batch.", place="path")
 STORED = (400, 404, 405, 500, 503)

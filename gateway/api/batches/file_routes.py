@@ -34,7 +34,7 @@ from gateway.store.runs import DAY_S
 from gateway.store.sqlite_file import Store
 from protocol.wire.errors import InvalidRequest
 
-routes = Routes("Files and batches", ErrorAnswer)
+routes = Routes("Files and batches", ErrorAnswer, scope="inference")
 ONE = "/v1/files/<file_id>"
 ID = Parameter("file_id", "The id of a file.", place="path")
 STORED = (400, 404, 405, 500, 503)

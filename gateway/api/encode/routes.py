@@ -32,7 +32,7 @@ from gateway.service import Service, offload
 from protocol.engine.encoding import MAX_REQUEST_TOKENS
 from protocol.wire.errors import InvalidRequest
 
-routes = Routes("Embeddings", ErrorAnswer)
+routes = Routes("Embeddings", ErrorAnswer, scope="inference")
 
 F = TypeVar("F", bound=EncodeFields)
 BOUNDS = JsonBounds.with_ids(MAX_REQUEST_TOKENS)

@@ -23,7 +23,7 @@ from gateway.context import RequestContext
 from gateway.http.route import Routes, Stream, json_response
 from gateway.service import Service
 
-routes = Routes("llama.cpp", ErrorAnswer)
+routes = Routes("llama.cpp", ErrorAnswer, scope="inference")
 
 
 @routes.post(

@@ -21,7 +21,7 @@ from gateway.service import Service
 from gateway.text.inputs import TRUNCATES
 from protocol.wire.errors import ContextTooLong
 
-routes = Routes("Ollama", responses.OllamaError)
+routes = Routes("Ollama", responses.OllamaError, scope="inference")
 
 Body = TypeVar("Body", OllamaEmbedBody, OllamaPromptEmbedBody)
 

@@ -58,7 +58,7 @@ from protocol.wire.errors import InvalidRequest, RequestError
 
 Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
 
-routes = Routes("Ollama", responses.OllamaError)
+routes = Routes("Ollama", responses.OllamaError, scope="inference")
 
 
 @routes.post(

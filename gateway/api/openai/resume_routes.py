@@ -46,7 +46,7 @@ _DIED = HTTPFault(
     code="engine_lost",
 )
 
-routes = Routes("OpenAI", ErrorAnswer)
+routes = Routes("OpenAI", ErrorAnswer, scope="inference")
 
 
 @routes.get(

@@ -39,7 +39,7 @@ from gateway.service import Service
 from protocol.wire.errors import RequestError
 from protocol.worker.kv import KV_FIELD
 
-routes = Routes("OpenAI", responses.ErrorAnswer)
+routes = Routes("OpenAI", responses.ErrorAnswer, scope="inference")
 
 
 @routes.post(

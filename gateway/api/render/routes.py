@@ -39,7 +39,7 @@ have 504,000 strings and as many values. Decoding them takes about 60 ms."""
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-routes = Routes("Rendering", ErrorAnswer)
+routes = Routes("Rendering", ErrorAnswer, scope="inference")
 
 
 # ---- render

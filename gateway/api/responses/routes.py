@@ -58,7 +58,7 @@ from protocol.wire.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 
-routes = Routes("Responses", ErrorAnswer)
+routes = Routes("Responses", ErrorAnswer, scope="inference")
 
 
 @routes.post(

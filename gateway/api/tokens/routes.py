@@ -36,7 +36,7 @@ from gateway.service import Service, offload
 from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import RequestError
 
-routes = Routes("Tokens", ErrorAnswer)
+routes = Routes("Tokens", ErrorAnswer, scope="inference")
 
 
 @routes.post(

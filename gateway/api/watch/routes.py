@@ -25,6 +25,7 @@ _DIGITS = 8
 
 @routes.get(
     "/v1/requests/<path:request_id>/timeline",
+    scope="inference",
     about="Explain where the time of a request went.\n"
     "The id is the response's `id` or its header `X-Request-Id`. A key sees its own requests, one "
     "with the scope `admin` all of them, with the names of other accounts. Ended requests are "
