@@ -14,6 +14,7 @@ from gateway.api.ollama.responses import API_VERSION
 from protocol.engine.messages import Generate
 from protocol.engine.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import json_of
 from tests.support.scripted_engine import (
     BOS,
     EOS,
@@ -66,9 +67,7 @@ def stream(gateway: GatewayProcess, path: str, **body: Any) -> list[Any]:
 
 
 def refusal(gateway: GatewayProcess, path: str, status: int = 400, **body: Any) -> str:
-    answer = gateway.post(path, {"model": "scripted", **body})
-    assert answer.status_code == status, answer.text
-    (member,) = answer.json().items()
+    (member,) = json_of(gateway.post(path, {"model": "scripted", **body}), status).items()
     assert member[0] == "error"
     return member[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import fold_chat_response
+from tests.support.http import fold_chat_response, json_of
 from tests.support.scenarios import (
     CHAT,
     HI,
@@ -75,9 +75,7 @@ def test_a_batch_is_many_conversations_each_read_in_its_own_way(
     begun = {"role": "assistant", "content": "<think>so "}
     conversations = [[user("a")], [user("b"), begun], [user("c")]]
     body = {"messages": conversations, "tools": TOOLS, "n": 2, "continue_final_message": True}
-    response = gateway.post(CHAT + "/batch", body)
-    assert response.status_code == 200, response.text
-    choices = response.json()["choices"]
+    choices = json_of(gateway.post(CHAT + "/batch", body))["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
     assert [choice["conversation"] for choice in choices] == [0, 0, 1, 1, 2, 2]
     messages = [choice["message"] for choice in choices]
