@@ -22,6 +22,7 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
     TokenReply,
     infill_card,
+    prompt_of,
     scripted_card,
     text_of,
     text_reply,
@@ -74,10 +75,6 @@ def refusal(gateway: GatewayProcess, path: str, status: int = 400, **body: Any) 
 
 def params_of(engine: ScriptedEngine) -> SamplingParams:
     return engine.generates[-1].params
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 def folded(records: list[Any], *path: str) -> str:

@@ -25,7 +25,7 @@ from tests.support.scripted_engine import (
     MARKERS,
     ScriptedEngine,
     infill_card,
-    text_of,
+    prompt_of,
     text_reply,
 )
 
@@ -80,10 +80,6 @@ def events(answer: requests.Response) -> list[Any]:
 
 def lines(answer: requests.Response) -> list[Any]:
     return [json.loads(line) for line in answer.text.splitlines()]
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 # ---- Open WebUI, connected as an OpenAI API

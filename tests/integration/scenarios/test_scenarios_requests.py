@@ -22,6 +22,7 @@ from tests.support.scripted_engine import (
     EOS,
     ScriptedEngine,
     TokenReply,
+    prompt_of,
     text_of,
     text_reply,
 )
@@ -121,6 +122,6 @@ def test_a_requests_own_template_is_refused_unless_the_operator_trusts_it(
     with GatewayProcess(engine=engine.address, trust_request_chat_template=True) as trusting:
         trusting.await_ready()
         assert fold_chat_response(whole(trusting, body))[0]["content"] == "ok"
-        assert text_of(engine.generates[-1].prompt.tolist()) == "hi!"
+        assert prompt_of(engine) == "hi!"
         response = trusting.post(CHAT, {"messages": HI, "chat_template": "{% if %}"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
