@@ -18,6 +18,7 @@ from langchain_openai import OpenAIEmbeddings
 from openai import BadRequestError, OpenAI
 
 from tests.support.encoder_models import random_encoder, write_encoder
+from tests.support.http import error_of, metric_of
 from tests.support.model import minilm
 from tests.support.rerankers import (
     INSTRUCTION,
@@ -146,16 +147,12 @@ def test_a_drain_finishes_the_open_requests() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(ask, number) for number in range(4)]
-            while _open_requests(server.url) < 4 and not any(each.done() for each in answers):
+            while metric_of(server.url, "tidegate_open_answers") < 4 and not any(
+                each.done() for each in answers
+            ):
                 pass
             server.process.send_signal(signal.SIGTERM)
             assert [answer.result() for answer in answers] == [200] * 4
-
-
-def _open_requests(url: str) -> float:
-    text = requests.get(f"{url}/metrics", timeout=20).text
-    lines = [line for line in text.splitlines() if line.startswith("tidegate_open_answers")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def test_a_chat_model_generates_and_embeds_at_the_same_time() -> None:
@@ -206,8 +203,7 @@ def test_a_cross_encoder_orders_documents_as_transformers_does(tmp_path: Path) -
         order = sorted(range(4), key=lambda place: -scores[place])
         assert [each["index"] for each in found["results"]] == order
         refused = requests.post(f"{server.url}/v1/embeddings", json={"input": "w1"}, timeout=60)
-        assert refused.status_code == 400
-        assert "has no embeddings" in refused.json()["error"]["message"]
+        assert "has no embeddings" in error_of(refused, 400)["message"]
 
 
 def test_a_reranker_is_recognised_and_orders_documents_as_transformers_does(
@@ -230,5 +226,4 @@ def test_a_reranker_is_recognised_and_orders_documents_as_transformers_does(
             assert [each["score"] for each in found["data"]] == pytest.approx(scores, abs=TOLERANCE)
         chat = {"messages": [{"role": "user", "content": "a"}]}
         refused = requests.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
-        assert refused.status_code == 400
-        assert "does not generate text" in refused.json()["error"]["message"]
+        assert "does not generate text" in error_of(refused, 400)["message"]

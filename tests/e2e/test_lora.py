@@ -21,6 +21,7 @@ from protocol.wire.errors import UnknownModel
 from tests.support.adapters import logprobs, peft_model, write_adapter
 from tests.support.commands import run_command
 from tests.support.eager import expected
+from tests.support.http import error_of, json_of
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import FITTING, write_tiny_llama
 from tests.support.waiting import HANG_S, eventually
@@ -57,9 +58,9 @@ class AdapterScene:
         return self.post("/v1/completions", body | ({} if model is None else {"model": model}))
 
     def tokens(self, model: str | None = None, **options: Any) -> list[int]:
-        answer = self.complete(model, return_token_ids=True, **options)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["token_ids"]
+        return json_of(self.complete(model, return_token_ids=True, **options))["choices"][0][
+            "token_ids"
+        ]
 
     def metrics(self) -> str:
         return requests.get(self.server.url + "/metrics", timeout=20).text
@@ -113,8 +114,7 @@ def test_an_adapter_is_addressed_by_its_name_with_or_without_that_of_the_model(s
 @pytest.mark.parametrize("name", ["it", "other:fr", "tiny:97:it", ":fr", "fr:", "tiny:97:fr:fr"])
 def test_an_unknown_adapter_is_a_404_that_lists_the_models(scene, name):
     answer = scene.complete(name)
-    assert answer.status_code == 404
-    assert "tiny:97, tiny, fr" in answer.json()["error"]["message"]
+    assert "tiny:97, tiny, fr" in error_of(answer, 404)["message"]
     assert answer.json()["error"]["param"] == "model"
 
 
@@ -260,8 +260,7 @@ def test_the_command_loads_unloads_and_lists(scene, capsys):
 
 
 def refusal(answer: requests.Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
+    error = error_of(answer, status)
     return f"{error['param']}: {error['message']}"
 
 

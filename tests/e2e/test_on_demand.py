@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.support.http import json_of
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
 from tests.support.waiting import HANG_S, eventually
@@ -31,10 +32,10 @@ def complete(server: Server, model: str, max_tokens: int) -> dict[str, Any]:
         "max_tokens": max_tokens,
         "ignore_eos": True,
     }
-    answer = requests.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == max_tokens
-    return dict(answer.json())
+    response = requests.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
+    answer: dict[str, Any] = json_of(response)
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    return answer
 
 
 def states(server: Server) -> dict[str, str]:

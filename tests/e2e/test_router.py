@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.wire.cluster_key import write_cluster_key
 from tests.support.examples import examples
 from tests.support.fronts import VllmRouter, router_program
+from tests.support.http import json_of, metric_of
 from tests.support.ports import free_port
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
@@ -31,21 +31,15 @@ def complete(url: str, prompt: str, **fields: Any) -> dict[str, Any]:
         "max_tokens": 8,
         "temperature": 0,
     }
-    reply = requests.post(url + "/v1/completions", json={**body, **fields}, timeout=60)
-    assert reply.status_code == 200, reply.text
-    answer: dict[str, Any] = reply.json()
+    answer: dict[str, Any] = json_of(
+        requests.post(url + "/v1/completions", json={**body, **fields}, timeout=60)
+    )
     return answer
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
     cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return cached
-
-
-def metric(url: str, name: str) -> float:
-    text = requests.get(url + "/metrics", timeout=5).text
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-    return sum(each.value for each in samples if each.name == name)
 
 
 def prompts() -> list[str]:
@@ -80,7 +74,7 @@ def test_the_router_sends_each_prompt_to_the_server_that_has_cached_it(
 
         def is_followed() -> bool:
             """Whether the router has received events of both servers."""
-            probes = [f"Probe of {url}, round {metric(url, NUM_SERVED)}. " * 12 for url in urls]
+            probes = [f"Probe of {url}, round {metric_of(url, NUM_SERVED)}. " * 12 for url in urls]
             for url, probe in zip(urls, probes, strict=True):
                 complete(url, probe)
             return all(cached_tokens(complete(front.url, probe)) for probe in probes)
@@ -114,9 +108,9 @@ def test_the_router_lets_one_server_compute_prompts_and_another_answer(
 
         def is_counted() -> bool:
             """Whether the last heartbeats count all prompts."""
-            fetched = metric(decode.url, "tidegate_engine_fetched_tokens_total")
-            ended = metric(prefill.url, "tidegate_engine_leases_ended_total")
+            fetched = metric_of(decode.url, "tidegate_engine_fetched_tokens_total")
+            ended = metric_of(prefill.url, "tidegate_engine_leases_ended_total")
             return fetched > 32 * NUM_PROMPTS and ended == NUM_PROMPTS
 
         assert eventually(is_counted, every_s=0.2)
-        assert metric(decode.url, "tidegate_engine_fetches_failed_total") == 0
+        assert metric_of(decode.url, "tidegate_engine_fetches_failed_total") == 0

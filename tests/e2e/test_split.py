@@ -18,7 +18,7 @@ import requests
 from protocol.engine.stats import EngineStats
 from tests.support.cluster import Cluster
 from tests.support.engine_view import EngineView
-from tests.support.http import connect, events_of, send_post
+from tests.support.http import connect, events_of, metric_of, send_post
 from tests.support.reference import GOLDEN
 from tests.support.server import Server
 from tests.support.waiting import eventually
@@ -84,13 +84,6 @@ def check(row: dict[str, Any], answer: list[int], count: int) -> None:
             return
 
 
-def metric(url: str, line: str) -> float:
-    for reply in requests.get(url + "/metrics", timeout=5).text.splitlines():
-        if reply.startswith(line + " "):
-            return float(reply.split()[-1])
-    return 0.0
-
-
 def states(url: str) -> dict[str, list[dict[str, Any]]]:
     facts: dict[str, list[dict[str, Any]]] = requests.get(url + "/readyz", timeout=5).json()
     return facts
@@ -126,7 +119,7 @@ def test_a_hundred_answers_are_those_of_one_engine_and_nothing_is_computed_twice
         for view in (p, d):
             view.wait_until_free()
     num_handed = sum(len(row["prompt"]) > 1 for row, _ in asked)
-    assert metric(split.url, "tidegate_handovers_total") == num_handed
+    assert metric_of(split.url, "tidegate_handovers_total") == num_handed
 
 
 def check_counts(p: EngineStats, d: EngineStats, asked: list[tuple[int, int]]) -> None:
@@ -181,14 +174,14 @@ def test_a_killed_engine_is_reported_and_the_split_continues_without_p(cluster: 
     assert "engine was killed by SIGKILL" in cluster.p.output
     assert eventually(lambda: not states(cluster.url)["prefill"][0]["ready"])
     assert requests.get(cluster.url + "/readyz", timeout=5).status_code == 200
-    assert metric(cluster.url, 'tidegate_handover_fallbacks_total{cause="lost"}') >= 1
+    assert metric_of(cluster.url, 'tidegate_handover_fallbacks_total{cause="lost"}') >= 1
 
     with cluster.engine("prefill", cluster.p.address) as back:
         back.await_ready()
         assert eventually(lambda: states(cluster.url)["prefill"][0]["ready"])
-        before = metric(cluster.url, "tidegate_handovers_total")
+        before = metric_of(cluster.url, "tidegate_handovers_total")
         check(rows[0], ask(cluster.url, rows[0]["prompt"], MOST_TOKENS), MOST_TOKENS)
-        assert metric(cluster.url, "tidegate_handovers_total") == before + 1
+        assert metric_of(cluster.url, "tidegate_handovers_total") == before + 1
 
         failed: list[requests.Response] = []
         body = body_of([9, *waits[:20]], LONG_ANSWER)

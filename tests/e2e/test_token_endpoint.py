@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.support.engine_view import EngineView
-from tests.support.http import connect, events_of, exchange, read_head, send_post
+from tests.support.http import connect, error_of, events_of, exchange, json_of, read_head, send_post
 from tests.support.prompts import PROMPTS
 from tests.support.server import Server
 from tests.support.waiting import eventually
@@ -37,9 +37,7 @@ def view(server: Server) -> Iterator[EngineView]:
 
 
 def post(server: Server, path: str, said: dict[str, Any]) -> Any:
-    response = requests.post(server.url + path, json=said, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return json_of(requests.post(server.url + path, json=said, timeout=60))
 
 
 def generate(server: Server, ids: list[int], sampling: dict[str, Any], **fields: Any) -> Any:
@@ -166,8 +164,7 @@ def test_a_grammar_is_enforced(server: Server) -> None:
         "sampling_params": {"structured_outputs": {"regex": "("}},
     }
     refused = requests.post(server.url + GENERATE, json=bad, timeout=60)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "sampling_params.structured_outputs"
+    assert error_of(refused, 400)["param"] == "sampling_params.structured_outputs"
 
 
 def impossible(server: Server, word: str) -> dict[str, Any]:

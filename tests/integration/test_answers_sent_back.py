@@ -16,7 +16,12 @@ from tests.support.api_prompts import BODIES, chat_body, messages_body
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
 from tests.support.responses import typed_events
-from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply, thinking_card
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    prompt_of,
+    text_reply,
+    thinking_card,
+)
 
 ENGINE = {"card": thinking_card(), "max_len": 1 << 14}
 ASKED = [{"role": "user", "content": "?"}]
@@ -155,7 +160,7 @@ def test_an_api_takes_its_own_answers_back(
         answer = post(gateway, path, body)
         says(engine, "So.")
         post(gateway, path, again(answer, body))
-        prompt = text_of(engine.generates[-1].prompt.tolist())
+        prompt = prompt_of(engine)
         if name in ("whole", "two calls"):
             assert "Wait." in prompt, (name, prompt)
             assert prompt.count("done") == text.count("<tool_call>"), (name, prompt)
@@ -225,7 +230,7 @@ def test_a_repeated_id_of_a_tool_use_is_accepted(
         {"role": "user", "content": [{**result, "content": "R3"}]},
     ]
     post(gateway, "/v1/messages", {"model": "m", "max_tokens": 5, "messages": turns})
-    prompt = text_of(engine.generates[-1].prompt.tolist())
+    prompt = prompt_of(engine)
     assert [prompt.index(f"R{n}") for n in (1, 2, 3)] == sorted(
         prompt.index(f"R{n}") for n in (1, 2, 3)
     )

@@ -23,6 +23,7 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
     TokenReply,
     ids_of,
+    prompt_of,
     text_of,
     text_reply,
     thinking_card,
@@ -334,7 +335,7 @@ def test_the_sdk_runs_a_tool_loop(engine: ScriptedEngine, client: anthropic.Anth
     asked = {**ASKED, "messages": history}
     with client.messages.stream(**asked, tools=[WEATHER]) as reply:  # type: ignore[list-item]
         assert "".join(reply.text_stream) == "It rains."
-    prompt = text_of(engine.generates[-1].prompt.tolist())
+    prompt = prompt_of(engine)
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>' in prompt
     assert "<tool>rain" in prompt
 
@@ -538,6 +539,6 @@ def test_64_an_agents_session_is_answered_turn_by_turn(
         num_warnings.append(len(message.get("warnings", [])))
         history.append({"role": "assistant", "content": message["content"]})
     assert num_warnings == [0, 2, 2, 2]  # the images, each time they are in history
-    prompt = text_of(engine.generates[-1].prompt.tolist())
+    prompt = prompt_of(engine)
     assert "billing" not in prompt
     assert json.dumps("iVBORw0KGgo=") not in prompt

@@ -15,7 +15,7 @@ from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT, Program
 from tests.support.pseudo_terminal import PseudoTerminal
-from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_of, text_reply
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, prompt_of, text_reply
 from tests.support.waiting import eventually
 from tools.http.web import WebServer
 
@@ -44,11 +44,6 @@ def say(terminal: PseudoTerminal, line: str, result: str) -> None:
 
 def name_of(gateway: GatewayProcess) -> str:
     return WebServer(gateway.url).model_names()[0]
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    """Return the prompt of the last request."""
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 def counting(engine: ScriptedEngine) -> None:

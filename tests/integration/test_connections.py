@@ -21,12 +21,6 @@ USUAL_PROXY_S = 60
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine')}/e") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def gateway(
     engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import requests
 
 from protocol.engine.encoding import MAX_INPUTS, EncodingCard, PairPrompt
 from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, send_post
+from tests.support.http import connect, error_of, json_of, metric_of, send_post
 from tests.support.scripted_engine import (
     ScriptedEngine,
     ids_of,
@@ -81,15 +80,7 @@ def unit(numbers: list[float]) -> list[float]:
 
 
 def embed(gateway: GatewayProcess, value: Any, **fields: Any) -> Any:
-    response = gateway.post(EMBEDDINGS, {"input": value, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def error_of(gateway: GatewayProcess, path: str, body: dict[str, Any], status: int = 400) -> Any:
-    response = gateway.post(path, body)
-    assert response.status_code == status, response.text
-    return response.json()["error"]
+    return json_of(gateway.post(EMBEDDINGS, {"input": value, **fields}))
 
 
 @pytest.mark.parametrize("value", ["sea", ["sea"], ids_of("sea"), [ids_of("sea")]])
@@ -137,13 +128,13 @@ def test_a_prompt_is_put_before_each_text(gateway: GatewayProcess, engine: Scrip
 
 
 def test_too_long_inputs_are_named_with_their_tokens_and_the_limit(gateway: GatewayProcess) -> None:
-    error = error_of(gateway, EMBEDDINGS, {"input": ["a", "b" * 65]})
+    error = error_of(gateway.post(EMBEDDINGS, {"input": ["a", "b" * 65]}))
     assert error["param"] == "input[1]"
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith(
         "input[1] is 65 tokens; this model takes 64 tokens per input"
     )
-    error = error_of(gateway, EMBEDDINGS, {"input": [1] * 65})
+    error = error_of(gateway.post(EMBEDDINGS, {"input": [1] * 65}))
     assert error["message"].startswith("input is 65 tokens")
 
 
@@ -187,7 +178,7 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(
     name: str, gateway: GatewayProcess, engine: ScriptedEngine
 ) -> None:
     body, param = BAD[name]
-    error = error_of(gateway, EMBEDDINGS, body, 404 if name == "an unknown model" else 400)
+    error = error_of(gateway.post(EMBEDDINGS, body), 404 if name == "an unknown model" else 400)
     assert error["param"] == param
     assert param in error["message"]
     assert not engine.encodes
@@ -298,10 +289,10 @@ def test_a_prompt_is_truncated_at_the_end_of_its_document(
     assert engine.encodes[-1].inputs.tokens.tolist() == ids_of("[Find: sea? xxxxxx]=")
     without = {"query": "sea", "documents": ["x" * 90]}
     for field, tokens in [("truncate_prompt_tokens", 3), ("max_tokens_per_doc", 14)]:
-        error = error_of(gateway, "/v1/rerank", {**without, field: tokens})
+        error = error_of(gateway.post("/v1/rerank", {**without, field: tokens}))
         assert error["param"] == field
         assert f"{tokens} tokens leave no room beside the model's prompt" in error["message"]
-    error = error_of(gateway, "/v1/rerank", {"query": "sea", "documents": ["a", "x" * 90]})
+    error = error_of(gateway.post("/v1/rerank", {"query": "sea", "documents": ["a", "x" * 90]}))
     assert error["param"] == "documents[1]"
 
 
@@ -315,7 +306,7 @@ def test_texts_that_have_the_prompt_are_only_joined(
 
 def test_two_instructions_are_refused(prompted: tuple[ScriptedEngine, GatewayProcess]) -> None:
     _, gateway = prompted
-    error = error_of(gateway, "/v1/rerank", {**RERANK, "instruction": "a", "instruct": "b"})
+    error = error_of(gateway.post("/v1/rerank", {**RERANK, "instruction": "a", "instruct": "b"}))
     assert error["param"] == "instruct"
 
 
@@ -324,7 +315,7 @@ def test_a_model_without_instructions_refuses_one(
     field: str, gateway: GatewayProcess, scorer: tuple[ScriptedEngine, GatewayProcess]
 ) -> None:
     for each in (gateway, scorer[1]):
-        error = error_of(each, "/v1/rerank", {**RERANK, field: "Find"})
+        error = error_of(each.post("/v1/rerank", {**RERANK, field: "Find"}))
         assert error["param"] == field
         assert "takes no instruction" in error["message"]
 
@@ -371,7 +362,7 @@ BAD_PAIRS: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_PAIRS)
 def test_bad_pairs_are_a_400_that_names_the_field(name: str, gateway: GatewayProcess) -> None:
     path, body, param = BAD_PAIRS[name]
-    assert error_of(gateway, path, body)["param"] == param
+    assert error_of(gateway.post(path, body))["param"] == param
 
 
 # ---- what a model can do
@@ -388,10 +379,10 @@ def test_a_model_that_only_encodes_names_what_it_serves(
         ("/v1/responses", {"input": "hi"}),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
     ):
-        error = error_of(gateway, path, body)
+        error = error_of(gateway.post(path, body))
         assert error["param"] == "model"
         assert "does not generate text; it serves /v1/rerank and /v1/score" in error["message"]
-    message = error_of(gateway, EMBEDDINGS, {"input": "a"})["message"]
+    message = error_of(gateway.post(EMBEDDINGS, {"input": "a"}))["message"]
     assert "scores pairs of texts, and has no embeddings" in message
 
 
@@ -399,7 +390,7 @@ def test_a_chat_model_names_the_option(tmp_path_factory: pytest.TempPathFactory)
     address = f"ipc://{tmp_path_factory.mktemp('chat') / 'engine.sock'}"
     with ScriptedEngine(address), GatewayProcess(engine=address) as gateway:
         gateway.await_ready()
-        message = error_of(gateway, EMBEDDINGS, {"input": "a"})["message"]
+        message = error_of(gateway.post(EMBEDDINGS, {"input": "a"}))["message"]
         assert "serve it with --pooling last" in message
 
 
@@ -475,7 +466,7 @@ def test_a_split_server_refuses_to_encode(tmp_path_factory: pytest.TempPathFacto
         GatewayProcess(prefill=addresses[:1], decode=addresses[1:]) as gateway,
     ):
         gateway.await_ready()
-        message = error_of(gateway, EMBEDDINGS, {"input": "a"})["message"]
+        message = error_of(gateway.post(EMBEDDINGS, {"input": "a"}))["message"]
         assert "prefill and decode engines has no embeddings" in message
 
 
@@ -483,13 +474,9 @@ def test_requests_are_labelled_and_counted(gateway: GatewayProcess, engine: Scri
     response = gateway.post(EMBEDDINGS, {"input": "harbour"}, headers={"X-Request-Id": "mine"})
     assert response.headers["x-request-id"] == "mine"
     assert engine.encodes[0].labels == ["embd-mine", "mine"]
-    metrics = requests.get(f"{gateway.url}/metrics", timeout=20).text
-    line = next(
-        line
-        for line in metrics.splitlines()
-        if line.startswith("tidegate_requests_total") and f'route="{EMBEDDINGS}"' in line
+    assert (
+        metric_of(gateway.url, f'tidegate_requests_total{{route="{EMBEDDINGS}",status="200"}}') >= 1
     )
-    assert float(line.rpartition(" ")[2]) >= 1
     assert eventually(lambda: "prompt_tokens=7" in gateway.log)
 
 

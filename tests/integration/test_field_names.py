@@ -19,6 +19,7 @@ from gateway.api.openai.requests import BatchBody
 from gateway.api.render.requests import DerenderChat, DerenderCompletion
 from gateway.app import operations
 from protocol.wire.errors import ErrorInfo
+from tests.support import http
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -282,9 +283,7 @@ def with_field(body: dict[str, Any], at: str, value: Any) -> dict[str, Any]:
 
 
 def error_of(gateway: GatewayProcess, path: str, body: Any) -> tuple[str | None, str]:
-    answer = gateway.post(path, body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = http.error_of(gateway.post(path, body))
     return error.get("param"), error["message"]
 
 

@@ -17,7 +17,7 @@ from protocol.engine.messages import Generate
 from protocol.engine.sampling import check_vocabulary
 from protocol.wire.errors import ErrorInfo, InvalidRequest
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, exchange, read_body, read_head, send_post
+from tests.support.http import connect, exchange, metric_of, read_body, read_head, send_post
 from tests.support.scripted_engine import ScriptedEngine, TokenReply, ids_of, text_of, text_reply
 from tests.support.waiting import eventually
 
@@ -558,10 +558,7 @@ UNPARSED = {
 
 
 def num_counted(gateway: GatewayProcess, status: int) -> float:
-    result = requests.get(gateway.url + "/metrics", timeout=5).text
-    series = f'tidegate_requests_total{{route="other",status="{status}"}} '
-    found = [line for line in result.splitlines() if line.startswith(series)]
-    return float(found[0].removeprefix(series)) if found else 0.0
+    return metric_of(gateway.url, f'tidegate_requests_total{{route="other",status="{status}"}}')
 
 
 @pytest.mark.parametrize("case", UNPARSED)

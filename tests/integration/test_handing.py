@@ -9,6 +9,7 @@ import pytest
 
 from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of
 from tests.support.scripted_engine import ScriptedEngine, handle_of
 
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
@@ -53,8 +54,7 @@ def test_a_prompt_is_computed_by_one_server_and_continued_by_another(
 def test_a_forbidden_field_is_a_400_that_names_it(gateway: GatewayProcess, path: str) -> None:
     forged = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1}
     response = gateway.post(path, BODIES[path] | {"kv_transfer_params": forged})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "kv_transfer_params.remote_host"
+    assert error_of(response, 400)["param"] == "kv_transfer_params.remote_host"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -68,8 +68,7 @@ def test_a_handle_that_the_engine_refuses_is_a_400(
     params = {"do_remote_prefill": True, "handle": "forged"}
     response = gateway.post(path, BODIES[path] | {"kv_transfer_params": params})
     engine.script = before
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "kv_transfer_params"
+    assert error_of(response, 400)["param"] == "kv_transfer_params"
 
 
 def test_the_router_receives_null_if_no_kv_is_kept(tmp_path: Path) -> None:

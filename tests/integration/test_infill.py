@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of
 from tests.support.scripted_engine import (
     EOS,
     ScriptedEngine,
@@ -61,8 +62,7 @@ def test_a_suffix_frames_the_prompt_and_ends_at_markers(
     params = engine.generates[-1].params
     assert set(params.stop_token_ids) == {PREFIX, SUFFIX, MIDDLE, FILE, PAD}
     if stream:
-        lines = [line for line in answer.text.split("\n\n") if line and "[DONE]" not in line]
-        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        choices = [event["choices"][0] for event in events_of(answer.content)]
         text, last = "".join(choice["text"] for choice in choices), choices[-1]
     else:
         (last,) = answer.json()["choices"]

@@ -14,6 +14,7 @@ import requests
 
 from protocol.shared.api_keys import KeyEntry, digest_of
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of, json_of
 from tests.support.processes import Program
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.commands.keys import with_key, write
@@ -70,8 +71,7 @@ def refusals(responses: list[requests.Response], limit: str) -> int:
     Retry-After."""
     refused = [response for response in responses if response.status_code != 200]
     for response in refused:
-        assert response.status_code == 429, response.text
-        error = response.json()["error"]
+        error = error_of(response, 429)
         assert error["code"] == "rate_limit_exceeded"
         assert error["message"].startswith(f"{limit}: ")
         assert int(response.headers["Retry-After"]) >= 1
@@ -107,8 +107,7 @@ def test_concurrency_holds_over_all_gateways(gateways: list[GatewayProcess]):
 
 def test_a_keys_own_length_limit_is_reported_like_the_models(gateways: list[GatewayProcess]):
     reply = generate(gateways[0], "short", prompt=20)
-    assert reply.status_code == 400
-    assert "this key takes 16 tokens" in reply.json()["error"]["message"]
+    assert "this key takes 16 tokens" in error_of(reply, 400)["message"]
     assert generate(gateways[0], "short", prompt=10).status_code == 200
 
 
@@ -119,9 +118,7 @@ def test_other_keys_are_not_held_up(gateways: list[GatewayProcess]):
 
 def test_cached_prompts_are_found_by_their_own_key_alone(gateways: list[GatewayProcess]):
     def cached(name: str) -> int:
-        response = generate(gateways[0], name, prompt=80)
-        assert response.status_code == 200, response.text
-        details = response.json()["usage"]["prompt_tokens_details"]
+        details = json_of(generate(gateways[0], name, prompt=80))["usage"]["prompt_tokens_details"]
         return (details or {}).get("cached_tokens") or 0
 
     assert cached("free") == 0

@@ -14,6 +14,7 @@ from gateway.api.ollama.responses import API_VERSION
 from protocol.engine.messages import Generate
 from protocol.engine.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import json_of
 from tests.support.scripted_engine import (
     BOS,
     EOS,
@@ -21,6 +22,7 @@ from tests.support.scripted_engine import (
     ScriptedEngine,
     TokenReply,
     infill_card,
+    prompt_of,
     scripted_card,
     text_of,
     text_reply,
@@ -66,19 +68,13 @@ def stream(gateway: GatewayProcess, path: str, **body: Any) -> list[Any]:
 
 
 def refusal(gateway: GatewayProcess, path: str, status: int = 400, **body: Any) -> str:
-    answer = gateway.post(path, {"model": "scripted", **body})
-    assert answer.status_code == status, answer.text
-    (member,) = answer.json().items()
+    (member,) = json_of(gateway.post(path, {"model": "scripted", **body}), status).items()
     assert member[0] == "error"
     return member[1]
 
 
 def params_of(engine: ScriptedEngine) -> SamplingParams:
     return engine.generates[-1].params
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 def folded(records: list[Any], *path: str) -> str:

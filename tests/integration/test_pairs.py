@@ -16,7 +16,7 @@ from protocol.engine.messages import Generate
 from protocol.engine.stats import EngineStats
 from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, send_post
+from tests.support.http import connect, metric_of, send_post
 from tests.support.scripted_engine import (
     ScriptedEngine,
     TokenReply,
@@ -56,10 +56,7 @@ class EnginePair:
         return [generate for engine in engines for generate in engine.generates]
 
     def metric(self, line: str) -> float:
-        for result in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
-            if result.startswith(line + " "):
-                return float(result.split()[-1])
-        return 0.0
+        return metric_of(self.gateway.url, line)
 
     def forget(self) -> None:
         for engine in (*self.p, *self.d):

@@ -20,11 +20,12 @@ import pytest
 import requests
 
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import events_of, json_of
 from tests.support.scripted_engine import (
     MARKERS,
     ScriptedEngine,
     infill_card,
-    text_of,
+    prompt_of,
     text_reply,
 )
 
@@ -68,25 +69,17 @@ def post(gateway: GatewayProcess, path: str, body: Any, **headers: str) -> reque
 
 
 def get(gateway: GatewayProcess, path: str, **headers: str) -> Any:
-    answer = requests.get(gateway.url + path, headers=headers, timeout=20)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return json_of(requests.get(gateway.url + path, headers=headers, timeout=20))
 
 
 def events(answer: requests.Response) -> list[Any]:
     """Return the data of the events of an OpenAI stream, without [DONE]."""
     assert answer.headers["Content-Type"].startswith("text/event-stream")
-    frames = answer.text.strip().split("\n\n")
-    assert frames[-1] == "data: [DONE]"
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+    return events_of(answer.content)
 
 
 def lines(answer: requests.Response) -> list[Any]:
     return [json.loads(line) for line in answer.text.splitlines()]
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 # ---- Open WebUI, connected as an OpenAI API

@@ -12,6 +12,7 @@ import requests
 from protocol.engine.model_card import CardFile, write_card
 from protocol.process.exit_codes import ExitCode
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, Program
 from tests.support.scripted_engine import TEMPLATE, byte_tokenizer, thinking_card
@@ -54,17 +55,14 @@ def test_routes_that_need_no_engine_are_served(gateway: GatewayProcess) -> None:
 def test_routes_that_need_an_engine_are_refused(
     gateway: GatewayProcess, path: str, body: dict[str, object]
 ) -> None:
-    response = gateway.post(path, body)
-    assert response.status_code == 501
-    error = response.json()["error"]
+    error = error_of(gateway.post(path, body), 501)
     assert error["code"] == "no_engine"
     assert "--render-only" in error["message"]
 
 
 def test_bad_requests_are_refused_with_the_usual_errors(gateway: GatewayProcess) -> None:
     response = gateway.post("/v1/chat/completions", {"messages": HI, "temperature": 9})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "temperature"
+    assert error_of(response, 400)["param"] == "temperature"
 
 
 def test_a_directory_of_a_tokenizer_is_served_by_one_command(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from protocol.engine.messages import Generate
 from protocol.engine.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import events_of, fold_chat_response, fold_chat_stream
+from tests.support.http import error_of, events_of, fold_chat_response, fold_chat_stream, json_of
 from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -39,9 +39,7 @@ class House:
         return msgspec.structs.replace(generate, request=0, labels=[])
 
     def rendered(self, path: str, body: Any) -> Any:
-        response = self.rendering.post(path, body)
-        assert response.status_code == 200, response.text
-        return response.json()
+        return json_of(self.rendering.post(path, body))
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +176,7 @@ def test_an_invalid_field_is_named(
     house: House, path: str, body: dict[str, Any], field: str
 ) -> None:
     response = house.rendering.post(path, body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
+    assert error_of(response, 400)["param"] == field
 
 
 def test_an_error_of_a_messages_request_has_anthropics_shape(house: House) -> None:

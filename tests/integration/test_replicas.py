@@ -20,7 +20,7 @@ from protocol.engine.messages import AbortByLabel, Generate
 from protocol.engine.stats import EngineStats
 from protocol.wire.errors import ErrorInfo, Overloaded
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, send_post
+from tests.support.http import connect, metric_of, send_post
 from tests.support.scripted_engine import (
     BLOCK_TOKENS,
     Reply,
@@ -88,10 +88,7 @@ class Replicas:
         assert eventually(are_ready), self.states()
 
     def metric(self, line: str) -> float:
-        for result in requests.get(self.gateway.url + "/metrics", timeout=5).text.splitlines():
-            if result.startswith(line + " "):
-                return float(result.split()[-1])
-        return 0.0
+        return metric_of(self.gateway.url, line)
 
 
 @contextmanager

@@ -42,12 +42,8 @@ KEPT = {"gateway.generation.timeline.Timeline"}
 Send = Callable[[GatewayProcess, ScriptedEngine], None]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    address = f"ipc://{tmp_path_factory.mktemp('engine') / 'engine.sock'}"
-    encoding = EncodingCard(task="embed", max_tokens=64, size=6, pooling="mean", normalizes=True)
-    with ScriptedEngine(address, card=scripted_card(encoding=encoding)) as engine:
-        yield engine
+ENCODING = EncodingCard(task="embed", max_tokens=64, size=6, pooling="mean", normalizes=True)
+ENGINE = {"card": scripted_card(encoding=ENCODING)}
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from gateway.sandbox.process import (
 from protocol.wire.errors import InvalidRequest, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
+from tests.support.http import error_of
 from tests.support.processes import descendants_of, is_alive
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import eventually
@@ -295,8 +296,7 @@ def test_a_hostile_template_of_a_request_is_a_400_that_names_it(tmp_path: Path) 
         gateway.await_ready()
         for source in (ENDLESS, LARGE["a constant text"], REFUSED["deep loops"]):
             response = gateway.post("/tokenize", {"messages": USER, "chat_template": source})
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == "chat_template"
+            assert error_of(response, 400)["param"] == "chat_template"
         limited = {pid for pid, line in descendants_of(gateway.process.pid) if MODULE in line}
         assert len(limited) == 2
         asked = {"messages": USER, "chat_template": PLAIN}

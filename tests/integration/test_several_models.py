@@ -4,7 +4,6 @@ waits until that model is loaded."""
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import requests
 
 from protocol.engine.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of, events_of
 from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
 from tests.support.scripted_supervisor import ScriptedSupervisor
 from tests.support.waiting import eventually
@@ -88,7 +88,7 @@ def test_a_request_is_answered_by_the_model_that_it_names(route: str, pair: Pair
         answer = gateway.post(path, body | {"model": name})
         assert answer.status_code == 200, answer.text
         if "stream" in route:
-            chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "{" in line]
+            chunks = events_of(answer.content)
             found = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
         else:
             found = answer.text
@@ -99,9 +99,7 @@ def test_a_request_is_answered_by_the_model_that_it_names(route: str, pair: Pair
 def test_an_unknown_model_is_a_404_that_names_all_models(route: str, pair: Pair) -> None:
     gateway, _, _ = pair
     path, body = (ROUTES | TEXT_ROUTES)[route]
-    answer = gateway.post(path, body | {"model": "c"})
-    assert answer.status_code == 404
-    message = answer.json()["error"]["message"]
+    message = error_of(gateway.post(path, body | {"model": "c"}), 404)["message"]
     assert "'c'" in message
     assert "a, alias, b" in message
 
@@ -110,9 +108,7 @@ def test_an_unknown_model_is_a_404_that_names_all_models(route: str, pair: Pair)
 def test_a_request_without_a_model_is_a_400_that_names_the_field(route: str, pair: Pair) -> None:
     gateway, _, _ = pair
     path, body = (ROUTES | TEXT_ROUTES)[route]
-    answer = gateway.post(path, body)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
+    message = error_of(gateway.post(path, body), 400)["message"]
     assert message.startswith("model: ")
     if "messages" not in path:  # Anthropic requires the field in any case
         assert "a, alias, b" in message
@@ -324,8 +320,7 @@ def test_a_model_whose_load_fails_is_refused_and_requested_again_by_the_next(
 
 def test_a_wait_ends_with_the_queue_timeout_of_its_request(scene: OnDemand) -> None:
     answer = scene.ask(queue_timeout_s=0.2).result()
-    assert answer.status_code == 429
-    assert "queue_timeout_s of 0.2 s" in answer.json()["error"]["message"]
+    assert "queue_timeout_s of 0.2 s" in error_of(answer, 429)["message"]
     answer = scene.ask(timeout_s=0.2).result()
     assert answer.status_code == 504
     scene.supervisor.await_report(lambda r: not r.kept)
@@ -417,8 +412,7 @@ def test_sleep_names_its_model_and_reports_the_supervisors_refusal(scene: OnDema
     assert scene.gateway.post("/sleep?model=c", None).status_code == 404
     scene.supervisor.on_stop = lambda model: "a roll is in progress"
     refused = scene.gateway.post("/sleep?model=a", None)
-    assert refused.status_code == 503
-    assert "a roll is in progress" in refused.json()["error"]["message"]
+    assert "a roll is in progress" in error_of(refused, 503)["message"]
 
 
 @pytest.fixture(scope="module")
@@ -465,8 +459,7 @@ def test_a_server_is_not_ready_before_the_states_of_its_models_are_known(folder:
 
 def test_a_wait_ends_with_the_load_timeout(fresh: OnDemand) -> None:
     answer = fresh.ask().result()
-    assert answer.status_code == 503
-    assert "--load-timeout-s" in answer.json()["error"]["message"]
+    assert "--load-timeout-s" in error_of(answer, 503)["message"]
 
 
 def test_a_drain_ends_the_requests_that_wait() -> None:

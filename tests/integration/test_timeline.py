@@ -19,7 +19,7 @@ from protocol.shared.api_keys import KeyEntry, digest_of
 from protocol.wire.errors import Overloaded
 from tests.support.commands import run_command
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, read_body, read_head, send_post
+from tests.support.http import connect, error_of, read_body, read_head, send_post
 from tests.support.paced_server import paced_server
 from tests.support.scripted_engine import ScriptedEngine, TokenReply
 from tests.support.waiting import eventually
@@ -159,9 +159,7 @@ def _groups(found: Any) -> list[Any]:
 
 
 def test_a_key_sees_no_request_of_another_key(server: GatewayProcess, waiter: str) -> None:
-    reply = timeline(server, "alice", waiter)
-    assert reply.status_code == 404
-    error = reply.json()["error"]
+    error = error_of(timeline(server, "alice", waiter), 404)
     assert (error["param"], error["code"]) == ("request_id", "request_not_found")
     assert "of this API key" in error["message"]
     assert "1,000 requests after their end, each for up to 15 minutes" in error["message"]

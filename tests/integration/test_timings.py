@@ -3,7 +3,6 @@ milliseconds and those that the gateway measured."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,10 @@ import pytest
 import requests
 
 from gateway.observe.timings import Timings
+from tests.support.anthropic import anthropic_events
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import events_of
+from tests.support.http import error_of, events_of
+from tests.support.responses import typed_events
 from tests.support.scripted_engine import text_reply
 
 HI = [{"role": "user", "content": "hi"}]
@@ -32,19 +33,15 @@ ENGINE = {"script": lambda generate: text_reply(TEXT)}
 GATEWAY = {"response_store": "none"}
 
 
-def typed_events(response: requests.Response) -> list[dict[str, Any]]:
-    """Return the events of a stream whose events have types."""
-    lines = response.content.decode().splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-
-
 def of_messages(response: requests.Response) -> dict[str, Any]:
-    (delta,) = [event for event in typed_events(response) if event["type"] == "message_delta"]
+    (delta,) = [
+        event for event in anthropic_events(response.content) if event["type"] == "message_delta"
+    ]
     return delta
 
 
 def of_responses(response: requests.Response) -> dict[str, Any]:
-    whole: dict[str, Any] = typed_events(response)[-1]["response"]
+    whole: dict[str, Any] = typed_events(response.content)[-1]["response"]
     return whole
 
 
@@ -108,5 +105,4 @@ def test_tokens_of_all_choices_are_counted(gateway: GatewayProcess) -> None:
 
 def test_a_timings_field_that_is_no_boolean_is_refused(gateway: GatewayProcess) -> None:
     response = gateway.post("/v1/completions", {"prompt": "x", "timings": "yes"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "timings"
+    assert error_of(response, 400)["param"] == "timings"

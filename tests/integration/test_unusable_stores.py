@@ -24,12 +24,6 @@ BATCH = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_w
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    with ScriptedEngine(f"ipc://{tmp_path_factory.mktemp('engine')}/e") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def occupied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A path at which no directory can be made, by any user."""
     path = tmp_path_factory.mktemp("home") / "tidegate"

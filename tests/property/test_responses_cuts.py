@@ -11,8 +11,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.responses.events import Frame, ResponseEvents, last_frame
-from gateway.api.responses.responses import ResponseObject
+from gateway.api.responses.events import ResponseEvents
 from gateway.api.responses.stream import ResponseSink, TextLogprobs
 from gateway.engine.base import Subscriber
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
@@ -22,7 +21,7 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.messages import Accepted, Output
 from protocol.engine.sampling import SamplingParams
-from tests.support.responses import a_queued_response, items_of, typed_events
+from tests.support.responses import CollectedFrames, a_queued_response, items_of, typed_events
 from tests.support.scripted_engine import EOS, marked_ids, scripted_logprob, thinking_card
 
 CARD = thinking_card()
@@ -41,24 +40,6 @@ ANSWERS = [
 ]
 
 
-class CutFrames:
-    """Collects the bytes that a sink writes, and its final response."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.response: dict[str, Any] = {}
-
-    def start(self, response: ResponseObject) -> None:
-        pass
-
-    def write(self, frames: list[Frame]) -> None:
-        self.data += b"".join(frames)
-
-    def close(self, response: ResponseObject, number: int) -> None:
-        self.data += last_frame(number, response)
-        self.response = msgspec.to_builtins(response)
-
-
 class CutLine:
     """An engine client that accepts a request. The test sends the outputs by calling `say`."""
 
@@ -74,7 +55,7 @@ class CutLine:
         pass
 
 
-def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> CutFrames:
+def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) -> CollectedFrames:
     """Return the response to `text`.
 
     sizes   sizes of the messages in which its tokens arrive; the remaining tokens arrive in one
@@ -85,7 +66,7 @@ def told(text: str, sizes: list[int], finish: str, pauses: Iterable[bool] = ()) 
     numbers = iter(range(100))
     options = AnswerOptions(format=begun.bound, new_id=lambda: f"call_{next(numbers)}")
     asks = [PromptRequest([1], [SamplingParams()], ParserFactory(TOKENIZER, answer=options))]
-    line, taken = CutLine(), CutFrames()
+    line, taken = CutLine(), CollectedFrames()
     answer = ChoiceGroup(line, asks)
     answer.open()
     events = ResponseEvents(QUEUED)
@@ -120,11 +101,11 @@ def test_any_cut_gives_the_same_response(
 ) -> None:
     cut = told(text, sizes, finish, pauses)
     by_token = told(text, [1] * 500, finish)
-    assert comparable(cut.response) == comparable(by_token.response)
+    assert comparable(cut.whole) == comparable(by_token.whole)
     for taken in (cut, by_token):
         events = typed_events(taken.data)
-        assert events[-1]["response"] == taken.response
-        assert items_of(events) == taken.response["output"]
+        assert events[-1]["response"] == taken.whole
+        assert items_of(events) == taken.whole["output"]
 
 
 @given(
@@ -135,7 +116,7 @@ def test_any_cut_gives_the_same_response(
 def test_logprobs_of_a_text_are_those_of_its_tokens_however_they_came(
     text: str, sizes: list[int], pauses: list[bool]
 ) -> None:
-    output = told(text, sizes, "stop", pauses).response["output"]
+    output = told(text, sizes, "stop", pauses).whole["output"]
     (part,) = [part for item in output if item["type"] == "message" for part in item["content"]]
     assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from gateway.formats.arg_pairs import FORMATS, ArgPairs
-from gateway.formats.events import OutputWarning, ToolCall, ToolCallEnd
 from gateway.formats.lexicon import marker_suffix
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
 from tests.support.format_tools import TYPED_TOOLS, arguments_of, parsed_events, plain
-from tests.support.formats import Call, Sample, content, dumps, reasoning_writer
+from tests.support.formats import Call, Sample, dumps, reasoning_writer
 
 Writer = Callable[[Sequence[Call], int], str]
 TYPES = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}
@@ -95,14 +94,6 @@ def test_a_value_is_typed_by_its_schema_or_is_json_if_it_can_be(
     assert arguments_of(say("glm45", one(written, key), tokens=False)) == [{key: meant}]
 
 
-def test_a_call_needs_a_name_without_blanks() -> None:
-    for text in ("the <tool_call> tag is used", "<tool_call></tool_call>", "<tool_call>\n\n"):
-        events = say("glm45", text, tokens=False)
-        assert content(events).strip() == text.strip()
-        assert any(isinstance(event, OutputWarning) for event in events)
-        assert not any(isinstance(event, ToolCall) for event in events)
-
-
 def test_a_type_the_model_writes_decides_where_the_schema_does_not() -> None:
     def call(key: str, type_: str, value: str) -> str:
         body = f"<ifm|arg_key>{key}</ifm|arg_key><ifm|arg_type>{type_}</ifm|arg_type>"
@@ -113,12 +104,6 @@ def test_a_type_the_model_writes_decides_where_the_schema_does_not() -> None:
     assert arguments_of(say("k2_horizon", call("z", "list[int]", "[1]"))) == [{"z": [1]}]
     assert arguments_of(say("k2_horizon", call("z", "string", "[1]"))) == [{"z": "[1]"}]
     assert arguments_of(say("k2_horizon", call("b", "string", "true"))) == [{"b": True}]
-
-
-def test_an_unfinished_call_has_no_end() -> None:
-    events = say("glm45", "<tool_call>run<arg_key>code</arg_key><arg_value>x")
-    assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], OutputWarning)
 
 
 def test_a_suffix_is_found_in_the_vocabulary() -> None:

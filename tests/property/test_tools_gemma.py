@@ -17,7 +17,6 @@ from tests.support.formats import (
     Call,
     Fixture,
     Sample,
-    content,
     dumps,
     lexicon,
     read,
@@ -128,20 +127,6 @@ def cuts_in_two(pieces: list[Any]) -> list[list[list[Any]]]:
 def test_a_quoted_string_that_is_not_closed_ends_with_the_call() -> None:
     events = say(call('call:types{z:"a'))
     assert [type(e) for e in events] == [ToolCall, ToolArguments, OutputWarning, ToolCallEnd]
-
-
-def test_a_string_is_emitted_while_it_is_written() -> None:
-    machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=False), tools=TYPED_TOOLS)
-    machine.push('<|tool_call>call:run{code:<|"|>')
-    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
-
-
-def test_a_marker_with_no_call_after_it_is_content_with_a_warning() -> None:
-    for text in ("<|tool_call> is a tag", "<|tool_call>", "<|tool_call><tool_call|>"):
-        events = say(text, tokens=False)
-        assert content(events) == text
-        assert any(isinstance(event, OutputWarning) for event in events)
-        assert not any(isinstance(event, ToolCall) for event in events)
 
 
 def test_arguments_that_are_not_an_object_stay_unchanged_with_a_warning() -> None:

@@ -13,7 +13,7 @@ from gateway.formats.events import OutputWarning, ToolCallEnd
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import TOOLS, ToolSyntax
 from gateway.formats.response_template import ResponseTemplate
-from tests.property.test_tools_cuts import ANSWERS, FROM_TEMPLATES
+from tests.property.test_tools_laws import ANSWERS, FROM_TEMPLATES
 from tests.support.formats import Call, Fixture, Sample, lexicon, read, units, warnings
 
 SAMPLES = {sample.name: sample for sample, _ in ANSWERS} | {

@@ -31,7 +31,6 @@ from tests.support.formats import (
     answers,
     check,
     content,
-    cut_off,
     difference,
     dumps,
     expected,
@@ -146,15 +145,6 @@ def test_what_any_scraps_of_messages_say_does_not_depend_on_the_cut(sample: Samp
             for deltas in (parts, [[piece] for piece in pieces]):
                 said = read(declared, deltas, words, case)
                 assert said == whole, difference(replace(case, events=whole), deltas, said)
-
-
-@EACH
-def test_an_answer_cut_off_anywhere_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in cases(sample) if fixture.name == "reasoning before")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert said.startswith(content(events))
 
 
 THOUGHT = "<|channel|>analysis<|message|>hm"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gateway.formats import named_json, nested_elements
-from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd
 from gateway.formats.named_json import plamo_begin, plamo_end
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
@@ -18,9 +17,7 @@ from tests.support.formats import (
     Call,
     Sample,
     check,
-    content,
     dumps,
-    lexicon,
     reasoning_writer,
     written,
 )
@@ -135,24 +132,3 @@ def test_nested_values_without_a_schema_are_read_alike_however_they_are_cut() ->
     untyped = replace(M3, name="minimax_m3 (untyped)")
     row = check(untyped, [written(untyped, "untyped", [[Call("types", arguments)]])])
     assert not row.differences, row.first
-
-
-def test_a_string_is_emitted_while_it_is_written() -> None:
-    machine = M3.format.parser(lexicon(M3, tokens=False), tools=TOOLS)
-    machine.push(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>')
-    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
-
-
-def test_a_mark_with_no_call_after_it_is_content_with_a_warning() -> None:
-    for rest in (" hm", f"{NS}</tool_call>", "", NS, f"{NS}<b>", f"{NS}x"):
-        text = f"{NS}<tool_call>{rest}"
-        events = say(text)
-        assert content(events) == text
-        assert any(isinstance(event, OutputWarning) for event in events)
-        assert not any(isinstance(event, ToolCall) for event in events)
-
-
-def test_an_unfinished_call_has_no_end() -> None:
-    events = say(f'{NS}<tool_call>{NS}<invoke name="run">{NS}<code>x')
-    assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], OutputWarning)

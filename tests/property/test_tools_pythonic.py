@@ -21,7 +21,6 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    merged,
 )
 from gateway.formats.json_scanner import LiteralScan
 from gateway.formats.json_spelling import json_number
@@ -39,7 +38,6 @@ from tests.support.formats import (
     check,
     check_cuts,
     content,
-    cut_off,
     dumps,
     fixtures,
     lexicon,
@@ -103,14 +101,6 @@ def say(name: str, text: str, tools: Sequence[DeclaredTool] | None = None) -> li
     return parsed_events(
         next(sample for sample in SAMPLES if sample.name == name), text, tools=tools
     )
-
-
-@EACH
-def test_an_answer_cut_off_inside_a_call_shows_no_markup(sample: Sample) -> None:
-    case = next(fixture for fixture in cases(sample) if fixture.name == "closing tag in a string")
-    for tokens in (True, False):
-        for events in cut_off(sample, case, tokens=tokens):
-            assert content(events) == ""
 
 
 VALUES = st.recursive(
@@ -264,14 +254,6 @@ def before_the_parenthesis(text: str, why: OutputWarning) -> list[Event]:
     """
     at = text.index("(")
     return [Content(text[:at]), why, Content(text[at:])]
-
-
-def test_a_string_argument_is_emitted_while_it_is_written() -> None:
-    machine = SAMPLES[0].format.parser(lexicon(SAMPLES[0], tokens=True), new_id=lambda: "id")
-    assert merged(machine.push("[run(code='a")) == [
-        ToolCall(0, "id", "run"),
-        ToolArguments(0, '{"code": "a'),
-    ]
 
 
 def test_arguments_without_names_stay_unchanged_with_a_warning() -> None:

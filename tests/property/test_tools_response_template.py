@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.events import ToolArguments, ToolCall, merged
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import Format
 from gateway.formats.response_template_loader import closings, load, openings
@@ -28,7 +27,6 @@ from tests.support.formats import (
     content,
     dumps,
     expected,
-    lexicon,
 )
 from tests.support.response_templates import SMOLLM, TEMPLATES
 
@@ -182,15 +180,6 @@ def test_text_that_only_starts_like_an_opening_is_outside_text() -> None:
     text = "a <tool_call>\n<b> c"
     assert content(say("qwen3", text)) == text
     assert content(say("qwen3", "<tool_call>" + " " * 300 + "x")) == "<tool_call>" + " " * 300 + "x"
-
-
-def test_a_string_is_emitted_while_it_is_written() -> None:
-    s = sample("gemma4")
-    machine = s.format.parser(lexicon(s, tokens=False), new_id=lambda: "id")
-    assert merged(machine.push('<|tool_call>call:run{code:<|"|>a')) == [
-        ToolCall(0, "id", "run"),
-        ToolArguments(0, '{"code": "a'),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -176,13 +176,6 @@ def test_null_is_null_only_where_the_schema_allows_it_and_nothing_else_is_writte
     assert arguments_of(say("qwen3_coder", qwen(parameter("z", "null")))) == [{"z": "null"}]
 
 
-def test_a_string_is_emitted_while_it_is_written() -> None:
-    s = sample("qwen3_coder")
-    machine = s.format.parser(lexicon(s, tokens=False), tools=TYPED_TOOLS)
-    machine.push("<tool_call><function=run><parameter=code>")
-    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
-
-
 def test_one_newline_on_each_side_of_a_value_is_markup_and_the_others_are_not() -> None:
     text = qwen("<parameter=z>\n\n a \n\n</parameter>\n")
     assert arguments_of(say("qwen3_coder", text)) == [{"z": "\n a \n"}]
@@ -236,25 +229,6 @@ def test_a_call_without_the_stretch_around_it_is_one_if_its_tool_is_declared() -
 
 
 NO_ARGUMENTS = ToolArguments(0, "{}")
-
-
-def test_a_marker_with_no_call_after_it_is_content_with_a_warning() -> None:
-    for text in (
-        "<tool_call>hm</tool_call>",
-        "<tool_call>\n<function=\n>",
-        "<tool_call>",
-        "<tool_call></tool_call>",
-    ):
-        events = say("qwen3_coder", text, tokens=False)
-        assert content(events).startswith(text[:14])
-        assert any(isinstance(event, OutputWarning) for event in events)
-        assert not any(isinstance(event, ToolCall) for event in events)
-
-
-def test_an_unfinished_call_has_no_end() -> None:
-    events = say("qwen3_coder", "<tool_call><function=run><parameter=code>x")
-    assert not any(isinstance(event, ToolCallEnd) for event in events)
-    assert isinstance(events[-1], OutputWarning)
 
 
 def test_a_call_of_an_unknown_tool_is_emitted() -> None:

@@ -9,9 +9,7 @@ import pytest
 
 from gateway.formats.events import (
     Content,
-    OutputWarning,
     Reasoning,
-    ToolArguments,
     ToolCall,
     ToolCallEnd,
 )
@@ -26,9 +24,7 @@ from tests.support.formats import (
     Sample,
     answers,
     content,
-    cut_off,
     expected,
-    lexicon,
 )
 
 TYPES = {str: "string", int: "number", float: "number", dict: "object", list: "array"}
@@ -87,14 +83,6 @@ def argument(value: str, type_: str, key: str = "k") -> str:
     return element("tools", element("call", body, ' tool="f" index="1"'))
 
 
-def test_an_answer_cut_off_anywhere_shows_no_markup() -> None:
-    case = next(fixture for fixture in cases() if fixture.name == "reasoning before")
-    said = content(case.events)
-    for tokens in (True, False):
-        for events in cut_off(K3, case, tokens=tokens):
-            assert said.startswith(content(events).rstrip())
-
-
 @pytest.mark.parametrize(
     ("value", "type_", "meant"),
     [
@@ -124,14 +112,3 @@ def test_a_channel_that_opens_ends_the_one_before() -> None:
 def test_a_tag_that_means_nothing_here_is_text() -> None:
     for text in ("a<|open|>b<|sep|>c", "<|close|>think<|sep|>", "<|open|>call<|sep|>", "<|open|>x"):
         assert content(say(text, tokens=False)) == text
-
-
-def test_a_string_is_emitted_while_it_is_written() -> None:
-    machine = K3.format.parser(lexicon(K3, tokens=False))
-    machine.push('<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="k"<|sep|>')
-    assert machine.push('print("hi")') == [ToolArguments(0, 'print(\\"hi\\")')]
-
-
-def test_an_unfinished_call_has_no_end() -> None:
-    events = say(argument("x", "string").partition("<|close|>")[0])
-    assert [type(event) for event in events] == [ToolCall, ToolArguments, OutputWarning]

@@ -1,4 +1,4 @@
-"""Sends raw HTTP over a socket, and folds streams into whole answers."""
+"""Sends raw HTTP, reads answers, metrics and streams, and folds streams into whole answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import socket
 from collections.abc import Callable
 from typing import Any
+
+import requests
 
 from tests.support.waiting import HANG_S
 
@@ -87,6 +89,33 @@ def exchange(
         status, headers = read_head(file)
         on_head()
         return status, headers, read_body(file, headers)
+
+
+def json_of(response: requests.Response, status: int = 200) -> Any:
+    """Return the JSON of a response. Raises AssertionError if it has another status."""
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def error_of(response: requests.Response, status: int = 400) -> dict[str, Any]:
+    """Return the `error` object of a response. Raises AssertionError if it has another status."""
+    error: dict[str, Any] = json_of(response, status)["error"]
+    return error
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """Return the value of each series in a server's `/metrics`, by its name and labels as written:
+    `tidegate_requests_total{route="/livez",status="200"}`."""
+    text = requests.get(f"{url}/metrics", timeout=HANG_S).text
+    rows = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {series: float(value) for series, _, value in rows}
+
+
+def metric_of(url: str, name: str) -> float:
+    """Return the value of one series, or the sum of all series with this name. A counter that was
+    never incremented may not be exported: it is 0."""
+    values = metrics_of(url).items()
+    return sum(value for series, value in values if series == name or series.startswith(name + "{"))
 
 
 def events_of(body: bytes) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from gateway.api.responses.events import Frame, last_frame
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.responses import ResponseObject, new_response
 from protocol.engine.sampling import SamplingParams
@@ -30,6 +32,47 @@ def a_queued_response(
         extensions=extensions,
     )
     return msgspec.structs.replace(response, id=response_id, created_at=12)
+
+
+class CollectedFrames:
+    """A frame writer that collects the frames, and passes them to `write`."""
+
+    def __init__(
+        self,
+        write: Callable[[bytes], object] = lambda data: None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.frames: list[Frame] = []
+        self.snapshots: list[ResponseObject] = []
+        self.response: ResponseObject | None = None
+        self._write = write
+        self._finish = finish
+
+    def start(self, response: ResponseObject) -> None:
+        self.snapshots.append(response)
+
+    def write(self, frames: list[Frame]) -> None:
+        assert self.response is None
+        assert frames
+        self.frames += frames
+        self._write(b"".join(frames))
+
+    def close(self, response: ResponseObject, number: int) -> None:
+        assert self.response is None
+        self.write([last_frame(number, response)])
+        self.response = response
+        self._finish()
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.frames)
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """Return the final response, as its JSON is decoded."""
+        assert self.response is not None
+        response: dict[str, Any] = msgspec.to_builtins(self.response)
+        return response
 
 
 def typed_events(data: bytes) -> list[dict[str, Any]]:

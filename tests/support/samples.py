@@ -1,596 +1,136 @@
-"""One sample of every message kind, with every field set: for golden bytes and round trips."""
+"""Generated samples of every message kind, for golden bytes, round trips and fuzzing.
+
+The samples of a kind together contain every arm of every union and every value of every `Literal`
+(`KVChunk`, whose bytes must fill a frame of their own, is written by hand). The first sample sets
+every field to another value than its default. Each later sample sets only required fields and those
+that have another arm to show.
+
+A value depends only on its struct and field, such as "SamplingParams.seed". So a new field changes
+no value of another field.
+"""
 
 from __future__ import annotations
 
-from protocol.engine.adapters import AdapterInfo
-from protocol.engine.encoding import EncodeInputs, EncodingCard
-from protocol.engine.grammar import (
-    Either,
-    Grammar,
-    GrammarRule,
-    Json,
-    LiteralForm,
-    Pattern,
-    Repeat,
-    Rules,
-    Sequence,
-    Thinking,
-    ThinkingBudget,
-    Until,
-)
-from protocol.engine.kv_window import KVGroups
-from protocol.engine.logprobs import TokenLogprobs
-from protocol.engine.messages import (
-    Abort,
-    AbortByLabel,
-    Aborted,
-    Accepted,
-    Account,
-    AdapterChanged,
-    Adapters,
-    Drain,
-    Encode,
-    EngineStatus,
-    EngineStopped,
-    Generate,
-    GetStatus,
-    GetTimeline,
-    Goodbye,
-    Hello,
-    KeepKV,
-    Limits,
-    LoadAdapter,
-    Loading,
-    Message,
-    Output,
-    Outputs,
-    Ping,
-    Pong,
-    Probe,
-    Profile,
-    Profiled,
-    Refused,
-    ReleaseKV,
-    RequestTimelines,
-    ResourcesFreed,
-    SessionLost,
-    Times,
-    UnloadAdapter,
-    Usage,
-    Welcome,
-)
-from protocol.engine.model_card import InfillTokens, ModelCard, SamplingDefaults
-from protocol.engine.sampling import SamplingParams
-from protocol.engine.stats import BlockCounts, EngineLoad, EngineStats, StepSummary, WorkerStatus
-from protocol.engine.timeline import EngineTimeline, PromptShare, StageSpan, StepGroup
-from protocol.engine.usage import RequestStatus
-from protocol.sdk.offline_messages import OfflineAbort, OfflineAnswer, OfflineReady, OfflineRequest
-from protocol.wire.arrays import Float32, Int32, UInt8
-from protocol.wire.errors import ErrorInfo
-from protocol.worker.kv import (
-    KVCancel,
-    KVEndpoint,
-    KVExport,
-    KVFailure,
-    KVFetch,
-    KVFetched,
-    KVReport,
-    KVStore,
-    KVTierNews,
-    KVUsed,
-    KVWithdraw,
-    PeerSource,
-)
-from protocol.worker.kv_peers import (
-    KVChunk,
-    KVDone,
-    KVExpired,
-    KVLive,
-    KVOpen,
-    KVOpened,
-    KVRead,
-    KVUnlike,
-    NixlOffer,
-    ShmOffer,
-    ZmqOffer,
-)
-from protocol.worker.steps import (
-    AdapterLoad,
-    AdapterReport,
-    AdapterUnload,
-    EncodePlan,
-    EncodeResult,
-    Heartbeat,
-    JoinRefused,
-    Logprobs,
-    Masks,
-    RankDigest,
-    SlotInit,
-    SlotRelease,
-    StepPlan,
-    StepResult,
-    Stop,
-    TokenizerRead,
-    Trace,
-    Traced,
-    WorkerFailed,
-    WorkerJoins,
-    WorkerReady,
-    WorkerSettings,
-)
+from collections.abc import Iterator
+from typing import Any, get_args
+from zlib import crc32
 
-PARAMS = SamplingParams(
-    max_tokens=7,
-    min_tokens=2,
-    temperature=0.5,
-    top_p=0.75,
-    top_k=40,
-    min_p=0.25,
-    frequency_penalty=0.5,
-    presence_penalty=-0.5,
-    repetition_penalty=1.5,
-    seed=-3,
-    stop_token_ids=[11],
-    ignore_eos=True,
-    logit_bias={5: -1.5},
-    logprobs=2,
-    prompt_logprobs=1,
-    bad_words=[[12, 13], [14]],
-    allowed_token_ids=[15, 16],
-    logprob_token_ids=[17],
-    logprobs_of="both",
-)
-GRAMMAR = Grammar(
-    body=Rules(
-        start=Sequence(
-            [LiteralForm("<call>"), Repeat(GrammarRule("part"), 1, 2), Until("</call>", "[a-z]*")]
-        ),
-        rules={"part": Either([Json("x"), Pattern("a+")])},
-        schemas={"x": "{}"},
-    ),
-    before="<",
-    after=">",
-    thinking=Thinking(opens="<think>", closes="</think>", inside=True, optional=True),
-    budget=ThinkingBudget(most=9, opens=["<think>"], closes=["</think>"], inside=True),
-)
-CARD = ModelCard(
-    name="tiny",
-    architecture="LlamaForCausalLM",
-    digest="ab12",
-    vocab_size=97,
-    context_tokens=512,
-    tokenizer=b'{"model":{}}',
-    eos_token_ids=[2, 3],
-    bos_token_id=1,
-    pad_token_id=0,
-    special_tokens={"bos_token": "<s>"},
-    chat_template="{{ messages }}",
-    defaults=SamplingDefaults(
-        temperature=0.5, top_p=0.75, top_k=20, min_p=0.25, repetition_penalty=1.5
-    ),
-    response_template='{"fields": {}}',
-    dtype="bfloat16",
-    num_parameters=1000,
-    weights_bytes=2000,
-    license="apache-2.0",
-    tool_use_template="{{ tools }}",
-    numerics="0f1e2d3c",
-    infill_tokens=InfillTokens(prefix=4, suffix=5, middle=6, pad=7, repository=8, file=9),
-    generates=False,
-    encoding=EncodingCard(
-        task="score",
-        max_tokens=256,
-        size=2,
-        pooling="mean",
-        normalizes=True,
-        similarity="dot",
-        prompts={"query": "q: "},
-        default_prompt="query",
-    ),
-)
-ADAPTER = AdapterInfo(name="fr", digest="a1", rank=16, path="french/7")
-INPUTS = EncodeInputs(tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1]))
-ERROR = ErrorInfo(
-    code="overloaded", message="later", param="prompt", retry_after_s=2.5, stands_s=0.25
-)
-STATS = EngineStats(
-    draining=True,
-    max_adapters=8,
-    num_adapter_requests={"fr": 5},
-    adapters_running={"fr": 2},
-    adapters_waiting={"fr": 1},
-    worker=WorkerStatus(
-        engine_pid=33,
-        pid=34,
-        step=35,
-        step_s=0.5,
-        expected_s=0.25,
-        prompt_tokens=36,
-        computed_tokens=37,
-        trouble="stopped",
-    ),
-    running=1,
-    waiting=2,
-    waiting_tokens=3,
-    free_blocks=4,
-    total_blocks=5,
-    clients=6,
-    fetching=18,
-    leases=19,
-    leased_blocks=20,
-    num_steps=7,
-    num_accepted=8,
-    num_refused=9,
-    num_refused_early=900,
-    num_finished={"stop": 10},
-    num_prompt_tokens=11,
-    num_cached_tokens=12,
-    num_computed_tokens=21,
-    num_fetched_tokens=22,
-    num_fetched_bytes=23,
-    num_fetches_failed={"expired": 24},
-    num_leases_ended={"taken": 25},
-    tier_blocks={"disk": 26},
-    tier_bytes={"disk": 27},
-    num_tier_stored={"disk": 28},
-    num_tier_dropped={"disk": 29},
-    num_tier_loaded={"disk": 30},
-    num_tier_failed={"disk": 31},
-    num_generated_tokens=13,
-    num_preemptions=14,
-    num_draft_tokens=17,
-    num_accepted_tokens=16,
-    num_wire_errors=15,
-    busy_s=16.5,
-)
-LOGPROBS = Logprobs(
-    rows=Int32.of([0]),
-    counts=Int32.of([2]),
-    ids=Int32.of([9]),
-    logprobs=Float32.of([-0.5]),
-    ranks=Int32.of([1]),
-    top_ids=Int32.of([9, 8], (1, 2)),
-    top_logprobs=Float32.of([-0.5, -1.5], (1, 2)),
-    asked_counts=Int32.of([1]),
-    asked=Float32.of([-2.5], (1, 1)),
-    drawn_at=Int32.of([0]),
-    drawn=Float32.of([-0.25, -0.25, -1.75, -3.5], (1, 4)),
-)
+import msgspec
+from msgspec import inspect
 
-MESSAGES: list[Message] = [
-    Hello(protocol=1, name="gateway", pid=42, num_welcomes=1),
-    Generate(
-        request=1,
-        prompt=Int32.of([5, 6]),
-        params=PARAMS,
-        namespace="key",
-        priority=-1,
-        grammar=GRAMMAR,
-        labels=["cmpl-7", "7"],
-        kv_readers=2,
-        kv_handle="aGFuZGxl",
-        account=Account(
-            name="alice",
-            requests_per_minute=60,
-            tokens_per_minute=9000,
-            concurrency=4,
-            max_len=512,
-            part=1,
-            parts=2,
-        ),
-        is_first=False,
-        timeout_s=30.0,
-        queue_timeout_s=2.5,
-        answer=Int32.of([7]),
-        adapter="fr",
-        adapter_digest="d1",
+from protocol.engine import messages
+from protocol.engine.encoding import EncodeInputs
+from protocol.engine.messages import Message
+from protocol.sdk import offline_messages
+from protocol.wire.arrays import Array, Float32, Int32, UInt8
+from protocol.worker import kv_peers, steps
+
+DIRECTIONS = (
+    messages.ToEngine,
+    messages.ToClient,
+    steps.ToWorker,
+    steps.FromWorker,
+    kv_peers.FromReader,
+    kv_peers.FromExporter,
+    offline_messages.ToText,
+    offline_messages.FromText,
+)
+KINDS: list[type[Message]] = [kind for union in DIRECTIONS for kind in get_args(union)]
+
+BY_HAND: dict[type, Any] = {
+    EncodeInputs: EncodeInputs(
+        tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1])
     ),
-    Encode(
-        request=2,
-        inputs=INPUTS,
-        priority=-1,
-        labels=["embd-7"],
-        account=Account(name="alice"),
-        timeout_s=30.0,
-        queue_timeout_s=2.5,
-        is_moved=True,
+    kv_peers.KVChunk: kv_peers.KVChunk(
+        chunk=7, crc32=0xFFFFFFFF, data=UInt8(bytes(range(256)) * 20)
     ),
-    Abort(requests=[1, 2], reason="disconnected"),
-    AbortByLabel(request=3, names=["7", "8"], everything=True),
-    KeepKV(handles=["aGFuZGxl"]),
-    ReleaseKV(handles=["aGFuZGxl"]),
-    Profile(request=4, steps=20, directory="/var/tmp/traces"),
-    LoadAdapter(request=6, name="fr", path="french/7"),
-    UnloadAdapter(request=7, name="fr"),
-    GetStatus(request=5, max_rows=20, after_step=34),
-    GetTimeline(request=6, names=["7"], are_beginnings=True),
-    Drain(),
-    Ping(num_early=300, read_bytes=70_000),
-    Goodbye(),
-    Welcome(
-        protocol=1,
-        epoch="e1",
-        model=CARD,
-        limits=Limits(
-            max_len=512,
-            max_slots=8,
-            block_tokens=16,
-            num_blocks=33,
-            token_budget=64,
-            prefix_cache=True,
-            kv_window=4096,
-            kv_groups=KVGroups(window=512, window_blocks=5),
-            max_adapters=8,
-        ),
-        adapters=[ADAPTER],
-    ),
-    AdapterChanged(request=6, adapter=ADAPTER),
-    Adapters(adapters=[ADAPTER]),
-    Accepted(request=1),
-    Refused(request=1, error=ERROR),
-    Outputs(
-        step=3,
-        outputs=[
-            Output(
-                request=1,
-                tokens=[9],
-                logprobs=[TokenLogprobs(9, -0.5, 1, [9], [-0.5], [-2.5], [-0.25, -0.25, -3.5])],
-                prompt_logprobs=[TokenLogprobs(6, -2.5, 3)],
-                finish="stop",
-                stop_token=9,
-                usage=Usage(
-                    prompt_tokens=2,
-                    generated_tokens=1,
-                    cached_tokens=16,
-                    preemptions=1,
-                    draft_tokens=5,
-                    accepted_tokens=3,
-                    fetched_tokens=8,
-                    times=Times(
-                        grammar_s=0.5,
-                        queued_s=1.5,
-                        fetching_s=2.5,
-                        prefill_s=3.5,
-                        decode_s=4.5,
-                        preempted_s=5.5,
-                    ),
-                ),
-                error=ERROR,
-                vectors=Float32.of([0.5], (1, 1)),
-                kv_handle="aGFuZGxl",
-            )
-        ],
-        load=EngineLoad(2, 1, 300),
-    ),
-    EngineStatus(
-        request=5,
-        now_s=1000.5,
-        stats=STATS,
-        num_open=2,
-        rows=[
-            RequestStatus(
-                name="cmpl-7",
-                client="gateway-42",
-                account="alice",
-                stage="decode",
-                age_s=2.5,
-                decode_s=1.5,
-                prompt_tokens=20,
-                cached_tokens=16,
-                computed_tokens=29,
-                generated_tokens=10,
-                most_tokens=64,
-                preemptions=1,
-                waits_for="step",
-            )
-        ],
-        blocks=BlockCounts(requests=3, leased=4, cached=5, free=6),
-        steps=[StepSummary(33, 2, 5, 6, 7, 0.5, 0.25, 1000.25)],
-        first_tokens=[0, 1],
-        gaps=[2, 3],
-    ),
-    RequestTimelines(
-        request=6,
-        timelines=[
-            EngineTimeline(
-                name="7",
-                client="gateway-42",
-                account="alice",
-                finish="abort",
-                abort_reason="complete",
-                took_s=2.5,
-                ended_ago_s=1.5,
-                prompt_tokens=20,
-                cached_tokens=16,
-                fetched_tokens=8,
-                generated_tokens=10,
-                preemptions=1,
-                draft_tokens=3,
-                accepted_tokens=2,
-                first_token_s=0.5,
-                slots=64,
-                stages=[StageSpan(stage="queued", start_s=0.25, end_s=0.5)],
-                groups=[
-                    StepGroup(
-                        start_s=0.25,
-                        end_s=0.5,
-                        first_step=33,
-                        steps=2,
-                        busy_s=0.25,
-                        longest_s=0.125,
-                        own_prefill=4,
-                        own_decodes=1,
-                        own_drafts=3,
-                        other_decodes=63,
-                        other_prefill=512,
-                        other_drafts=5,
-                        lack="slot",
-                        prompts=[
-                            PromptShare(name="8", account="bob", tokens=512, prompt_tokens=7900)
-                        ],
-                    )
-                ],
-                has_lost_steps=True,
-            )
-        ],
-        kept=1000,
-        kept_s=900.0,
-    ),
-    Profiled(request=4, file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5),
-    Aborted(request=3, aborted=["7"], unknown=["8"]),
-    ResourcesFreed(requests=[1, 9]),
-    Pong(epoch="e1", stats=STATS, sent_bytes=70_000),
-    Loading(elapsed_s=2.5),
-    SessionLost(why="the connection to the engine broke"),
-    Probe(),
-    EngineStopped(error=ERROR),
-    StepPlan(
-        step=3,
-        release=[SlotRelease(slot=2, generation=3)],
-        bind=[
-            SlotInit(
-                slot=1,
-                generation=4,
-                tokens=Int32.of([5, 6]),
-                prompt_tokens=2,
-                num_computed=0,
-                blocks=Int32.of([7]),
-                seed=-3,
-                stop_ids=[2, 3],
-                params=PARAMS,
-                adapter=3,
-                adapter_generation=2,
-            )
-        ],
-        block_slots=Int32.of([0]),
-        block_indexes=Int32.of([1]),
-        block_ids=Int32.of([8]),
-        zero_blocks=Int32.of([7, 8]),
-        row_slots=Int32.of([0, 1]),
-        row_starts=Int32.of([16, 0]),
-        row_tokens=Int32.of([1, 2]),
-        row_samples=UInt8.of([1, 1]),
-        num_decodes=1,
-        masked=Int32.of([0]),
-        row_drafts=Int32.of([0, 1]),
-        drafts=Int32.of([4]),
-        follow_starts=Int32.of([4, 0]),
-        follow_tokens=Int32.of([12, 0]),
-        wanted=Int32.of([0, 3]),
-    ),
-    Masks(step=3, bits=Int32.of([7, -1, 0, 1], (1, 4))),
-    KVExport(lease=b"l" * 16, blocks=Int32.of([7, 8]), readers=2),
-    KVWithdraw(lease=b"l" * 16),
-    KVFetch(
-        job=5,
-        source=PeerSource(address="tcp://peer:7000", lease=b"l" * 16, first=1),
-        blocks=Int32.of([9, 10]),
-        timeout_s=2.5,
-    ),
-    KVCancel(job=5),
-    KVStore(blocks=Int32.of([7]), hashes=[b"h" * 32]),
-    KVUsed(hashes=[b"h" * 32]),
-    EncodePlan(step=4, inputs=INPUTS),
-    EncodeResult(
-        step=4,
-        vectors=Float32.of([0.5, 0.25, 1.0, 2.0], (2, 2)),
-        failed=Int32.of([1]),
-        compute_s=0.25,
-    ),
-    StepResult(
-        step=3,
-        tokens=Int32.of([9, 4, 10]),
-        failed=Int32.of([1]),
-        counts=Int32.of([1, 2]),
-        logprobs=LOGPROBS,
-        prompt_logprobs=LOGPROBS,
-        proposed=Int32.of([3, 1]),
-        compute_s=0.25,
-    ),
-    TokenizerRead(tokenizer=CARD.tokenizer, vocab_size=CARD.vocab_size, eos_token_ids=[0, 2]),
-    WorkerReady(
-        model=CARD,
-        max_len=512,
-        max_slots=8,
-        token_budget=256,
-        block_tokens=16,
-        num_blocks=33,
-        rank=1,
-        phases=[("load weights", 0.5)],
-        draft_cost=0.125,
-        step_costs=[(1, 0.004), (8, 0.0075)],
-        kv=KVEndpoint(
-            address="tcp://here:7000", layout=b"d" * 32, layout_text="tiny, bfloat16", mover="shm"
-        ),
-        kv_tiers=["host", "disk"],
-        kv_report=KVReport(
-            tiers=[KVTierNews(tier="disk", stored=[b"h" * 32], num_bytes=4096, num_stored=1)]
-        ),
-        kv_window=4096,
-        kv_groups=KVGroups(window=512, window_blocks=5),
-        max_adapters=8,
-        adapters=[ADAPTER],
-    ),
-    AdapterLoad(row=3, generation=2, path="french/7"),
-    AdapterUnload(row=3, generation=2),
-    AdapterReport(row=3, generation=2, digest="a1", rank=16, error=ERROR),
-    KVReport(
-        fetched=[KVFetched(5, 4096, 0.25, "shm")],
-        failed=[KVFailure(6, "expired", "the lease is over")],
-        taken=[b"l" * 16],
-        tiers=[
-            KVTierNews(
-                tier="disk",
-                stored=[b"h" * 32],
-                lost=[b"g" * 32],
-                num_bytes=4096,
-                num_stored=4,
-                num_dropped=2,
-                num_loaded=3,
-                num_failed=1,
-            )
-        ],
-    ),
-    WorkerFailed(message="out of memory", rank=1, exit_code=4, is_consequence=True),
-    WorkerJoins(rank=1),
-    WorkerSettings(config=b'{"model": "m"}'),
-    JoinRefused(error="rank 1 is taken"),
-    Heartbeat(),
-    RankDigest(step=16, digest=0xCAFE),
-    Trace(steps=20, directory="/var/tmp/traces"),
-    Traced(file="/var/tmp/traces/a.json", steps=20, began=1.5, ended=2.5, error="disk full"),
-    Stop(),
-    KVOpen(
-        lease=b"l" * 16,
-        reader=b"r" * 16,
-        layout=b"d" * 16,
-        layout_text="tiny, bfloat16",
-        first=3,
-        count=5,
-    ),
-    KVRead(lease=b"l" * 16, reader=b"r" * 16, chunk=7),
-    KVDone(lease=b"l" * 16, reader=b"r" * 16, is_read=True),
-    KVOpened(
-        blocks=Int32.of([9, 4, 31]),
-        offers=[
-            ShmOffer(
-                boot="b007",
-                path="/proc/71/fd/9",
-                device=1,
-                inode=2072,
-                num_bytes=1 << 33,
-                num_blocks=33,
-            ),
-            ZmqOffer(chunk_bytes=1 << 20),
-            NixlOffer(agent=b"n", address=1 << 46, device=1, memory="DRAM", num_blocks=33),
-        ],
-    ),
-    KVChunk(chunk=7, crc32=0xFFFFFFFF, data=UInt8(bytes(range(256)) * 20)),
-    KVLive(),
-    KVExpired(),
-    KVUnlike(reason="the peer's cache is of another model"),
-    OfflineRequest(request=7, path="/v1/completions", body=b"{}"),
-    OfflineAbort(requests=[7, 8]),
-    OfflineReady(model="m", max_len=512, max_slots=8),
-    OfflineAnswer(request=7, status=200, body=b"{}"),
-]
+}
+"""Structs whose values depend on each other or on limits that no type declares."""
+
+
+def _values(kind: inspect.Type, path: str, outer: tuple[type, ...] = ()) -> list[Any]:
+    """Return one value for each arm of a type.
+
+    path    the struct and the field to which the type belongs
+    outer   the structs around the value. A struct that may contain itself does so once
+    """
+    match kind:
+        case inspect.UnionType(types=arms):
+            if any(_cls(arm) in outer for arm in arms):
+                arms = tuple(arm for arm in arms if not _may_contain(arm, arms))
+            inner = [arm for arm in arms if not isinstance(arm, inspect.NoneType)]
+            return [value for arm in inner for value in _values(arm, path, outer)]
+        case inspect.StructType():
+            return list(_structs(kind, outer))
+        case inspect.LiteralType(values=values):
+            return list(values)
+        case inspect.BoolType():
+            return [True, False]
+        case inspect.ListType(item_type=item, max_length=most):
+            return [_values(item, f"{path}[]", outer)[:most]]
+        case inspect.DictType(key_type=key, value_type=item, max_length=most):
+            items = _values(item, f"{path}{{}}", outer)[:most]
+            return [{_values(key, f"{path}{at}")[0]: value for at, value in enumerate(items)}]
+        case inspect.TupleType(item_types=kinds):
+            return [tuple(_values(item, f"{path}.{at}")[0] for at, item in enumerate(kinds))]
+        case _:
+            return [_scalar(kind, path)]
+
+
+def _structs(kind: inspect.StructType, outer: tuple[type, ...]) -> Iterator[Any]:
+    if kind.cls in BY_HAND:
+        yield BY_HAND[kind.cls]
+        return
+    values = {}
+    for field in kind.fields:
+        of_field = _values(field.type, f"{kind.cls.__name__}.{field.name}", (*outer, kind.cls))
+        values[field.name] = [value for value in of_field if value != _default(field)]
+    needed = {field.name for field in kind.fields if field.required}
+    for number in range(max([1, *map(len, values.values())])):
+        sample = {name: own[number % len(own)] for name, own in values.items()}
+        shown = {name for name, own in values.items() if number < len(own)}
+        try:
+            yield kind.cls(**{name: sample[name] for name in shown | needed})
+        except ValueError:  # a value of these fields needs another field
+            yield kind.cls(**sample)
+
+
+def _default(field: inspect.Field) -> Any:
+    make = field.default_factory
+    return field.default if make is msgspec.NODEFAULT else make()
+
+
+def _scalar(kind: inspect.Type, path: str) -> Any:
+    number = crc32(path.encode())
+    match kind:
+        case inspect.IntType(ge=least, le=most):
+            lowest = 2 if least is None else least + 1
+            return lowest + number % min(90, most - lowest if most is not None else 90)
+        case inspect.FloatType(ge=least, gt=above, le=most):
+            start, end = least or above or 0.0, 64.0 if most is None else most
+            return start + (end - start) * (number % 31 + 1) / 64
+        case inspect.StrType():
+            return f"{path.rpartition('.')[2]} {number % 90}"
+        case inspect.BytesType():
+            return number.to_bytes(4, "big") * 4
+        case inspect.CustomType(cls=cls) if issubclass(cls, Array):
+            return cls.of([number % 90, number % 7], (1, 2) if cls is Float32 else None)
+    raise TypeError(f"no sample for {path}, which is {kind}")
+
+
+def _cls(kind: inspect.Type) -> type | None:
+    return kind.cls if isinstance(kind, inspect.StructType) else None
+
+
+def _may_contain(kind: inspect.Type, others: tuple[inspect.Type, ...]) -> bool:
+    """Whether a field of `kind`, or an item of a field, may be one of `others`."""
+    fields = kind.fields if isinstance(kind, inspect.StructType) else ()
+    held = [getattr(field.type, "item_type", field.type) for field in fields]
+    arms = [arm for one in held for arm in getattr(one, "types", [one])]
+    return bool({_cls(arm) for arm in arms} & {_cls(one) for one in others} - {None})
+
+
+SAMPLES: dict[type[Message], list[Message]] = {
+    kind: _values(inspect.type_info(kind), kind.__name__) for kind in KINDS
+}
+MESSAGES = [sample for samples in SAMPLES.values() for sample in samples]

@@ -12,7 +12,7 @@ from protocol.engine.messages import Generate
 from protocol.wire.errors import InvalidRequest
 from tests.support.gateway_process import GatewayProcess
 from tests.support.grammars import possible
-from tests.support.http import events_of, exchange, fold_chat_response, fold_chat_stream
+from tests.support.http import events_of, exchange, fold_chat_response, fold_chat_stream, json_of
 from tests.support.scripted_engine import (
     EOS,
     MARKERS,
@@ -60,9 +60,7 @@ def stream(gateway: GatewayProcess, body: dict[str, Any]) -> list[Any]:
 
 
 def whole(gateway: GatewayProcess, body: dict[str, Any]) -> Any:
-    response = gateway.post(CHAT, body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return json_of(gateway.post(CHAT, body))
 
 
 def without_ids(choices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -176,6 +176,11 @@ def text_of(ids: Iterable[int]) -> str:
     return data.decode("utf-8", "replace")
 
 
+def prompt_of(engine: ScriptedEngine) -> str:
+    """Return the prompt of the last request that the engine has received, as text."""
+    return text_of(engine.generates[-1].prompt.tolist())
+
+
 @dataclass
 class TokenReply:
     """A scripted answer: the token ids of each step, and its end. A step may be empty."""

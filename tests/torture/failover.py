@@ -29,6 +29,7 @@ from pathlib import Path
 import requests
 from tqdm import tqdm
 
+from tests.support.http import metric_of
 from tests.support.processes import ROOT, descendants_of
 from tests.support.server import Server
 from tests.support.streams import StreamedAnswer, StreamRequest, run_all, varied_requests
@@ -175,14 +176,7 @@ def _pids(server: Server, module: str) -> list[int]:
 
 def num_moved(url: str) -> int:
     """Return how many requests have moved to another engine."""
-    lines = requests.get(url + "/metrics", timeout=10).text.splitlines()
-    return int(
-        sum(
-            float(x.rsplit(" ", 1)[1])
-            for x in lines
-            if x.startswith("tidegate_moved_requests_total")
-        )
-    )
+    return int(metric_of(url, "tidegate_moved_requests_total"))
 
 
 def _wait_for_both(server: Server) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 import requests
 
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
+from tests.support.http import metrics_of
 from tests.support.processes import descendants_of
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_roomy_llama
@@ -192,11 +193,6 @@ class KillStorm:
         family = descendants_of(self._server.process.pid)
         return [pid for pid, line in family if words in line][-1]
 
-    def metrics(self) -> dict[str, float]:
-        text = requests.get(self._server.url + "/metrics", timeout=10).text
-        rows = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, _, value in rows}
-
     def _watch(self) -> None:
         num_ended = self.tally.ends.total()
         if self._kills and num_ended >= self._kills[0]:
@@ -250,12 +246,12 @@ class KillStorm:
         end."""
 
         def is_idle() -> bool:
-            now = self.metrics()
+            now = metrics_of(self._server.url)
             return now.get("tidegate_engine_running") == now.get("tidegate_open_answers") == 0
 
         assert eventually(is_idle, within_s=WAIT_S), "something is still open"
         name = re.compile(r'tidegate_request_ends_total\{end="(\w+)"\}')
-        rows = self.metrics()
+        rows = metrics_of(self._server.url)
         found = ((name.fullmatch(row), value) for row, value in rows.items())
         counts = Counter({match[1]: int(value) for match, value in found if match})
         models = 'tidegate_requests_total{route="/v1/models",status="200"}'

@@ -21,7 +21,6 @@ from gateway.formats.events import (
     INVALID_JSON,
     Content,
     Event,
-    Failed,
     Finished,
     OutputDelta,
     OutputWarning,
@@ -29,14 +28,12 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
     ToolCallEnd,
-    merged,
 )
 from gateway.generation.group import ChoiceGroup
 from gateway.http.errors import fault_of, plain_fault
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.errors import (
     EngineLost,
-    ErrorInfo,
     InvalidRequest,
     Overloaded,
     ServingError,
@@ -45,6 +42,7 @@ from protocol.wire.errors import (
 )
 from tests.support import answers
 from tests.support.anthropic import anthropic_events, message_of
+from tests.support.event_scripts import SCRIPTS
 
 ORIGIN = AnthropicEnvelope("1", 'model "m"', extensions={"ignored_params": ["speed"]})
 
@@ -59,17 +57,16 @@ def an_answer(max_tokens: int | None = 100) -> ChoiceGroup:
 def streamed(
     events: list[Event],
     *,
-    size: int = 1,
     envelope: AnthropicEnvelope = ORIGIN,
     answer: ChoiceGroup | None = None,
 ) -> bytes:
-    """Return the stream of an answer that arrives in deltas of `size` events."""
+    """Return the stream of an answer that arrives event by event."""
     answer = answer or an_answer()
     data: list[bytes] = []
     ends: list[bool] = []
     writer = EventWriter(answer, envelope, write=data.append, finish=lambda: ends.append(True))
-    for at in range(0, len(events), size):
-        writer.delta(answer.choices[0], OutputDelta(events[at : at + size]))
+    for event in events:
+        writer.delta(answer.choices[0], OutputDelta([event]))
     assert not ends
     writer.end()
     assert ends == [True]
@@ -84,20 +81,7 @@ def whole(
     return json.loads(message)
 
 
-THINKS_SAYS_CALLS: list[Event] = [
-    Reasoning("hm"),
-    Reasoning(", so"),
-    Content("I "),
-    Content("look."),
-    ToolCall(0, "c0", "weather"),
-    ToolArguments(0, '{"city": "K'),
-    ToolArguments(0, 'öln"}'),
-    ToolCallEnd(0),
-    ToolCall(1, "c1", "now"),
-    ToolArguments(1, "{}"),
-    ToolCallEnd(1),
-    Finished("tool_calls"),
-]
+THINKS_SAYS_CALLS = SCRIPTS["thinks, says, calls"]
 SIGNATURE = "RBaOcsUJ5nhXOgLHr0cFac66wLPWai2u4LMh2+MB4yM="
 GOLDEN = """\
 event: message_start
@@ -278,64 +262,6 @@ def test_a_complete_message_has_its_blocks_in_order() -> None:
     }
 
 
-ANSWERS: dict[str, list[Event]] = {
-    "nothing": [Finished("stop")],
-    "text": [Content("one "), Content("two"), Finished("stop")],
-    "thinks, says, calls": THINKS_SAYS_CALLS,
-    "thinks again": [Reasoning("a"), Content("b"), Reasoning("c"), Content("d"), Finished("stop")],
-    "says behind a call": [
-        ToolCall(0, "c", "now"),
-        ToolArguments(0, "{}"),
-        ToolCallEnd(0),
-        Content("done"),
-        Finished("tool_calls"),
-    ],
-    "cut off in thinking": [Reasoning("a"), Finished("length")],
-    "cut off in a call": [
-        ToolCall(0, "c", "now"),
-        ToolArguments(0, '{"zone": "Eur'),
-        Finished("length"),
-    ],
-    "cut off before the arguments": [ToolCall(0, "c", "now"), Finished("length")],
-    "no JSON": [
-        ToolCall(0, "c", "now"),
-        ToolArguments(0, '{"zone": Eur'),
-        ToolArguments(0, "ope}"),
-        OutputWarning(INVALID_ARGUMENTS, "the arguments of call 0 are not a JSON object"),
-        ToolCallEnd(0),
-        Finished("tool_calls"),
-    ],
-    "a stop string": [Content("a"), Finished("stop", "END")],
-    "a stop token": [Content("a"), Finished("stop", 7)],
-    "aborted": [Content("a"), Finished("abort")],
-    "odd characters": [Content('a"b\\c\n\u2028\x01</script>é'), Finished("stop")],
-}
-
-
-@pytest.mark.parametrize("size", [1, 2, 100])
-@pytest.mark.parametrize("case", ANSWERS)
-def test_a_complete_message_equals_the_folded_stream(case: str, size: int) -> None:
-    message = message_of(anthropic_events(streamed(ANSWERS[case], size=size)))
-    assert message == whole(ANSWERS[case])
-
-
-@pytest.mark.parametrize("case", ANSWERS)
-def test_the_message_does_not_depend_on_how_the_events_are_split(case: str) -> None:
-    events = ANSWERS[case]
-    letters = [small for event in events for small in _letters(event)]
-    assert whole(letters) == whole(merged(events)) == whole(events)
-    assert message_of(anthropic_events(streamed(letters))) == whole(events)
-
-
-def _letters(event: Event) -> list[Event]:
-    match event:
-        case Content(text) | Reasoning(text):
-            return [type(event)(letter) for letter in text]
-        case ToolArguments(index, fragment):
-            return [ToolArguments(index, letter) for letter in fragment]
-    return [event]
-
-
 @pytest.mark.parametrize(
     ("finished", "max_tokens", "reason", "sequence"),
     [
@@ -357,7 +283,7 @@ def test_a_finish_reason_becomes_a_stop_reason(
 
 
 def test_invalid_arguments_become_an_object_with_one_warning() -> None:
-    message = whole(ANSWERS["no JSON"])
+    message = whole(SCRIPTS["no JSON"])
     assert message["content"][0]["input"] == {INVALID_JSON: '{"zone": Europe}'}
     assert [warning["code"] for warning in message["warnings"]] == [INVALID_ARGUMENTS]
 
@@ -442,27 +368,6 @@ def test_a_failure_before_the_first_event_is_the_only_event() -> None:
     writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
     writer.fail(Overloaded("too much"))
     assert [event["type"] for event in anthropic_events(b"".join(data))] == ["error"]
-
-
-def test_a_failure_ends_the_stream_with_one_event() -> None:
-    data: list[bytes] = []
-    ends: list[bool] = []
-    answer = an_answer()
-    writer = EventWriter(answer, ORIGIN, write=data.append, finish=lambda: ends.append(True))
-    writer.delta(answer.choices[0], OutputDelta([Content("half")]))
-    writer.delta(answer.choices[0], OutputDelta([Failed(ErrorInfo(code="x", message="y"))]))
-    writer.fail(Overloaded("too much"))
-    *_, last = anthropic_events(b"".join(data))
-    assert last == {
-        "type": "error",
-        "error": {
-            "type": "rate_limit_error",
-            "message": "too much",
-            "details": {"error_code": "overloaded"},
-        },
-        "request_id": "1",
-    }
-    assert ends == [True]
 
 
 @pytest.mark.parametrize(

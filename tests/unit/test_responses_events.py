@@ -10,11 +10,9 @@ import msgspec
 import pytest
 
 from gateway.api.responses.events import (
-    Frame,
     ResponseEvents,
     frame,
     interrupted_response,
-    last_frame,
 )
 from gateway.api.responses.items import item_id, response_of, seal
 from gateway.api.responses.responses import ResponseEvent, ResponseObject
@@ -34,7 +32,13 @@ from gateway.formats.events import (
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.errors import EngineLost, ErrorInfo, Overloaded
 from tests.support.answers import TOKENIZER, new_choice_group
-from tests.support.responses import a_queued_response, items_of, kinds, typed_events
+from tests.support.responses import (
+    CollectedFrames,
+    a_queued_response,
+    items_of,
+    kinds,
+    typed_events,
+)
 from tests.support.scripted_engine import EOS, scripted_logprob
 
 NUMBER = "0123456789abcdef" * 2
@@ -49,32 +53,6 @@ FIELDS = (
     '"service_tier":"default","conversation":null,"prompt":null,"system_fingerprint":"fp"'
 )
 GOLDEN = Path(__file__).parents[1] / "data" / "responses_stream.txt"
-
-
-class CollectedFrames:
-    """A frame writer that collects the frames."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.snapshots: list[ResponseObject] = []
-        self.response: ResponseObject | None = None
-
-    def start(self, response: ResponseObject) -> None:
-        self.snapshots.append(response)
-
-    def write(self, frames: list[Frame]) -> None:
-        assert self.response is None
-        assert frames
-        self.frames += frames
-
-    def close(self, response: ResponseObject, number: int) -> None:
-        assert self.response is None
-        self.response = response
-        self.frames.append(last_frame(number, response))
-
-    @property
-    def data(self) -> bytes:
-        return b"".join(self.frames)
 
 
 class RecordedResponse:

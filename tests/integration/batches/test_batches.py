@@ -15,6 +15,7 @@ from protocol.engine.messages import Generate
 from protocol.wire.errors import ErrorInfo
 from tests.support.batches import batch_line, complaints, completion_lines, jsonl
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of
 from tests.support.scripted_engine import Reply, ScriptedEngine, text_of, text_reply
 from tests.support.waiting import eventually
 
@@ -282,8 +283,7 @@ def test_a_wrong_field_is_refused_by_name(
     }
     headers = {"Authorization": "Bearer k1"}
     answer = gateway.post("/v1/batches", {**body, field: value}, headers=headers)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].startswith(field)
+    assert error_of(answer, 400)["param"].startswith(field)
 
 
 def test_the_input_of_an_open_batch_cannot_be_deleted(

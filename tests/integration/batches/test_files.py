@@ -17,6 +17,7 @@ from gateway.store.batch_database import BatchDatabase
 from gateway.store.batch_queries import NewFile
 from tests.integration.batches.conftest import client_of
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of, json_of
 from tests.support.processes import descendants_of, rss_mib
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -56,8 +57,7 @@ def test_a_file_that_contains_boundaries_and_line_breaks_is_kept(
     )
     headers = {**KEY, "Content-Type": "multipart/form-data; boundary=boundaryX"}
     answer = requests.post(gateway.url + FILES, data=body, headers=headers, timeout=20)
-    assert answer.status_code == 200, answer.text
-    assert client.files.content(answer.json()["id"]).read() == content
+    assert client.files.content(json_of(answer)["id"]).read() == content
 
 
 def test_files_are_listed_in_pages_by_purpose_and_order(
@@ -123,8 +123,7 @@ def test_a_malformed_form_is_refused_and_leaves_no_file(
 ) -> None:
     headers = {"Authorization": "Bearer k3", "Content-Type": "multipart/form-data; boundary=b"}
     answer = requests.post(gateway.url + FILES, data=body, headers=headers, timeout=20)
-    assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
+    assert words in error_of(answer, status)["message"]
     listed = requests.get(gateway.url + FILES, headers=headers, timeout=20).json()
     assert listed["data"] == []
 
@@ -200,5 +199,4 @@ def test_a_server_without_a_file_store_says_so(engine: ScriptedEngine) -> None:
     with GatewayProcess(engine=engine.address) as gateway:
         gateway.await_ready()
         answer = requests.get(gateway.url + FILES, timeout=20)
-    assert answer.status_code == 404
-    assert "see --file-store" in answer.json()["error"]["message"]
+    assert "see --file-store" in error_of(answer, 404)["message"]

@@ -14,7 +14,12 @@ from tests.integration.page.conftest import Visitor
 from tests.support.browser import await_answer, await_stored, send
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import call, tool
-from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply, thinking_card
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    prompt_of,
+    text_reply,
+    thinking_card,
+)
 
 WORDS = " ".join(f"word{number}" for number in range(100)) + " end"
 
@@ -27,11 +32,6 @@ def replies(engine: ScriptedEngine, *texts: str, size: int = 4) -> None:
         return text_reply(left.pop(0) if len(left) > 1 else left[0], size=size, marked=True)
 
     engine.script = script
-
-
-def prompt_of(engine: ScriptedEngine) -> str:
-    """Return the text of the last request's prompt."""
-    return text_of(engine.generates[-1].prompt.tolist())
 
 
 def test_an_answer_is_shown_while_it_is_streamed(visit: Visitor, engine: ScriptedEngine) -> None:

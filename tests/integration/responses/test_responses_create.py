@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from gateway.api.responses.responses import ResponseEvent, ResponseObject
 from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import exchange
+from tests.support.http import error_of, exchange, json_of
 from tests.support.responses import RESPONSES, items_of, kinds, typed_events, without_ids
 from tests.support.scenarios import call
 from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply
@@ -41,17 +41,13 @@ def streamed(gateway: GatewayProcess, body: dict[str, Any]) -> list[dict[str, An
 
 
 def whole(gateway: GatewayProcess, body: dict[str, Any]) -> dict[str, Any]:
-    response = gateway.post(RESPONSES, body)
-    assert response.status_code == 200, response.text
-    response_body: dict[str, Any] = response.json()
+    response_body: dict[str, Any] = json_of(gateway.post(RESPONSES, body))
     msgspec.convert(response_body, ResponseObject)
     return response_body
 
 
 def refused(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
-    response = gateway.post(RESPONSES, {"input": "hi", **body})
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
+    error: dict[str, Any] = error_of(gateway.post(RESPONSES, {"input": "hi", **body}), 400)
     assert error["param"] is None or error["param"].partition("[")[0] in error["message"]
     return error
 

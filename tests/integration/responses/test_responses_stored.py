@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import exchange
+from tests.support.http import error_of, exchange
 from tests.support.responses import RESPONSES, typed_events
 from tests.support.scenarios import call
 from tests.support.scripted_engine import ScriptedEngine, text_of, text_reply
@@ -214,8 +214,7 @@ def test_without_a_store_requests_that_need_one_are_refused(
             ("previous_response_id", made["id"]),
         ):
             answer = gateway.post(RESPONSES, {"input": "hi", field: value})
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == field
+            assert error_of(answer, 400)["param"] == field
         gateway.await_status(f"{RESPONSES}/{made['id']}", 404)
 
 

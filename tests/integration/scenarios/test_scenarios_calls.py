@@ -12,7 +12,7 @@ import pytest
 from protocol.engine.grammar import LiteralForm, Rules, forms_of
 from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import fold_chat_stream
+from tests.support.http import error_of, fold_chat_stream
 from tests.support.scenarios import (
     CHAT,
     COLOGNE,
@@ -184,8 +184,7 @@ def test_13_a_malformed_history_is_a_400_that_names_the_place(
     messages: list[Any], param: str, gateway: GatewayProcess
 ) -> None:
     response = gateway.post(CHAT, {"messages": messages, "tools": TOOLS})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    assert error_of(response, 400)["param"] == param
 
 
 @pytest.mark.parametrize("messages", [history("a", "{}", "a"), history(None, {}, None)])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import error_of, json_of
 from tests.support.scenarios import (
     CHAT,
     COLOGNE,
@@ -152,8 +153,7 @@ def test_an_error_names_its_field(engine: ScriptedEngine, gateway: GatewayProces
     odd = {"type": "object", "properties": {"x": lookaround}}
     function = {"name": "f", "strict": True, "parameters": odd}
     refused = gateway.post(CHAT, BOTH | {"tools": [{"type": "function", "function": function}]})
-    assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == "tools[0].function.parameters"
+    assert error_of(refused, 400)["param"] == "tools[0].function.parameters"
 
 
 # ---- the other APIs
@@ -166,8 +166,7 @@ def test_responses(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     for text, kind in ((COLOGNE, "function_call"), (ANSWER, "message")):
         engine.script = held_to(THOUGHT + text)
         response = gateway.post("/v1/responses", asked)
-        assert response.status_code == 200, response.text
-        assert [item["type"] for item in response.json()["output"]] == ["reasoning", kind]
+        assert [item["type"] for item in json_of(response)["output"]] == ["reasoning", kind]
 
 
 def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
@@ -179,8 +178,7 @@ def test_messages(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
     for text, kind in ((COLOGNE, "tool_use"), (ANSWER, "text")):
         engine.script = held_to(THOUGHT + text)
         response = gateway.post("/v1/messages", asked)
-        assert response.status_code == 200, response.text
-        assert [block["type"] for block in response.json()["content"]] == ["thinking", kind]
+        assert [block["type"] for block in json_of(response)["content"]] == ["thinking", kind]
 
 
 def test_the_logprobs_and_ids_of_the_form_are_complete(
@@ -243,8 +241,7 @@ def test_only_allowed_tools_are_called_in_responses(
         ({"tools": []}, "tool_choice.tools"),
     ):
         refused = gateway.post("/v1/responses", asked | {"tool_choice": chosen | wrong})
-        assert refused.status_code == 400, refused.text
-        assert refused.json()["error"]["param"] == at
+        assert error_of(refused, 400)["param"] == at
         assert at in refused.json()["error"]["message"]
 
 
@@ -260,5 +257,4 @@ def test_old_and_other_kinds_of_tools_are_refused_with_their_replacement(
     fields: dict[str, Any], replacement: str, gateway: GatewayProcess
 ) -> None:
     refused = gateway.post(CHAT, {"messages": HI, **fields})
-    assert refused.status_code == 400
-    assert replacement in refused.json()["error"]["message"]
+    assert replacement in error_of(refused, 400)["message"]

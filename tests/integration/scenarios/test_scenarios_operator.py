@@ -15,10 +15,7 @@ from tests.support.scenarios import (
     answers,
     whole,
 )
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    text_of,
-)
+from tests.support.scripted_engine import ScriptedEngine, prompt_of
 
 
 def test_the_formats_and_the_reasons_for_them_are_logged(gateway: GatewayProcess) -> None:
@@ -47,7 +44,7 @@ def test_the_operator_chooses_template_formats_and_defaults(
         assert model["formats"] == {"tools": None, "reasoning": None, "why": why}
         content = whole(own, WITH_TOOLS)["choices"][0]["message"]["content"]
         assert content == "<think>text</think>" + COLOGNE
-        assert text_of(engine.generates[-1].prompt.tolist()) == "False <think>hi"
+        assert prompt_of(engine) == "False <think>hi"
     assert f"formats: {why}" in own.log
 
 

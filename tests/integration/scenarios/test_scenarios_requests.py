@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import fold_chat_response
+from tests.support.http import fold_chat_response, json_of
 from tests.support.scenarios import (
     CHAT,
     HI,
@@ -22,6 +22,7 @@ from tests.support.scripted_engine import (
     EOS,
     ScriptedEngine,
     TokenReply,
+    prompt_of,
     text_of,
     text_reply,
 )
@@ -75,9 +76,7 @@ def test_a_batch_is_many_conversations_each_read_in_its_own_way(
     begun = {"role": "assistant", "content": "<think>so "}
     conversations = [[user("a")], [user("b"), begun], [user("c")]]
     body = {"messages": conversations, "tools": TOOLS, "n": 2, "continue_final_message": True}
-    response = gateway.post(CHAT + "/batch", body)
-    assert response.status_code == 200, response.text
-    choices = response.json()["choices"]
+    choices = json_of(gateway.post(CHAT + "/batch", body))["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4, 5]
     assert [choice["conversation"] for choice in choices] == [0, 0, 1, 1, 2, 2]
     messages = [choice["message"] for choice in choices]
@@ -123,6 +122,6 @@ def test_a_requests_own_template_is_refused_unless_the_operator_trusts_it(
     with GatewayProcess(engine=engine.address, trust_request_chat_template=True) as trusting:
         trusting.await_ready()
         assert fold_chat_response(whole(trusting, body))[0]["content"] == "ok"
-        assert text_of(engine.generates[-1].prompt.tolist()) == "hi!"
+        assert prompt_of(engine) == "hi!"
         response = trusting.post(CHAT, {"messages": HI, "chat_template": "{% if %}"})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")

@@ -10,7 +10,6 @@ Each target sends about `count` messages. It raises AssertionError unless the pr
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections import deque
 from itertools import islice
@@ -38,6 +37,7 @@ from protocol.wire.cluster_key import ClusterKey
 from protocol.worker import steps
 from tests.support.engine_view import is_free
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import metric_of
 from tests.support.raw_client import RawClient
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny_engine import tiny_engine
@@ -209,6 +209,4 @@ def _served_by(process: GatewayProcess) -> int:
 
 
 def _counted(process: GatewayProcess) -> int:
-    text = requests.get(process.url + "/metrics", timeout=20).text
-    found = re.search(r"^tidegate_gateway_wire_errors_total (\S+)$", text, re.MULTILINE)
-    return int(float(found[1])) if found else 0
+    return int(metric_of(process.url, "tidegate_gateway_wire_errors_total"))

@@ -16,7 +16,7 @@ import msgpack
 from protocol.engine.messages import Message
 from protocol.wire import codec
 from protocol.wire.errors import WireError
-from tests.support.samples import MESSAGES
+from tests.support.samples import SAMPLES
 from tests.torture.fuzz.outcome import Outcome
 from tests.torture.fuzz.values import changed, damaged
 
@@ -36,10 +36,9 @@ class Nonsense:
         self._never = never
         self._decoder: codec.Decoder[Message] = codec.Decoder(direction)
         kinds = get_args(direction)
-        own = [m for m in MESSAGES if type(m) in kinds]
-        strange = [m for m in MESSAGES if type(m) not in kinds]
-        self._own = [_as_bytes(m) for m in own]
-        self._strange = [_as_bytes(m) for m in strange]
+        samples = {kind: [_as_bytes(m) for m in own] for kind, own in SAMPLES.items()}
+        self._own = [samples[kind] for kind in samples if kind in kinds]
+        self._strange = [samples[kind] for kind in samples if kind not in kinds]
 
     def __iter__(self) -> Iterator[tuple[Frames, Message | None]]:
         """Yield frames, and the message that their receiver decodes; None if they are malformed."""
@@ -57,7 +56,8 @@ class Nonsense:
 
     def _frames(self) -> Frames:
         chance = self._chance
-        frames = list(chance.choice(self._own if chance.random() < 0.9 else self._strange))
+        kinds = self._own if chance.random() < 0.9 else self._strange
+        frames = list(chance.choice(chance.choice(kinds)))
         for _ in range(chance.choice([1, 1, 2, 3])):
             frames = self._changed(frames) or [b""]
         return frames
