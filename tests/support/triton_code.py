@@ -58,16 +58,15 @@ NUM_WARPS, NUM_STAGES = 4, 3
 PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition)
 """Modules and classes whose attributes the interpreter replaces. It restores only those that the
 launched kernel uses by itself, and not those that its callees use."""
-OWN = "worker.kernels.triton"
-"""Package whose modules `interpreted` loads again, with the module that is asked for."""
+OWN = ("worker.kernels.triton", "worker.sampling.triton")
+"""Packages whose modules `interpreted` loads again, with the module that is asked for."""
 
 
 # ---- Interpretation.
 @cache
 def interpreted(module_name: str) -> ModuleType:
     """Return a copy of a module whose kernels are interpreted, so that they accept tensors on the
-    CPU, or on a pretended device. What it imports from the modules of `worker.kernels.triton` is
-    interpreted as well.
+    CPU, or on a pretended device. What it imports from the packages in OWN is interpreted as well.
 
     The environment can name a device that runs the kernels instead (triton_device.py)."""
     device = chosen_device()
@@ -115,7 +114,7 @@ def _recorded(kernel: Any) -> Any:
 
 
 def _is_own(name: str) -> bool:
-    return name == OWN or name.startswith(OWN + ".")
+    return name.startswith(tuple(f"{package}." for package in OWN)) or name in OWN
 
 
 def _bind(name: str, module: ModuleType | None) -> None:
