@@ -329,7 +329,7 @@ class DisaggregatedClient:
         return prefill
 
     def _choose_d(self) -> ZmqEngineClient:
-        """Return the least busy D. Raises as `EnginePool.choose` does."""
+        """Return the least busy decode engine (D). Raises the errors of `EnginePool.choose`."""
         return self._d.choose(self.model, self._load)
 
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:

@@ -377,7 +377,7 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add `text` to the string. Half of a surrogate pair before it is written as an escape."""
+        """Add `text` to the JSON string, after the held half of a surrogate pair as an escape."""
         self.readable.characters()
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""

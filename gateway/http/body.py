@@ -191,7 +191,8 @@ class BodyReader:
 
 
 class _Arrival:
-    """Reads a body in pieces. Once `paused` was called, a minimum rate is required."""
+    """Reads the body of a request in pieces. After the first use of `paused`, a body that arrives
+    too slowly is an error."""
 
     def __init__(self, request: Request) -> None:
         self._stream = request.stream

@@ -98,8 +98,8 @@ class VectorSpec:
 
 
 def read_modules(folder: Path, hidden: int) -> VectorSpec | None:
-    """Return what the files in a model's directory say about its vectors; None if there is no
-    modules.json.
+    """Return how a sentence-transformers model makes its vectors, as the files in its directory
+    describe; None if there is no modules.json.
 
     hidden   size of the model's hidden states
 

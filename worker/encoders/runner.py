@@ -25,7 +25,7 @@ from worker.encoders.ragged import RaggedBatch, ragged_batch
 
 
 class EncodeModel(Protocol):
-    """A model as a step that encodes calls it."""
+    """Interface of a model that computes the results of one encoding step."""
 
     @property
     def device(self) -> torch.device: ...
