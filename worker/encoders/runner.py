@@ -37,7 +37,8 @@ class EncodeModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncoderModel:
-    """An encoder with what makes its results of its hidden states. It implements EncodeModel.
+    """An encoder, and the head that turns its hidden states into vectors or scores. It implements
+    EncodeModel.
 
     vectors   None: the model scores
     """

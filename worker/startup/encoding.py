@@ -1,5 +1,5 @@
-"""Builds what encodes in a worker, and workers of models that only encode. Such a worker has no
-slots and no K/V cache."""
+"""Builds the runners that encode, and the workers of models that only encode. Such a worker has
+no slots and no K/V cache."""
 
 from __future__ import annotations
 
