@@ -42,7 +42,7 @@ class SavedAdapter(msgspec.Struct, frozen=True):
 
 
 class SavedAdapters(msgspec.Struct, frozen=True):
-    """What differs from the adapters that the worker loads at its start.
+    """The changes since the start of the worker, which loads the adapters of --lora.
 
     loaded     adapters that were loaded while the engine ran
     unloaded   names of those that the worker loaded, and that were unloaded later

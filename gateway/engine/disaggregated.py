@@ -385,7 +385,7 @@ class DisaggregatedClient:
         return HandoffEvent.MISSED, "refused" if isinstance(report, Refused) else "failed"
 
     def _on_report(self, request: _Request, report: Report) -> None:
-        """Handle a report of D."""
+        """Apply a report of the decode engine (D) to the request."""
         match report:
             case Accepted():
                 self._on_event(request, HandoffEvent.ACCEPTED, report)

@@ -240,7 +240,7 @@ class PlainValues:
         return found
 
     def _trimmed(self, text: str) -> str:
-        """Return `text` as the parser reads it."""
+        """Return `text`, framed and then stripped: the value that the parser reads back."""
         text = self.ending.around + text + self.ending.around
         if self.ending.trim == "newline":
             return text.removeprefix("\n").removesuffix("\n")

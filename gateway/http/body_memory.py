@@ -156,7 +156,7 @@ class _Growth:
 
 
 def _can_be_completed(bodies: Iterable[BodyReservation], num_bytes: int) -> bool:
-    """Return whether all bodies can be completed with this memory, one after the other."""
+    """Return whether `num_bytes` of memory suffice to complete all bodies, one after the other."""
     bodies = sorted(bodies, key=lambda body: body.num_missing)
     num_free = num_bytes - sum(body.num_held for body in bodies)
     for body in bodies:

@@ -136,8 +136,8 @@ class _UnansweredCall(NamedTuple):
 
 
 def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Give each call an id as the template needs it. Give each result the id of its call and the
-    name of its tool.
+    """Set the id of each call, in a form that the template accepts. Set the call id and the tool
+    name of each result.
 
     The ids depend only on the calls so far, so they are the same in each request of a conversation.
     """
