@@ -161,15 +161,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
-    """Let the user give the optional last argument also after options. argparse looks for it only
-    where the arguments before it are."""
+    """Accept the optional last argument also after options. argparse itself looks for it only
+    directly after the other arguments."""
     parser.set_defaults(late_argument=argument)
 
 
 def let_stand_for(
     parser: argparse.ArgumentParser, argument: str, option: str, read: Callable[[str], Any]
 ) -> None:
-    """Let the optional last argument stand for the value of an option, which may follow it.
+    """Accept the optional last argument as the value of an option: `8001` for `--port 8001`. Other
+    options may come before it.
 
     read   returns the value of the argument's text, or raises ArgumentTypeError
     """
