@@ -360,7 +360,7 @@ class LiteralScan(msgspec.Struct):
         return position
 
     def _end_code(self, dialect: Dialect) -> None:
-        """Write the character whose complete code is held."""
+        """Write the character of the escape sequence in `held`, which is complete."""
         raw, self.held, self.at = self.held, "", STRING
         code = int(raw[1:], 8) if raw[1] in OCTAL_DIGITS else int(raw[2:], 16)
         if dialect.word is None:
