@@ -285,8 +285,9 @@ def _handle_errors(app: Flask) -> None:
     suggestions = RouteSuggestions(app.url_map.iter_rules())
 
     def handles(kind: type[E]) -> Callable[[Callable[[E], Response]], None]:
-        """Return a decorator that adds the handler of such errors. Often a variable of a frame
-        holds the error, so the frames, and all of the request, would wait for the collector."""
+        """Return a decorator that registers a handler for errors of type `kind`. The error's
+        frames are dropped afterwards: they often refer back to the error, and this cycle would
+        keep the request in memory until the garbage collector runs."""
 
         def add(handler: Callable[[E], Response]) -> None:
             @app.errorhandler(kind)

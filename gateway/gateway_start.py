@@ -13,7 +13,8 @@ FREE, STARTING, READY = range(3)
 
 
 class GatewayStart:
-    """The start of `num_gateways` processes, in memory that their master shares with them."""
+    """The states of `num_gateways` gateway processes (starting or ready), in memory that the
+    master process shares with them."""
 
     def __init__(self, num_gateways: int) -> None:
         self.num_gateways = num_gateways
@@ -21,8 +22,8 @@ class GatewayStart:
         self._memory = mmap.mmap(-1, num_gateways + 1)
 
     def take_place(self) -> GatewayPlace:
-        """Return the place of a process that the master is about to fork. Processes beyond
-        `num_gateways` have no number, and the start does not wait for them."""
+        """Return a free entry, for a process that the master is about to fork. Processes beyond
+        `num_gateways` have no number, and the server is ready without them."""
         number = self._memory.find(bytes([FREE]), 0, self.num_gateways)
         place = GatewayPlace(self, None if number < 0 else number)
         place.set_state(STARTING)
@@ -51,7 +52,7 @@ class GatewayStart:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlace:
-    """The place of one process in the start of all. `number` is None if it has none."""
+    """The entry of one gateway process in `GatewayStart`. `number` is None if it has no entry."""
 
     start: GatewayStart
     number: int | None

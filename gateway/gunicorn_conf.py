@@ -148,12 +148,13 @@ def on_starting(server: Any) -> None:
 
 
 def on_reload(server: Any) -> None:
-    """Do the same after SIGHUP, which replaces all workers."""
+    """Wait for all workers again after SIGHUP, which replaces all of them."""
     on_starting(server)
 
 
 def pre_fork(server: Any, worker: Any) -> None:
-    """Give the worker a place in the start. gunicorn calls this in the master."""
+    """Count the new worker among those that must be ready before the server is. gunicorn calls
+    this in the master."""
     worker.place = server.gateway_start.take_place()
 
 

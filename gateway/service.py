@@ -371,8 +371,8 @@ class Service:
         )
 
     def trouble(self) -> ServingError | None:
-        """Return why this server is not ready, or None: the first error that the requests of a
-        model would get that should be loaded, or whose state is not known yet."""
+        """Return why this server is not ready; None if it is ready. The result is the first error
+        of a model that should be loaded, or whose state is not known yet."""
         troubles = (host.trouble() for host in self.hosts if host.is_awaited)
         return self._draining() or next((each for each in troubles if each is not None), None)
 
@@ -399,8 +399,8 @@ class Service:
         return Draining("this server is shutting down", retry_after_s=1)
 
     def _on_unservable(self, error: ValueError) -> None:
-        """Give up, because the first model that its engine has reported cannot be served. If there
-        are others, they continue."""
+        """End the process if its only model cannot be served. With several models, the others
+        continue."""
         if len(self.hosts) > 1:
             return
         code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL

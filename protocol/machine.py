@@ -84,7 +84,7 @@ class Machine(Generic[S, E]):
         return IllegalMove(self.name if subject is None else f"{self.name} {subject}", state, event)
 
     def _check(self) -> None:
-        """Raise ValueError as the class says."""
+        """Raise ValueError if a state is unreachable from the starts, or an event has no row."""
         found: set[S] = set()
         reached = set(self.starts)
         while reached != found:

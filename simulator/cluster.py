@@ -99,7 +99,7 @@ class PartPeers(Protocol):
 
 
 class NoPartPeers:
-    """One process simulates the whole cluster."""
+    """The `PartPeers` of a process that simulates the whole cluster, so there are no peers."""
 
     def exchange_requests(self, outgoing: list[list[SentRequest]]) -> list[SentRequest]:
         return []
@@ -172,7 +172,7 @@ class ClusterPart:
                 number = max(number, int(self._next_at / window_s) - 1)
 
     def _route(self, until: float) -> None:
-        """Let the gateways send what arrives before `until`."""
+        """Route the requests that arrive before `until`, and send them to their replicas."""
         outgoing: list[list[SentRequest]] = [[] for _ in range(self._num_parts)]
         for gateway in self._gateways.values():
             for routed in gateway.route(until):
@@ -195,8 +195,8 @@ class ClusterPart:
         self._active[number] = replica
 
     def _report(self, now: float) -> bool:
-        """Report the loads of this part's replicas, and the refusals that gateways remember. Return
-        whether all parts have nothing more to do."""
+        """Exchange, with the other processes, the loads of all replicas and the requests that they
+        refused. Return whether all processes have nothing more to do."""
         loads = [ReportedLoad(number, each.load) for number, each in self._active.items()]
         self._active = {n: replica for n, replica in self._active.items() if not replica.is_idle}
         self._add_turns(now)

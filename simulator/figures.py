@@ -1,4 +1,4 @@
-"""Collects what requests experience, and computes the figures of a result.
+"""Collects the times and outcomes of simulated requests, and computes the figures of a result.
 
 Times are counted in buckets that are 1 % wide, so that millions of them need little memory, and
 so that the counts of several processes can be added.

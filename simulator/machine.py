@@ -19,7 +19,7 @@ from simulator.steps import FittedSteps, Roofline, StepTimeModel
 
 @dataclass(frozen=True, slots=True)
 class SimulatedReplicaType:
-    """All replicas of a cluster are of one type."""
+    """The config, limits and step times that all replicas of a simulated cluster have."""
 
     engine: EngineConfig
     limits: Limits

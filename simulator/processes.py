@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ForkedPartPeers:
-    """The pipes of one process to the others.
+    """The `PartPeers` of one of several processes, which exchange requests and loads over pipes.
 
     own       number of this process
     pipes     process -> the pipe to it

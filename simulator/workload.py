@@ -144,7 +144,7 @@ class WorkloadStreams:
 
 
 class _Histories:
-    """The prompts of a trace: what the lines share, as segments."""
+    """Makes the prompts of a trace from segments. Prompts that share a beginning share segments."""
 
     def __init__(self) -> None:
         #: Session -> its last prompt and answer.
@@ -169,7 +169,7 @@ class _Histories:
         return tuple(fitting)
 
     def _shared(self, line: TraceLine) -> Sequence[Segment]:
-        """Return what the prompt of a line may share with earlier prompts."""
+        """Return the first segments of a line's prompt, which it may share with earlier prompts."""
         if line.session in self._sessions:
             return self._sessions[line.session]
         if line.hash_ids:

@@ -161,15 +161,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def allow_late(parser: argparse.ArgumentParser, argument: str) -> None:
-    """Let the user give the optional last argument also after options. argparse looks for it only
-    where the arguments before it are."""
+    """Accept the optional last argument also after options. argparse itself looks for it only
+    directly after the other arguments."""
     parser.set_defaults(late_argument=argument)
 
 
 def let_stand_for(
     parser: argparse.ArgumentParser, argument: str, option: str, read: Callable[[str], Any]
 ) -> None:
-    """Let the optional last argument stand for the value of an option, which may follow it.
+    """Accept the optional last argument as the value of an option: `8001` for `--port 8001`. Other
+    options may come before it.
 
     read   returns the value of the argument's text, or raises ArgumentTypeError
     """
@@ -178,8 +179,9 @@ def let_stand_for(
 
 
 def settle_argument(options: argparse.Namespace) -> None:
-    """Store the argument of `let_stand_for`, if it is given, as the value of its option. This comes
-    after unknown options were refused, because the value of one may have been taken for it."""
+    """Store the argument of `let_stand_for`, if the user gave it, as the value of its option. Call
+    this after unknown options were refused: argparse may take the value of an unknown option for
+    this argument."""
     argument, option, read = getattr(options, "stands_for", ("", "", str))
     text = getattr(options, argument, None)
     if text is None:
@@ -193,8 +195,8 @@ def settle_argument(options: argparse.Namespace) -> None:
 
 
 def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:
-    """Return whether the arguments that the parser did not recognise are the one of `allow_late`,
-    which is then stored in `options`."""
+    """Store the optional argument of `allow_late` if it came after options, where argparse does not
+    recognise it. Return whether `unknown` was this argument."""
     name = getattr(options, "late_argument", "")
     is_it = len(unknown) == 1 and not unknown[0].startswith("-")
     if not (name and is_it and getattr(options, name) is None):

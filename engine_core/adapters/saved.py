@@ -42,7 +42,7 @@ class SavedAdapter(msgspec.Struct, frozen=True):
 
 
 class SavedAdapters(msgspec.Struct, frozen=True):
-    """What differs from the adapters that the worker loads at its start.
+    """The changes since the start of the worker, which loads the adapters of --lora.
 
     loaded     adapters that were loaded while the engine ran
     unloaded   names of those that the worker loaded, and that were unloaded later
@@ -53,7 +53,8 @@ class SavedAdapters(msgspec.Struct, frozen=True):
 
 
 class EngineOrigin(msgspec.Struct, frozen=True):
-    """How an engine was started. Only one of the same origin gets the saved adapters.
+    """How an engine was started. The saved adapters are restored only in an engine that was
+    started in the same way.
 
     starter                 pid of the process that started the engine, and the clock ticks between
                             the boot and the start of that process
@@ -74,7 +75,7 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class AdapterFile:
-    """The file of one engine."""
+    """The file in which one engine saves the changes to its LoRA adapters."""
 
     def __init__(self, path: Path, origin: EngineOrigin) -> None:
         self._path = path
@@ -182,8 +183,8 @@ class AdapterRestore:
                     self._close(refusal)
 
     def on_reply(self, engine: Engine, client: bytes, reply: AdapterReply) -> bool:
-        """Handle a reply of the engine. Return whether it is the reply to one of these changes. An
-        adapter that cannot be loaded is skipped."""
+        """Request the next saved change after a reply to the last one. Return whether `reply` was
+        for this object. An adapter that cannot be loaded is skipped."""
         if client != RESTORER:
             return False
         self._close(reply)
@@ -191,7 +192,7 @@ class AdapterRestore:
         return True
 
     def _close(self, reply: AdapterReply) -> None:
-        """Remove a request from the open ones, and log what has become of it."""
+        """Log the outcome of a repeated LoadAdapter or UnloadAdapter. It is then no longer open."""
         match self._open.pop(reply.request), reply:
             case LoadAdapter(name=name, path=path), Refused(error=error):
                 log.warning(

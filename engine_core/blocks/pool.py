@@ -91,7 +91,8 @@ class BlockPool:
             self.holders[block] += 1
 
     def prove(self, blocks: Iterable[int]) -> None:
-        """Note that held blocks are useful to other prompts after the window has passed them."""
+        """Mark held blocks as worth caching after the attention window has passed them, because
+        other prompts use them."""
         self._proven.update(blocks)
 
     def release(self, blocks: list[int], *, passed: bool = False) -> None:

@@ -228,7 +228,8 @@ class EncodeScheduler:
         return plan
 
     def on_generation_planned(self) -> None:
-        """Make up for tokens of a step that encodes, because a step that generates is planned."""
+        """Reduce `debt`, the tokens by which encoding is ahead, because a step that generates is
+        planned."""
         self.debt = max(0, self.debt - self._fair_share.shared_prefill_budget)
 
     def _start(self, new: _StepInputs) -> None:
@@ -247,8 +248,9 @@ class EncodeScheduler:
                 self.started.append(request)
 
     def _may_start(self, request: Request) -> bool:
-        """Return whether a request of which not all inputs fit into a step may start. If it had to
-        wait for the large requests of other accounts, these could keep it out for hours."""
+        """Return whether a request may start although only some of its inputs fit into the step.
+        The first such request of an account always may: otherwise the large requests of other
+        accounts could delay it for hours."""
         return len(self.started) < MAX_STARTED or not any(
             each.account_usage is request.account_usage for each in self.started
         )

@@ -77,7 +77,7 @@ class CachedGrammar:
 
 @dataclass(slots=True)
 class PendingGrammar:
-    """A grammar that is being compiled, or waits for that."""
+    """A grammar that is being compiled or waits to be compiled, and the requests that need it."""
 
     num_chars: int
     #: The accounts for which there is a job.
@@ -198,7 +198,8 @@ class GrammarCache:
         return sum(cached.num_bytes for cached in self._cached.values() if cached.num_users)
 
     def _check_pending(self, account: str) -> None:
-        """Raise Overloaded if too many grammars wait, and the account has its part of them."""
+        """Raise Overloaded if too many grammars wait and the account has at least an equal share of
+        the limit, or if twice too many wait."""
         pending = self._pending.values()
         load = max(len(pending) / MAX_PENDING, _chars(pending) / MAX_PENDING_CHARS)
         if load < 1:

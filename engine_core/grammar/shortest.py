@@ -77,21 +77,21 @@ def demands_too_much(lark: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """A terminal with this many characters at least."""
+    """A string or pattern of the grammar, whose shortest match has `chars` characters."""
 
     chars: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The last item is repeated so often at least."""
+    """A repetition of the item before it, at least `count` times."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """One of | ( )."""
+    """One of the characters | ( ) in a definition."""
 
     sign: str
 
@@ -102,13 +102,14 @@ _Token = _Length | _Times | _Sign | str
 
 @dataclass(slots=True)
 class _Group:
-    """An open group: the shortest of its alternatives so far, and the lengths in the last one."""
+    """A group "(a | b" that is being read: the length of its shortest complete alternative, and
+    the lengths of the items of the open one."""
 
     shortest: int = INFINITE
     items: list[int] = field(default_factory=list)
 
     def end_alternative(self) -> int:
-        """Return the length of the last alternative, and begin the next one."""
+        """End an alternative at a `|` or `)`. Return the length of its shortest text."""
         length = min(sum(self.items), INFINITE)
         self.shortest = min(self.shortest, length)
         self.items = []

@@ -96,7 +96,7 @@ def _stages(history: RequestHistory, end: float) -> list[StageSpan]:
 
 @dataclass(slots=True)
 class _GroupSums:
-    """Sums of what the entries of one group computed, for the timeline's request and for others."""
+    """Token counts of a group of steps, for the request of the timeline and for other requests."""
 
     own_prefill: int = 0
     own_decodes: int = 0
@@ -170,7 +170,7 @@ def _own_row(run: StepRun, slots: Sequence[int], history: RequestHistory) -> int
 
 
 def _largest(shares: dict[RequestHistory | None, tuple[int, int]]) -> list[PromptShare]:
-    """Return the largest shares, with one entry for each name of an account."""
+    """Return the largest prompt shares, summed over equal request names of the same account."""
     by_name: dict[tuple[str, str], tuple[int, int]] = {}
     for owner, (tokens, largest) in shares.items():
         key = ("", "") if owner is None else (owner.account, owner.name)

@@ -61,8 +61,8 @@ def replay_file(file: Path, *, checks: bool, worker: ReplayWorker | None = None)
 def _replay_file(
     file: Path, unless_whole: contextlib.ExitStack, *, checks: bool, worker: ReplayWorker | None
 ) -> int:
-    """Implement `replay_file`. If all records were replayed and none is missing, remove the
-    callbacks of `unless_whole`."""
+    """Replay a journal, and print the result, for `replay_file`. Remove the callbacks of
+    `unless_whole` if all records were replayed and none is missing."""
     started_at = time.monotonic()
     try:
         report = replay(read(file), checks=checks, worker=worker)

@@ -32,7 +32,8 @@ from protocol.worker.steps import SlotRelease
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of all parts. Decoding fails if a field is missing or unknown."""
+    """Base class of the structs in an EngineSnapshot. Decoding fails if a field is missing or
+    unknown."""
 
 
 class DraftingSnapshot(SnapshotPart, frozen=True, kw_only=True):

@@ -250,7 +250,8 @@ def _follows(before: StartRecord, record: StartRecord) -> bool:
 
 
 def _entries(logprobs: Logprobs | None) -> list[bytes]:
-    """Return the bits of each entry over all columns, then those of each row of `drawn`, if any."""
+    """Return the bytes of each logprobs entry (one row of each column), then of each row of
+    `drawn`."""
     if logprobs is None:
         return []
     columns = [each for each in astuple(logprobs) if isinstance(each, Array)]

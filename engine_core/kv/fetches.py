@@ -78,7 +78,7 @@ FETCH_MACHINE = Machine(
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One fetch, which is a job of the worker."""
+    """One fetch of K/V by the worker, from another engine or from a tier, for one request."""
 
     job: int
     request: Request

@@ -1,4 +1,4 @@
-"""K/V transfer as the engine and its scheduler use it.
+"""Everything about K/V transfer in one object: leases, fetches and tiers of an engine.
 
 Commands for the worker are collected in `commands`, in order. The loop sends them before the next
 plan, and before it sends Outputs to clients. So a block of an ended lease is reused only after its
@@ -40,7 +40,7 @@ def draw_lease() -> bytes:
 
 
 class KVTransfers:
-    """Leases, fetches and tiers of one engine. `draw_lease` returns the name of a new lease."""
+    """All K/V transfers of one engine. `draw_lease` returns the name of a new lease."""
 
     def __init__(
         self,

@@ -62,7 +62,8 @@ class AccountBuckets:
 
 @dataclass(slots=True, eq=False)
 class AccountUsage:
-    """The service of one account: the number of tokens computed for it (fair_share.py)."""
+    """How much one account has been served: the number of tokens computed for it
+    (fair_share.py)."""
 
     name: str = ""
     #: Computed tokens. `FairShare.on_wait_started` adjusts the number.

@@ -158,8 +158,8 @@ class WorkerLink:
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message. Return None for that of a peer that is no member, and does not become
-        one by it."""
+        """Decode a message. Return None if its sender is not a worker of this group, and the
+        message does not make it one."""
         rank = self._ranks.get(identity)
         try:
             message = self._decoder.decode(frames)
@@ -176,8 +176,9 @@ class WorkerLink:
         return message
 
     def _admit(self, identity: bytes, message: FromWorker) -> bool:
-        """Make a peer a member if its first message is that of a worker. Return whether it is one
-        now. A worker of another machine is sent its settings, or why it is refused."""
+        """Add a peer to the group if its first message is one that a worker sends first. Return
+        whether the peer was added. A worker of another machine receives its settings or a
+        refusal."""
         match message:
             case WorkerJoins(rank=wanted):
                 return self._admit_elsewhere(identity, wanted)
@@ -227,8 +228,8 @@ class WorkerLink:
         )
 
     def _pass_on(self, identity: bytes, message: FromWorker) -> FromGroup | None:
-        """Return what the engine gets if a member sends `message`; None if it is not for the
-        engine."""
+        """Return the message that the engine receives because a worker sent `message`; None if the
+        engine receives nothing."""
         rank = self._ranks[identity]
         match message:
             case WorkerFailed():
@@ -292,8 +293,8 @@ class WorkerLink:
         return WorkerLost(name + failed.message, failed.exit_code)
 
     def _ended(self, victims: dict[int, WorkerFailed]) -> WorkerProcess | None:
-        """Return a process that has ended, and that is none of the `victims`: one that was killed,
-        if there is one."""
+        """Return an ended worker process that is not among the `victims`, preferably one that was
+        killed; None if there is none."""
         ended = [each for each in self._processes if each.has_ended and each.rank not in victims]
         return max(ended, key=lambda process: process.was_killed, default=None)
 

@@ -207,7 +207,7 @@ def _engine_facts(host: ModelHost) -> EngineFacts:
 
 
 def _engine_states(host: ModelHost, role: str | None = None) -> list[EngineState]:
-    """Return the states of the engines with a role; None: of all."""
+    """Return the states of the engines with this role, or of all engines if `role` is None."""
     connections = host.engine.connections
     return [_engine_state(each.client) for each in connections if role in (None, each.role)]
 

@@ -365,15 +365,14 @@ class RequestTimeouts:
         )
 
     def minus(self, waited_s: float) -> RequestTimeouts:
-        """Return what is left of the limits after a request has waited for its model."""
+        """Return the time limits that remain after a request has waited for its model."""
         return RequestTimeouts(
             _rest(self.timeout_s, waited_s), _rest(self.queue_timeout_s, waited_s)
         )
 
 
 def _rest(limit_s: float, waited_s: float) -> float:
-    """Return what is left of a limit, but at least a moment, because 0 means that there is no
-    limit."""
+    """Return the remaining seconds of a time limit, at least a millisecond: 0 means no limit."""
     return max(0.001, limit_s - waited_s) if limit_s else 0.0
 
 

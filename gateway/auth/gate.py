@@ -99,8 +99,8 @@ class RequestHead:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a browser marks this as a request that a page of another origin has caused, and
-        the request may change something."""
+        """Whether the request may change something, and its headers say that a page of another
+        origin has caused it."""
         return self.method not in _SAFE and self.headers.get(_SITE_HEADER, "") in _OTHER_SITES
 
     @property

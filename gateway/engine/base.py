@@ -151,8 +151,8 @@ class EngineClient(RequestSender, Protocol):
         """Disconnect. The engine then aborts the open requests of this client."""
 
     def cached_refusal(self, account: Account | None) -> ServingError | None:
-        """Return the refusal that a request of `account` would get now, because an earlier one got
-        it and it still holds; None if there is none. The engine counts it as its own."""
+        """Return the engine's last refusal of a request of `account`, if it is still valid; None
+        otherwise. The engine includes it in its count of refusals."""
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
         """Store a refusal for `cached_refusal`. Pass only refusals of requests with one choice."""

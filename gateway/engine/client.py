@@ -421,7 +421,8 @@ class ZmqEngineClient:
             self.on_load(loads[-1])
 
     def _on_message(self, message: ToClient) -> None:
-        """Handle any message except `Outputs`."""
+        """Pass a message other than `Outputs` to the session and the subscribers, and store the
+        state of the engine that it reports."""
         self._dispatch(self.session.receive(message, time.monotonic()))
         if isinstance(message, Pong):
             self._stats = (message.epoch, message.stats)

@@ -96,7 +96,8 @@ class SupervisorLink:
             gevent.sleep(RECONNECT_S)
 
     def _converse(self, connection: socket.socket) -> None:
-        """Report and receive until the connection is lost."""
+        """Send the supervisor reports of model use, and receive messages from it, until the
+        connection is lost."""
         reader: ControlReader[FromSupervisor] = ControlReader(FromSupervisor)
         report_at = time.monotonic()
         while True:

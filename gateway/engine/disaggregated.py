@@ -329,7 +329,7 @@ class DisaggregatedClient:
         return prefill
 
     def _choose_d(self) -> ZmqEngineClient:
-        """Return the least busy D. Raises as `EnginePool.choose` does."""
+        """Return the least busy decode engine (D). Raises the errors of `EnginePool.choose`."""
         return self._d.choose(self.model, self._load)
 
     def _waiting_tokens(self, p: ZmqEngineClient) -> int:
@@ -385,7 +385,7 @@ class DisaggregatedClient:
         return HandoffEvent.MISSED, "refused" if isinstance(report, Refused) else "failed"
 
     def _on_report(self, request: _Request, report: Report) -> None:
-        """Handle a report of D."""
+        """Apply a report of the decode engine (D) to the request."""
         match report:
             case Accepted():
                 self._on_event(request, HandoffEvent.ACCEPTED, report)

@@ -29,7 +29,7 @@ UNLOADED: tuple[LoadState, ...] = ("unloaded", "waiting", "stopping")
 
 @dataclass(slots=True)
 class _Load:
-    """One model."""
+    """The state of one model, and the requests that use it or wait for it."""
 
     #: The last state that the supervisor sent; None before the first one on any connection.
     last: ModelState | None = None

@@ -81,8 +81,8 @@ class RemotePrefill:
             self._on_report(Output(request=0, finish="error", error=error.info()))
 
     def remove_reader(self, reader: int, reason: AbortReason) -> None:
-        """Remove a reader. If none is left, stop the computation or release the K/V. P's timeline
-        shows why the last reader was removed."""
+        """Remove a choice that needs the prompt's K/V. After the last one, release the K/V or stop
+        the prefill; the prefill engine's timeline then shows `reason`."""
         self.readers.discard(reader)
         if self.readers:
             return

@@ -35,7 +35,7 @@ has just been lost is sent to another one."""
 
 @dataclass(slots=True, eq=False)
 class ConnectedReplica:
-    """One engine, and what the router knows of it."""
+    """The client of one replica, with the cached refusals and the router's data about it."""
 
     client: ZmqEngineClient
     refusals: RefusalCache = field(default_factory=RefusalCache)

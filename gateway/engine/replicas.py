@@ -161,7 +161,8 @@ class ReplicatedClient:
 
     @property
     def adapters(self) -> Sequence[AdapterInfo]:
-        """The adapters that any usable replica has; of one name, the first replica's."""
+        """The adapters that any usable replica has. If several replicas have an adapter of the same
+        name, it is that of the first replica."""
         replicas = self._replicas.usable
         infos = [info for each in replicas for info in reversed(each.client.adapters)]
         return [*{info.name: info for info in reversed(infos)}.values()]
@@ -198,7 +199,7 @@ class ReplicatedClient:
         return self._replicas.cached_refusal(account)
 
     def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Do nothing: the refusals of each replica are stored when it sends them."""
+        """Do nothing: each replica's refusals are stored when the replica sends them."""
 
     # ---- requests
 

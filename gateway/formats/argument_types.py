@@ -381,7 +381,7 @@ class TypedCallParser(CallParser):
         return rest
 
     def was_text(self) -> None:
-        """Continue the value: the closing tag in `doubtful` has turned out to be part of it."""
+        """Add the closing tag in `doubtful` to the value, because the tag did not end the value."""
         doubtful, self.s.doubtful = "".join(self.s.doubtful), []
         self.s.at = "value"
         self.value_text(doubtful)

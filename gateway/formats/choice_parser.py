@@ -375,7 +375,7 @@ class ChoiceParser:
         return end_of(output, reason, self._factory.end_token_ids, matched)
 
     def _delta(self, events: list[Event]) -> OutputDelta:
-        """Return a delta of `events` and the waiting tokens."""
+        """Return a delta with `events` and with all tokens received since the last delta."""
         delta = OutputDelta(events, self._waiting_ids, self._waiting_logprobs)
         self._waiting_ids, self._waiting_logprobs = [], []
         return delta

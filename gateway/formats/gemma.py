@@ -172,7 +172,8 @@ class GemmaParser(CallParser):
                 self._emit()
 
     def _kinds(self) -> list[str]:
-        """Return the types to one of which a string in the current argument must be converted.
+        """Return the JSON types that the current argument allows, if a string is not one of them. A
+        string that the model writes there is converted to one of these types.
 
         The list is empty if the schema allows strings, or does not limit the type.
         """

@@ -360,7 +360,7 @@ class LiteralScan(msgspec.Struct):
         return position
 
     def _end_code(self, dialect: Dialect) -> None:
-        """Write the character whose complete code is held."""
+        """Write the character of the escape sequence in `held`, which is complete."""
         raw, self.held, self.at = self.held, "", STRING
         code = int(raw[1:], 8) if raw[1] in OCTAL_DIGITS else int(raw[2:], 16)
         if dialect.word is None:
@@ -377,7 +377,7 @@ class LiteralScan(msgspec.Struct):
             self._write(chr(code) if is_character else raw)
 
     def _write(self, text: str) -> None:
-        """Add `text` to the string. Half of a surrogate pair before it is written as an escape."""
+        """Add `text` to the JSON string, after the held half of a surrogate pair as an escape."""
         self.readable.characters()
         if self.high:
             text, self.high = f"\\u{ord(self.high):04x}" + text, ""

@@ -98,7 +98,8 @@ class JsonTagsParser(CallParser):
         return self._next(text[start:]) if start < len(text) else ""
 
     def _next(self, text: str) -> str:
-        """Read the first non-blank character between values. Return the text that was not read."""
+        """Read one character, such as `{`, `[` or `,`, between the JSON objects of calls. Return
+        the unread text."""
         s, char = self.s, text[0]
         expected = {"opened": "{[", "array": "{,]", "bound": ""}
         separator, is_closed = self.syntax.separator, self.syntax.is_closed(s.opener)

@@ -150,7 +150,8 @@ class PlainValues:
         path: str,
         apart: Ranges,
     ) -> Form:
-        """Return the form of a value of `strings`, which have limits, or of `others`."""
+        """Return the grammar of a value that is one of the limited strings `strings`, or of the
+        types in `others`."""
         clashing = [case for case in others if not case.free or case.kind in CONTAINERS]
         taken = [*apart, *(span for case in clashing for span in FIRST_CHARS[case.kind])]
         texts = []
@@ -239,7 +240,7 @@ class PlainValues:
         return found
 
     def _trimmed(self, text: str) -> str:
-        """Return `text` as the parser reads it."""
+        """Return `text`, framed and then stripped: the value that the parser reads back."""
         text = self.ending.around + text + self.ending.around
         if self.ending.trim == "newline":
             return text.removeprefix("\n").removesuffix("\n")

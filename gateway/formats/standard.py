@@ -356,7 +356,8 @@ class StandardParser(AnswerParser):
         return False
 
     def _give_up(self, checkpoint: BuilderCheckpoint) -> None:
-        """End the trial: the opener was text. The pieces after it will be read again."""
+        """Treat the tentative start of a call as reasoning, because no call follows: roll back to
+        `checkpoint`. The pieces after the opener will be read again."""
         s = self.s
         self.builder.roll_back(checkpoint)
         opener, self._again = s.opener, s.trial

@@ -148,8 +148,8 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
 
 
 def _next(tails: Sequence[str]) -> dict[str, list[str]]:
-    """Return character -> rests of the tails that start with it. Characters that complete a word
-    are left out."""
+    """Return a mapping: first character of a tail -> the tails that start with it, without it.
+    A character that is a whole tail is left out."""
     found: dict[str, list[str]] = {}
     for tail in tails:
         found.setdefault(tail[0], []).append(tail[1:])

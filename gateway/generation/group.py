@@ -131,7 +131,8 @@ class ChoiceGroup:
         self._raise_refusal()
 
     def _send_encode(self, choice: Choice, inputs: EncodeInputs) -> None:
-        """Send a choice whose request encodes. Only the options of such requests are sent."""
+        """Send the engine an encoding request (for an embedding or a score), with only the options
+        that such requests have."""
         names = RoutedEncodeOptions.__optional_keys__
         options = {name: value for name, value in self._options.items() if name in names}
         own = cast(RoutedEncodeOptions, options)

@@ -11,8 +11,8 @@ _UNEXPLAINED = ErrorInfo(code="engine_error", message="the engine failed without
 
 
 class VectorParser:
-    """Takes the results from the output of one request. It is an `OutputParser`, and the factory of
-    itself, because such a request has one choice.
+    """Stores the vectors or scores in the output of one encoding request. It is an `OutputParser`
+    and its own factory, because such a request has one choice.
 
     vectors   the results; None until the request has ended with "stop"
     """

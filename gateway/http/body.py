@@ -191,7 +191,8 @@ class BodyReader:
 
 
 class _Arrival:
-    """Reads a body in pieces. Once `paused` was called, a minimum rate is required."""
+    """Reads the body of a request in pieces. After the first use of `paused`, a body that arrives
+    too slowly is an error."""
 
     def __init__(self, request: Request) -> None:
         self._stream = request.stream
@@ -219,7 +220,8 @@ class _Arrival:
 
 
 def _counted(data: bytes, counter: JsonCounter) -> bytes:
-    """Return a whole body. Raises InvalidRequest if it has more values than it may have."""
+    """Count the values of a complete body, and return it. Raises InvalidRequest if there are too
+    many."""
     for end in range(_PIECE_BYTES, len(data) + _PIECE_BYTES, _PIECE_BYTES):
         if excess := counter.push(data[end - _PIECE_BYTES : end]):
             raise too_much(data[:end], excess)

@@ -72,9 +72,10 @@ class BodyMemory:
             self._admit()
 
     def _admit(self) -> None:
-        """Let the bodies grow that may, in their order. Those that hold memory come first, because
-        they give it back when they are complete. Of the others, one whose owner has used up its
-        share is passed over. If the memory is used up, all later ones wait, too."""
+        """Reserve memory for the waiting bodies, in their order, as far as the limits allow. Bodies
+        that hold memory come first, because they release it when they are complete. Then come
+        bodies without memory, except those of owners that have used up their share. When the
+        memory is used up, all later bodies wait."""
         for growth in [growth for growth in self._waiting if growth.body.num_held]:
             self._try(growth)
         for growth in [growth for growth in self._waiting if not growth.body.num_held]:
@@ -82,7 +83,7 @@ class BodyMemory:
                 break
 
     def _try(self, growth: _Growth) -> _Limit | None:
-        """Let a body grow. Return what prevents it; None if it has grown."""
+        """Reserve the memory that a body waits for. Return the limit that prevents it, or None."""
         body = growth.body
         body.num_held += growth.num_bytes
         own = self._holders.get(body.owner, set()) | {body}
@@ -155,7 +156,7 @@ class _Growth:
 
 
 def _can_be_completed(bodies: Iterable[BodyReservation], num_bytes: int) -> bool:
-    """Return whether all bodies can be completed with this memory, one after the other."""
+    """Return whether `num_bytes` of memory suffice to complete all bodies, one after the other."""
     bodies = sorted(bodies, key=lambda body: body.num_missing)
     num_free = num_bytes - sum(body.num_held for body in bodies)
     for body in bodies:

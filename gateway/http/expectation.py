@@ -34,7 +34,7 @@ class _AwaitedReader:
         self._reader, self._req, self._socket = reader, req, sock
 
     def read(self, size: int) -> bytes:
-        """Tell the client to send the body, and read it. Raises OSError if the client has gone."""
+        """Send "100 Continue" to the client, and read its body. Raises OSError if it has gone."""
         self._socket.sendall(CONTINUE)
         self._req.must_close = False
         self._req.body.reader = self._reader

@@ -23,7 +23,7 @@ WSGIApplication = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]
 
 @dataclass(frozen=True, slots=True)
 class InternalOrigin:
-    """On whose behalf a request is made."""
+    """The caller for whom a request inside the gateway is made, such as the owner of a batch."""
 
     caller: Caller
     #: Whether requests of clients are served before this one.

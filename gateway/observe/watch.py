@@ -1,4 +1,4 @@
-"""Polls the engines for those who watch them, and sends each the same frames.
+"""Polls the engines for the clients of /v1/watch, and sends the same frames to all of them.
 
 One timer per process polls, however many watch, and only while someone does. Each frame is encoded
 once. A watcher that does not read in time skips frames. All of this happens in gevent's hub,
@@ -34,10 +34,10 @@ class Watcher(Protocol):
     """Receives frames. The methods are called in gevent's hub and do not block."""
 
     def show(self, frame: bytes) -> None:
-        """Take the JSON of the next frame."""
+        """Receive the JSON of the next frame."""
 
     def end(self) -> None:
-        """Take the end: this process shuts down."""
+        """Finish: no frames follow, because this process shuts down."""
 
 
 class WatchPoller:

@@ -105,7 +105,8 @@ class TextProcess:
         self._outgoing.put(answer)
 
     def _send_all(self) -> None:
-        """Send the messages. No abort ends the greenlet of this, so none cuts a frame short."""
+        """Send the queued messages to the script. Aborts do not kill this greenlet, so each frame
+        is sent completely."""
         with contextlib.suppress(OSError):  # the script is gone, which `_answer_all` sees
             for message in self._outgoing:
                 self._socket.sendall(to_frame(message))

@@ -136,8 +136,8 @@ class _UnansweredCall(NamedTuple):
 
 
 def _identify_calls(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Give each call an id as the template needs it. Give each result the id of its call and the
-    name of its tool.
+    """Set the id of each call, in a form that the template accepts. Set the call id and the tool
+    name of each result.
 
     The ids depend only on the calls so far, so they are the same in each request of a conversation.
     """
@@ -242,7 +242,7 @@ def _split_calls(turns: Turns, traits: TemplateTraits) -> Turns:
 
 
 def _pop_result(results: list[ChatTurn], call: TurnCall) -> ChatTurn | None:
-    """Remove the result of a call and return it; None if there is none."""
+    """Remove the result of `call` from `results`, and return it; None if the call has no result."""
     for place, result in enumerate(results):
         if result.call_id == call.id:
             return results.pop(place)
@@ -250,14 +250,15 @@ def _pop_result(results: list[ChatTurn], call: TurnCall) -> ChatTurn | None:
 
 
 def _move_text(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Give the text of a turn with calls a turn of its own, if the template drops it there."""
+    """Move the text of a turn that also has tool calls into a separate turn, if the template would
+    omit it."""
     if traits.text_with_calls == "beside":
         return turns
     return [part for turn in turns for part in _text_first(turn, traits)]
 
 
 def _text_first(turn: ChatTurn, traits: TemplateTraits) -> Iterator[ChatTurn]:
-    """Yield the turn, or else its text and its calls as two turns."""
+    """Yield the turn, or if it has text and tool calls, one turn with each of them."""
     if not (turn.calls and turn.text):
         yield turn
         return
@@ -298,8 +299,9 @@ def _join_systems(turns: Turns, traits: TemplateTraits) -> Turns:
 
 
 def _move_late_systems(turns: Turns, traits: TemplateTraits) -> Turns:
-    """Write later system messages as the user's, at their place: the prompt before them is then the
-    same in each request of a conversation, so it is found in the prefix cache."""
+    """Turn system messages after the start into user messages, where they are, if the template does
+    not keep them. Moving them to the start would change the prompt before them, which would then
+    not be found in the prefix cache."""
     if traits.later_system == "kept":
         return turns
     num_first = sum(1 for _ in takewhile(lambda turn: turn.role in SYSTEM_ROLES, turns))

@@ -420,8 +420,8 @@ def _find_systems(prober: _Prober) -> None:
 
 
 def _is_at_its_place(prober: _Prober, first: ChatTurn) -> Callable[[str], bool]:
-    """Return a condition: the later system message of a scene is between its neighbours, and if it
-    is written with the role's name, so is a system message at the start."""
+    """Return a check of a scene's output: the later system message must be between its neighbours.
+    If it is written with the role's name, a system message at the start must be, too."""
     start = prober.output((first, _ASK)).partition(_FIRST_SYSTEM)[0]
 
     def passes(output: str) -> bool:

@@ -67,7 +67,7 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True)
 
 
 class TemplateProbed(msgspec.Struct, frozen=True, tag="probed", array_like=True):
-    """Process -> gateway. What the template writes."""
+    """Process -> gateway. What the template writes for tool calls and reasoning."""
 
     written: WrittenTurns
 

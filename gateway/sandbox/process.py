@@ -187,7 +187,7 @@ class SandboxProcess:
 
 
 class CallRunner(Protocol):
-    """What the pool needs of a process. SandboxProcess implements it."""
+    """The methods of a sandbox process that `SandboxPool` calls. SandboxProcess implements them."""
 
     def start(self) -> None: ...
 

@@ -169,7 +169,7 @@ class NewFile(msgspec.Struct, frozen=True):
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A complete file, without its content."""
+    """The database row of a fully uploaded file: everything except its bytes."""
 
     id: str
     owner: str

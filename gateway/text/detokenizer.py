@@ -206,6 +206,6 @@ class WindowDetokenizer:
         return self._decode(self._ids)[len(before) :]
 
     def _forget(self) -> None:
-        """Make the new ids the context, because their text has been returned."""
+        """Keep only the ids whose text was just returned, as the context for decoding later ids."""
         self._ids = self._ids[self._context :]
         self._context = len(self._ids)

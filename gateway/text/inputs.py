@@ -215,7 +215,8 @@ def parts_of(text: InputText) -> Sequence[str]:
 
 
 def whole_text(text: InputText) -> str | tuple[str, str]:
-    """Return an input as the tokenizer takes it."""
+    """Join a FramedText into one string; return other inputs unchanged, because the tokenizer
+    accepts them."""
     return "".join(text.parts) if isinstance(text, FramedText) else text
 
 

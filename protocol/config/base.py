@@ -28,7 +28,7 @@ def about(
 
     wiring   the field connects processes: code sets it, and there is no command-line option for it
     alias    a second, shorter option for the field; "": none
-    path     what is at the path that the text is; "": the text is no path
+    path     "file" or similar if the value is a path: the kind of thing there; "": not a path
     secret   the value is not printed
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
@@ -45,7 +45,7 @@ class DeviceDefault:
     gpu: int
 
     def __str__(self) -> str:
-        """Return both values, for the description of the field."""
+        """Return the defaults of a CPU and of a GPU as text, for `--help`."""
         return f"automatic ({self.cpu:,} on a CPU, {self.gpu:,} on a GPU)"
 
     def choose(self, wanted: int, *, is_gpu: bool) -> int:

@@ -226,8 +226,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
 
     @property
     def transfers_kv(self) -> bool:
-        """Whether the engine may exchange K/V with others of its cluster. A replica, or a group of
-        workers, is in a cluster only for its clients."""
+        """Whether the engine may exchange K/V with other engines. A replica, or the engine of a
+        group, may have a cluster key without this: for clients and workers on other machines."""
         return self.role != "both" or self.worker.kv_export
 
     @property

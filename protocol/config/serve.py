@@ -186,7 +186,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
 
     @property
     def _ways(self) -> list[str]:
-        """The options that are set and decide which engines there are."""
+        """The names of the options in use that decide which engines serve, such as `split`."""
         ways = {
             "render_only": self.render_only,
             "split": self.split,

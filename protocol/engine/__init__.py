@@ -1,1 +1,1 @@
-"""What clients and the engine say to each other: commands, outputs, and their parts."""
+"""Messages between clients and the engine: commands, outputs, and their parts."""

@@ -1,1 +1,1 @@
-"""What a process knows of itself and of its relatives: its parent, its limits, its exit."""
+"""Facts about a process and its relatives: its parent, its limits, its exit."""

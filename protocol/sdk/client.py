@@ -422,8 +422,8 @@ class Client(BaseClient[Generation]):
 
     def _abort_soon(self, request: int) -> None:
         """Have `_run` abort a request. The garbage collector may call this at any time, also in a
-        thread that holds a lock of this client, so it waits for none. Without the wake-up, the
-        request is aborted after the poll's timeout."""
+        thread that holds a lock of this client, so it never waits for a lock. Without the wake-up,
+        the request is aborted after the poll's timeout."""
         self._closed.put(request)
         if self._wake_lock.acquire(blocking=False):
             try:

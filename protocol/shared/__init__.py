@@ -1,1 +1,1 @@
-"""Logic of several rooms that crosses no process boundary."""
+"""Code that several packages (gateway, engine_core, worker, tools) use, but no messages."""

@@ -54,7 +54,7 @@ class LineOutcome:
 
     @property
     def trouble(self) -> Trouble | None:
-        """The kind of trouble; None if the answer is the line's result."""
+        """Why the line must be sent again; None if the response is its result."""
         if self.response is None:
             return "lost" if self.was_sent else "unreachable"
         if self.response.status_code not in PASSING:
@@ -79,7 +79,7 @@ def _error_code(body: msgspec.Raw) -> object:
 
 
 class RetryPolicy:
-    """The tries of one line."""
+    """Decides whether and when one line of a batch is sent again after a failure."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice

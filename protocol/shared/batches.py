@@ -138,7 +138,7 @@ def model_in(line: BatchLine) -> str | None:
 
 
 def read_result(data: bytes) -> BatchResult:
-    """Return the result in a line. Raises BadLine if the line is none."""
+    """Parse a line of an output file. Raises BadLine if the line is not the result of a request."""
     try:
         return _read_result(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -64,7 +64,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Part(NamedTuple):
-    """The part of a group of steps that lies in some stages."""
+    """The time of a group of steps that falls into certain stages of the request."""
 
     group: StepGroup
     seconds: float

@@ -1,1 +1,1 @@
-"""What the engine and its workers say to each other: steps, K/V transfers, and ranks."""
+"""Messages between the engine and its workers: steps, K/V transfers, and ranks."""

@@ -241,7 +241,7 @@ class WorkerJoins(Message, frozen=True, kw_only=True):
     """Worker -> engine, the first message of a worker that another machine has started. It asks for
     a place in the group. The engine answers with WorkerSettings or JoinRefused."""
 
-    #: The rank that the worker wants; -1: any that is free.
+    #: The rank that the worker requests; -1: any that is free.
     rank: int = -1
 
 

@@ -25,8 +25,8 @@ class LineSender:
         self._connection: http.client.HTTPConnection | None = None
 
     def send(self, line: BatchLine) -> LineOutcome:
-        """Send a line once, and return what came of it. A connection that the server has closed
-        while it was idle is replaced."""
+        """Send a line of the batch, and return its outcome. If the server has closed the idle
+        connection, connect and send again."""
         was_used = self._connection is not None
         outcome = self._send(line)
         if was_used and outcome.response is None:

@@ -20,7 +20,7 @@ RESET = "\x1b[0m"
 
 
 class Look(NamedTuple):
-    """The escape sequences around a piece of text."""
+    """Terminal escape sequences before and after a piece of text, such as for bold."""
 
     on: str
     off: str

@@ -83,7 +83,7 @@ class Attempt:
         self._thread.start()
 
     def release(self) -> None:
-        """End the attempt soon, and return its place. An engine that runs is killed."""
+        """End the attempt soon: kill its engine, and return its resources to Ray."""
         self._released.set()
 
     def drain(self) -> None:
@@ -96,7 +96,7 @@ class Attempt:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the attempt may still have its place."""
+        """Whether the attempt may still occupy resources of the Ray cluster."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:

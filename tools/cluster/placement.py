@@ -158,7 +158,7 @@ class Placement:
         return self.tick(now)
 
     def on_placed(self, engine: str, attempt: int, node: str, now: float) -> list[PlacementAction]:
-        """Handle a place on the node with the id `node`."""
+        """Record that Ray has reserved a place for an engine on the node with the id `node`."""
         each = self._current(engine, attempt)
         if each is None:
             return []
@@ -169,7 +169,7 @@ class Placement:
     def on_ready(
         self, engine: str, attempt: int, address: str, now: float
     ) -> list[PlacementAction]:
-        """Handle that an engine accepts requests at `address`."""
+        """Record that an engine accepts requests at `address`, and list it for the gateways."""
         each = self._current(engine, attempt)
         if each is None or each.state is PlacementState.STOPPING:
             return []
@@ -180,7 +180,7 @@ class Placement:
     def on_lost(
         self, engine: str, attempt: int, loss: EngineLoss, now: float
     ) -> list[PlacementAction]:
-        """Handle the end of an attempt."""
+        """Record that an attempt to run an engine has ended, and decide whether to try again."""
         each = self._current(engine, attempt)
         return [] if each is None else [*self._lose(each, loss, now), *self.tick(now)]
 

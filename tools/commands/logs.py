@@ -165,7 +165,7 @@ def _last(records: Iterator[LogRecordText], count: int | None) -> Iterable[LogRe
 
 
 class LogRecordText(NamedTuple):
-    """A line of the log, and what is known about it."""
+    """A line of the log, with the level, process and request that it names."""
 
     #: Time and process of a line of text; "" for JSON, and for the lines of a traceback.
     head: str

@@ -418,8 +418,9 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
 
 
 def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
-    """Do the same for the models in `plan.models`. Their engines are started after the check,
-    because it decides the size of their K/V caches."""
+    """Check whether the models in `plan.models` can be served together, and return the plan with
+    their final configs. Their engines are started after the check, because it decides the size of
+    their K/V caches."""
     planned = plan_models(plan.models, plan.gateway.models, plan.serve)
     cards = {}
     for number, (name, card) in enumerate(planned.cards.items(), start=1):

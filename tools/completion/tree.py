@@ -50,7 +50,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class CommandTree:
-    """A command, or with `words` () the program: what may follow its name."""
+    """A command, and what may follow its name on the command line. If `words` is empty, it is the
+    program itself."""
 
     words: tuple[str, ...]
     help: str

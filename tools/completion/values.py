@@ -1,4 +1,4 @@
-"""The names that only this machine knows, for completion."""
+"""Values for completion that depend on this machine: models, ports and names of keys."""
 
 from __future__ import annotations
 

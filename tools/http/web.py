@@ -120,7 +120,8 @@ class WebServer:
         return next(iter(self.model_names()), None)
 
     def model_names(self) -> list[str]:
-        """Return the names of the server's models. Like `models` in all else."""
+        """Return the names of the server's models; none if no model server answers. Raises as
+        `models` does."""
         return [str(entry["id"]) for entry in self.models()]
 
     def models(self) -> list[dict[str, Any]]:

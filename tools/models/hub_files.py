@@ -157,7 +157,7 @@ def _offer(name: HubName, ggufs: Iterable[RepoFile]) -> str:
 
 
 def _whole(name: HubName, file: RepoFile) -> RepoFile:
-    """Return `file`. Raises Failure if it is only a part of a model."""
+    """Return `file`. Raises Failure if it is one part of a split GGUF model."""
     if split := _SPLIT.search(file.path):
         raise _bad_model(
             f"{file.path} of {name.repo} is one of {int(split[1])} parts; split GGUF files are "

@@ -82,7 +82,7 @@ def plan(config: OfflineConfig, directory: Path) -> tuple[GatewayConfig, EngineC
 def _build(
     kind: type[C], left: dict[str, Any], *, only: frozenset[str] | None = None, **fixed: Any
 ) -> C:
-    """Return a config with those of the options `left` that are its own, which are removed there.
+    """Build a config from the options in `left` that are fields of `kind`, and remove them from it.
 
     only   the options that may be set; None: all
     """

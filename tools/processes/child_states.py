@@ -73,7 +73,7 @@ class ChildRecord:
 
     @property
     def is_promised(self) -> bool:
-        """Whether it serves, or will serve without another decision."""
+        """Whether the child serves, or will serve: it is starting, or will be restarted."""
         if self.state is ChildState.RETIRING:
             return self.comes_back
         return self.state is not ChildState.DOWN

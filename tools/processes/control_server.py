@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 256
 
 @dataclass(slots=True, eq=False)
 class ControlConnection:
-    """One connection."""
+    """A connection of a command or gateway to the supervisor, with the bytes not sent yet."""
 
     number: int
     socket: socket.socket
@@ -102,7 +102,7 @@ class ControlServer:
         return []
 
     def _serve(self, connection: ControlConnection) -> list[Action]:
-        """Send and receive what is possible now."""
+        """Send pending bytes and handle received requests, without blocking."""
         self._flush(connection)
         actions: list[Action] = []
         try:

@@ -109,7 +109,8 @@ class ControlService:
         return self._perform(self._fleet.on_gateway_lost(connection, now), now)
 
     def advance(self, now: float) -> list[Action]:
-        """Handle what has changed. Call this after each event, and at `deadline`."""
+        """Continue a rolling restart, and act on changed model states. Call this after each event,
+        and at `deadline`."""
         actions = self._advance_roll(now)
         if self._fleet is None or self._supervisor.is_stopping:
             return actions

@@ -167,7 +167,7 @@ class FleetModel:
 
     @property
     def served_enough_at(self) -> float:
-        """The time from which it makes room even if it is busy."""
+        """The time from which the model may be unloaded for another one even if it is busy."""
         return self.ready_at + (self.ready_at - self.load_at)
 
 
@@ -314,7 +314,7 @@ class Fleet:
         return self._advance(now)
 
     def on_ready(self, name: str, now: float) -> list[FleetAction]:
-        """Handle that an engine of a model became ready."""
+        """Record that an engine of the model `name` became ready."""
         model = self._models[name]
         if self._change(model, ModelEvent.READY):
             model.ready_at = model.used_at = now
@@ -322,7 +322,7 @@ class Fleet:
         return self._advance(now)
 
     def on_lost(self, name: str, now: float) -> list[FleetAction]:
-        """Handle that the last ready engine of a model is being restarted."""
+        """Record that the last ready engine of the model `name` is being restarted."""
         model = self._models[name]
         was_yielding = model.phase is ModelPhase.YIELDING
         if self._change(model, ModelEvent.LOST):
@@ -331,7 +331,7 @@ class Fleet:
         return [*drained, *self._advance(now)]
 
     def on_exit(self, name: str, error: str, now: float) -> list[FleetAction]:
-        """Handle that no engine of a model is left.
+        """Record that all engines of the model `name` have exited.
 
         error   why the last one failed; "" after a drain
         """
@@ -349,7 +349,7 @@ class Fleet:
         return self._advance(now)
 
     def tick(self, now: float) -> list[FleetAction]:
-        """Handle the time that has passed. Call this at `deadline`; earlier calls do nothing."""
+        """Do what is due at `now`, such as unloading an idle model. Call this at `deadline`."""
         return self._advance(now)
 
     # ---- rules
@@ -380,7 +380,8 @@ class Fleet:
         return actions
 
     def _make_room(self, wanted: FleetModel, now: float) -> None:
-        """Let models make room for `wanted`, no more of them than necessary."""
+        """Choose models to unload so that `wanted` fits, as few as necessary: idle ones first. Do
+        nothing if it would still not fit."""
         staying = [model for model in self._in_phases(LOADED) if model.phase not in LEAVING]
         ready = [model for model in staying if model.phase is ModelPhase.READY]
         idle = [model for model in ready if not self._is_busy(model)]

@@ -1,4 +1,4 @@
-"""`GatedStart`: starts processes before it is known whether they can be used."""
+"""`GatedStart`: starts processes early, and holds them until the checks of the server pass."""
 
 from __future__ import annotations
 

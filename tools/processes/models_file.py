@@ -37,7 +37,7 @@ _SHARED = {"draft_model", "served_name"}
 
 
 class ModelTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of a table [[model]] that are not options of the command line."""
+    """The keys `path`, `name` and `alias` of a table [[model]] in a file of models."""
 
     path: str
     name: str = ""
@@ -60,7 +60,7 @@ def given_models(options: Mapping[str, Any], serve: ServeConfig) -> list[NamedMo
 
 
 def model_config(model: NamedModel, options: Mapping[str, Any], serve: ServeConfig) -> ModelConfig:
-    """Return one of several models as the gateway needs it, without its engine. `options` are those
+    """Return the gateway's config of one of several models, without its engine. `options` are those
     of the command line. Raises ValueError if an option is invalid."""
     own = {**options, **model.options, "served_name": [model.name, *model.aliases]}
     return build(ModelConfig, own, load=own.get("load") or serve.load)

@@ -37,7 +37,7 @@ class ChildReadiness:
         self._old: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
 
     def on_start(self, child: str) -> None:
-        """Handle that a process of `child` was started. The epochs known so far are old."""
+        """Record that a process of `child` was started. Known epochs belong to old processes."""
         if self._addresses[child]:
             self._old[child] |= self._epochs(child, self._latest)
 

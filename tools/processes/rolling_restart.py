@@ -175,10 +175,10 @@ class RollingRestart:
         return RollProgress(engine=self.engine, stage=stage, number=number, total=self._total)
 
     def _others(self, engine: str) -> Sequence[str]:
-        """Return the other engines of the group of `engine`."""
+        """Return the other engines in the replica group of `engine`."""
         group = self._groups[engine]
         return [each for each in self._groups if self._groups[each] == group and each != engine]
 
     def _is_loaded(self, engine: str, states: Mapping[str, ChildState]) -> bool:
-        """Return whether an engine of the same group serves or will serve."""
+        """Return whether the engine, or another one of its group of replicas, serves or will."""
         return any(states[each] in COMING for each in [engine, *self._others(engine)])

@@ -107,9 +107,9 @@ class LogReader:
         return b"".join(parts)
 
     def _follower(self) -> Path | None:
-        """Return the file that follows the open one, to which nothing is added then; None if the
-        open one is the newest, or if there is no file. If the open one has been removed, it is the
-        oldest file, perhaps of a new server."""
+        """Return the log file that continues the open one; None if the open one is the newest, or
+        there is no file. If the open file has been removed, return the oldest file, perhaps of a
+        new server. Nothing is added to a file that another one continues."""
         own, old, new = map(_identity, (self._fd, self._old, self._path))
         if own == new:
             return None

@@ -339,7 +339,7 @@ class Supervisor:
         return [_restart_log(cause, delay_s, child.restarts), *self._start_due(now)]
 
     def _follow(self, child: ChildRecord, exit: ProcessExit, now: float) -> list[Action]:
-        """Handle the exit of a child that was drained from outside: drain the others, too."""
+        """Drain the other children too, after the exit of one that a user drained."""
         child.change(ChildEvent.EXITED)
         self._transition(SupervisorEvent.DRAINED)
         self._cancel_restarts()

@@ -1,4 +1,4 @@
-"""The phases of a server as its supervisor sees them, and their transitions."""
+"""The phases of a server, such as starting, serving and draining, and their transitions."""
 
 from __future__ import annotations
 

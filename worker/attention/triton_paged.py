@@ -162,7 +162,7 @@ class SplitResults:
 
 
 def _parts(parts: SplitResults | None) -> dict[str, Any]:
-    """Return where a kernel writes the results of splits, as its arguments."""
+    """Return the kernel arguments for the memory of the results of splits."""
     return {
         "part_out": None if parts is None else parts.out,
         "part_logs": None if parts is None else parts.logs,
@@ -196,7 +196,7 @@ def _num_tiles(plan: TritonPlan, num_tokens: int, tile_tokens: int) -> int:
 
 
 def _rows(plan: TritonPlan) -> dict[str, Any]:
-    """Return what describes the rows of a step as arguments of the kernels."""
+    """Return the kernel arguments that describe the rows of a step: lengths and block tables."""
     return {
         "context_lens": plan.context_lens,
         "table": plan.block_table,

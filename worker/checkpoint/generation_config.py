@@ -142,7 +142,8 @@ def _changes(key: str, value: Any) -> bool:
 
 
 def _biases(fields: Fields, vocab_size: int | None) -> dict[tuple[int, ...], float]:
-    """Return sequence of tokens -> what is added to the logit of its last token after the others.
+    """Return a mapping: token sequence -> bias. The bias is added to the logit of the last token of
+    the sequence when the tokens before it have been generated.
 
     As in transformers, an end token alone is not a bad word.
     """

@@ -59,8 +59,8 @@ def unigram(fields: Fields) -> Part:
 
 
 def _name_mask(fields: Fields, tokens: list[str], kinds: list[int]) -> None:
-    """Make the mask token a control token with its usual name, if the file has none in its
-    place."""
+    """Rename the mask token to its usual name and make it a control token, if the file lists it as
+    unused and has no token of that name."""
     mask = fields.integer("tokenizer.ggml.mask_token_id", -1)
     if 0 <= mask < len(tokens) and kinds[mask] == UNUSED and MASK not in tokens:
         tokens[mask], kinds[mask] = MASK, CONTROL
@@ -96,7 +96,8 @@ def _unknown(fields: Fields, kinds: list[int]) -> int:
 
 
 def _normalizer(fields: Fields, *, is_prefixed: bool, trims: bool) -> Part | None:
-    """Return the step that applies the file's rules, and what `_pre_tokenizer` leaves to it."""
+    """Return the step that applies the file's rules. It also trims or prefixes the text, unless
+    `_pre_tokenizer` does both; None if there is nothing to do."""
     steps: list[Part] = []
     if (table := _charsmap(fields)) is not None:
         steps.append({"type": "Precompiled", "precompiled_charsmap": b64encode(table).decode()})

@@ -50,5 +50,5 @@ def gguf_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
 
 
 def _units(scales: Bytes) -> Floats:
-    """Return half of each scale [N]."""
+    """Return half of each scale [N] as a number, because `integers` doubles the values."""
     return np.ldexp(np.float32(1), scales.astype(np.int32) - 128)

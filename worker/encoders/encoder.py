@@ -182,8 +182,8 @@ class Encoder:
 
 
 def _bias_by_offset(spec: EncoderSpec, weights: EncoderWeights) -> Tensor | None:
-    """Return what is added to a score by the offset of its tokens (position_bias.py); None:
-    nothing."""
+    """Return the biases of attention scores by the distance of the two tokens (position_bias.py);
+    None if the model has none."""
     if weights.offset_bias is not None:
         return bucketed_bias(weights.offset_bias, spec.context_tokens)
     if spec.has_alibi:

@@ -122,9 +122,9 @@ def directory_encoder(
 
 
 def _types_texts(path: Path) -> bool:
-    """Return whether the tokenizer of a directory tells the two texts of a pair apart: if it names
-    the model's inputs, token types must be among them; otherwise its class decides, as in version 5
-    of transformers."""
+    """Return whether the tokenizer gives the two texts of a pair different token types. If
+    tokenizer_config.json lists the model's inputs, the list decides; otherwise the tokenizer's
+    class, as in version 5 of transformers."""
     file = path / "tokenizer_config.json"
     settings = read_json(file) if file.is_file() else {}
     names = settings.get("model_input_names")
@@ -134,7 +134,7 @@ def _types_texts(path: Path) -> bool:
 
 
 def config_encoder(path: Path, config: Mapping[str, Any], family: EncoderFamily) -> EncoderHeader:
-    """Return the header of an encoder of which only the config.json at `path` is there."""
+    """Return the header of an encoder without weight files, from its config.json at `path`."""
     spec = family.spec(config)
     tensors = EncoderTensors(spec, family.names(spec))
     kinds = {name: "BF16" for name, _ in tensors.tensors()}

@@ -84,7 +84,8 @@ class VectorSpec:
         return [dense.file for dense in self.dense]
 
     def card(self, task: EncodeTask, size: int, context_tokens: int) -> EncodingCard:
-        """Return the part of the model card. `size` is that of the model's hidden states."""
+        """Return the description of the task for the model card. `size` is that of the model's
+        hidden states."""
         return EncodingCard(
             task=task,
             max_tokens=min(self.max_tokens or context_tokens, context_tokens),
@@ -98,8 +99,8 @@ class VectorSpec:
 
 
 def read_modules(folder: Path, hidden: int) -> VectorSpec | None:
-    """Return what the files in a model's directory say about its vectors; None if there is no
-    modules.json.
+    """Return how a sentence-transformers model makes its vectors, as the files in its directory
+    describe; None if there is no modules.json.
 
     hidden   size of the model's hidden states
 

@@ -81,7 +81,7 @@ class PairScorer:
         return (self.plus,) if self.minus is None else (self.plus, self.minus)
 
     def card(self, context_tokens: int) -> EncodingCard:
-        """Return the part of the model card."""
+        """Return the description of the score task for the model card."""
         limit = min(self.max_tokens or context_tokens, context_tokens)
         return EncodingCard(task="score", max_tokens=limit, size=1, pair_prompt=self.prompt)
 

@@ -25,7 +25,7 @@ from worker.encoders.ragged import RaggedBatch, ragged_batch
 
 
 class EncodeModel(Protocol):
-    """A model as a step that encodes calls it."""
+    """Interface of a model that computes the results of one encoding step."""
 
     @property
     def device(self) -> torch.device: ...
@@ -37,7 +37,8 @@ class EncodeModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncoderModel:
-    """An encoder with what makes its results of its hidden states. It implements EncodeModel.
+    """An encoder, and the head that turns its hidden states into vectors or scores. It implements
+    EncodeModel.
 
     vectors   None: the model scores
     """

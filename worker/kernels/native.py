@@ -49,7 +49,7 @@ _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Set the argument and result types of the library's functions, as ctypes needs them."""
+    """Declare the argument and result types of the library's functions to ctypes."""
     for name, letters in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]

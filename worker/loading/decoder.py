@@ -155,7 +155,7 @@ def _rounded_kv(dtype: torch.dtype) -> list[str]:
 
 
 def open_weights(header: ModelHeader, copy: Copy = copy_tensor) -> WeightSource:
-    """Return the source that reads the weights of the model with this header, or makes them up.
+    """Return the source of a model's weights: its files, or random numbers if it has none.
 
     copy   copies what was read to the targets
     """
@@ -216,7 +216,8 @@ def _card(
 
 
 def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str]) -> str:
-    """Return ModelCard.numerics."""
+    """Return the fingerprint of all that affects the bits of results (ModelCard.numerics); "" if
+    the bits may vary."""
     whole, kernels = model.whole, model.kernels
     if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
         return ""

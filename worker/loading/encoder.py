@@ -81,7 +81,7 @@ def load_encoder(
 
 
 def vector_head(spec: VectorSpec, device: torch.device) -> VectorHead:
-    """Return what makes a model's vectors, with the weights of its dense layers in float32."""
+    """Return the head that turns hidden states into vectors, with its weights in float32."""
     dense = [_dense_module(each, device) for each in spec.dense]
     return VectorHead(spec.pooling, dense, spec.normalizes)
 

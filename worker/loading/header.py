@@ -102,12 +102,13 @@ class ModelHeader:
 
     @property
     def file_format(self) -> str:
-        """ModelCard.file_format."""
+        """Format of the weight files, for ModelCard.file_format."""
         return "gguf" if isinstance(self.files, GGUFFile) else "safetensors"
 
     @property
     def quantization(self) -> str:
-        """ModelCard.quantization."""
+        """The most common number type among quantised tensors, for ModelCard.quantization; "": none
+        is quantised."""
         counts = Counter(kind for kind in self.kinds.values() if kind not in PLAIN_KINDS)
         return next((kind for kind, _ in counts.most_common(1)), "")
 
@@ -334,7 +335,7 @@ def _causal(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_header(path: Path) -> ModelHeader:
-    """Return the header of a model of which only the config.json at `path` is there."""
+    """Return the header of a model without weight files, from its config.json at `path`."""
     config = read_json(path)
     if config.get("quantization_config"):
         raise UnusableModel(

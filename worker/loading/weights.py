@@ -254,7 +254,7 @@ class _Loader:
         return QuantBlocks(blocks.kind, np.transpose(split, axes).reshape(raw.shape))
 
     def _values(self, matrix: FusedMatrix) -> Tensor:
-        """Return the parts, stacked by rows."""
+        """Read the parts of a fused matrix, and return them stacked by rows."""
         whole = self._empty(matrix.rows, matrix.columns)
         targets = torch.split(whole, [part.rows for part in matrix.parts])
         for part, target in zip(matrix.parts, targets, strict=True):

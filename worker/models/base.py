@@ -12,7 +12,7 @@ from worker.lora.table import StepAdapters
 
 
 class StepModel(Protocol):
-    """A model as a step calls it. It holds no state of any request.
+    """Interface of a model that computes steps. It holds no state of any request.
 
     Legend: T tokens in the step, S rows that need logits, V vocabulary.
     """

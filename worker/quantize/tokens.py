@@ -328,7 +328,7 @@ def _added_tokens(tokenizer: Any) -> dict[Any, Values]:
 
 
 def _options(tokenizer: Any) -> Values:
-    """Return the options of the model that have an effect.
+    """Return the options of a tokenizer.json's `model` that change the tokens of any text.
 
     The options of the unknown token have no effect if there is a token for every byte.
     """

@@ -1,4 +1,4 @@
-"""How the launches of `TritonSampling` share the rows of logits, and what its launches share."""
+"""How kernel launches of `TritonSampling` divide the rows of logits, and their common options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RowSplit:
 
     @property
     def scale(self) -> float:
-        """Return the weight of the most likely token."""
+        """Return the integer weight of the most likely token, a power of two (exact_probs.py)."""
         return 2.0 ** scale_bits(self.vocab)
 
 

@@ -182,7 +182,8 @@ class WorkerLoop:
         self._kv_transfers.apply(message)
 
     def _send(self, message: FromWorker) -> None:
-        """Send an answer, or what the engine needs of it if this worker does not answer."""
+        """Send a message to the engine. A rank other than 0 sends, instead of a step's result, now
+        and then a digest of its tokens."""
         if self._digest is None:
             self._engine.send(message)
         elif isinstance(message, StepResult) and (digest := self._digest.add(message)) is not None:

@@ -84,8 +84,8 @@ class Share:
         )
 
     def ranges(self, widths: Sequence[int]) -> tuple[range, ...]:
-        """Return what this rank has of several sections that follow each other, as ranges of the
-        whole. Each section is divided evenly.
+        """Return this rank's range in each of several consecutive sections, counted from the start
+        of the first one. Each section is divided evenly among the ranks.
 
         widths   the rank's part of each section
         """
@@ -132,8 +132,8 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def _divided_evenly(layer: LayerSpec) -> Mapping[str, int]:
-    """Return the numbers of which each rank has an equal part, by what they count. Key/value heads
-    are never on several ranks."""
+    """Return a mapping: what is divided equally among the ranks, such as "heads" -> its number. A
+    key/value head is never on several ranks."""
     attention, mlp = layer.attention, layer.mlp
     counts = {"heads": attention.num_heads, "key/value heads": attention.num_kv_heads}
     return counts if mlp.num_experts > 1 else counts | {"columns of an MLP": mlp.intermediate}

@@ -1,5 +1,5 @@
-"""Builds what encodes in a worker, and workers of models that only encode. Such a worker has no
-slots and no K/V cache."""
+"""Builds the runners that encode, and the workers of models that only encode. Such a worker has
+no slots and no K/V cache."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def decoder_runner(
     device: torch.device,
     budget: int,
 ) -> EncodeRunner:
-    """Return what encodes with a decoder, in steps of up to `budget` tokens, or of one input."""
+    """Return a runner that encodes with a decoder, in steps of up to `budget` tokens, or of one
+    input."""
     model, spec = loaded.model, loaded.spec
     assert loaded.vectors is not None
     assert isinstance(model, DecoderModel)
@@ -169,8 +170,9 @@ def pooling_runner(
     device: torch.device,
     budget: int,
 ) -> EncodeRunner | None:
-    """Return what encodes with a model that also generates; None: it only generates. The arguments
-    are those of `decoder_runner`. Raises UnusableModel if several ranks compute the model."""
+    """Return a runner that encodes with a model that also generates; None if the model only
+    generates. The arguments are those of `decoder_runner`. Raises UnusableModel if several ranks
+    compute the model."""
     if loaded.card.encoding is None:
         return None
     if config.world_size > 1:

@@ -183,7 +183,7 @@ def plan_memory(
 def _demand(
     options: WorkerConfig, models: Sequence[AnyPlanned], dtype: str, limits: StepLimits
 ) -> KVDemand:
-    """Return what the sizes of the caches depend on."""
+    """Return the needs of the K/V caches: context length, block size, step limits and windows."""
     specs = [each.spec for each in models]
     groups = kv_groups(options, specs)
     rounds_kv = options.kv_dtype == "int8"
@@ -413,8 +413,8 @@ def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
 
 
 def _whole_bytes(model: PlannedModel, item: int) -> int:
-    """Return the bytes of the largest tensor that a rank of a group reads whole, to keep a part of
-    it: one that is quantised."""
+    """Return the bytes of the largest tensor that a rank reads whole although it keeps only a part.
+    Only quantised tensors are read whole. Return 0 without a group."""
     if model.tensors.share is None:
         return 0
     matrices = (matrix for layer in model.layers for matrix in layer.matrices)

@@ -161,7 +161,7 @@ def _planned(
     *,
     has_kernels: bool,
 ) -> PlannedModel | PlannedTransformersModel:
-    """Return what the memory plan needs of a model, of which a rank of `size` holds its share."""
+    """Return the facts about a model for the memory plan of one of `size` ranks that share it."""
     if isinstance(header, TransformersHeader) and size > 1:
         raise UnusableModel(NOT_DIVIDED)
     if isinstance(header, TransformersHeader):

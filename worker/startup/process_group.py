@@ -74,7 +74,7 @@ class NcclGroup:
 
 
 def join_group(address: str, rank: int, size: int, *, facts: str, device: torch.device) -> Group:
-    """Meet the other ranks, and return the group.
+    """Connect to the other ranks, and return the group.
 
     address   where they meet: file://PATH on one machine, tcp://HOST:PORT of rank 0, or env:// for
               the variables of torchrun

@@ -45,7 +45,7 @@ class PlainDecode(Protocol):
     takes_adapters: bool
 
     def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
-        """Return whether it can compute this step."""
+        """Return whether the compiled path can compute this step."""
         ...
 
     def __call__(

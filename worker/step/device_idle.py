@@ -12,7 +12,7 @@ LATEST = 1 << 14
 
 
 class DeviceIdle:
-    """Collects the gaps between steps."""
+    """Keeps how long the device was idle between two steps, for the latest steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0

@@ -176,7 +176,7 @@ class Runner:
     def _decode_for(
         self, plan: StepPlan, rows: BatchRows, adapters: StepAdapters | None
     ) -> PlainDecode | None:
-        """Return what computes the step if it is a plain decode step; None if nothing does."""
+        """Return the fast path of plain decode steps if it can compute this step, else None."""
         decode = self._decode
         if decode is None or (adapters is not None and not decode.takes_adapters):
             return None

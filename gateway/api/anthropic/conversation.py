@@ -75,8 +75,8 @@ class _ConversationWriter:
 
     @property
     def blocks(self) -> Mapping[str, Mapping[str, Callable[[Block, str], None]]]:
-        """Role -> type of block -> the method that adds such a block. It is no attribute, because
-        the methods hold this object, which would then hold itself."""
+        """Role -> type of block -> the method that adds such a block. If an attribute stored these
+        bound methods, it would form a reference cycle."""
         return {
             "user": {
                 **dict.fromkeys((*_CONVERTERS, "image"), partial(self._text, "user")),

@@ -140,7 +140,7 @@ class LineSlot:
         return self._reservation is not None
 
     def release(self) -> None:
-        """Give both back. May be called twice."""
+        """Release the slot and the memory. May be called twice."""
         if self._reservation is not None:
             self._reservation.close()
             self._reservation = None
@@ -229,8 +229,8 @@ class BatchJob:
     # ---- the lines
 
     def _input_lines(self, start: int = -1) -> Iterator[InputLine]:
-        """Yield the lines that begin after the piece `start` of the file, and before them the rest
-        of a line that begins earlier, if there is one."""
+        """Yield the lines of the file from the stored piece after number `start` on. If a line is
+        cut by the start of that piece, its rest comes first."""
         after = last = start
 
         def pieces() -> Iterator[bytes]:

@@ -119,7 +119,7 @@ def file_object(file: StoredFile) -> FileObject:
 
 
 def file_list(files: Sequence[StoredFile], limit: int) -> FileList:
-    """Return a page of at most `limit` files. If there are more, `files` has one more."""
+    """Return a page of at most `limit` files. More pages follow if `files` has more."""
     page = [file_object(each) for each in files[:limit]]
     return FileList("list", page, *_ends(page), len(files) > limit)
 
@@ -160,7 +160,7 @@ def batch_object(batch: StoredBatch) -> BatchObject:
 
 
 def batch_list(batches: Sequence[StoredBatch], limit: int) -> BatchList:
-    """Return a page of at most `limit` batches. If there are more, `batches` has one more."""
+    """Return a page of at most `limit` batches. More pages follow if `batches` has more."""
     page = [batch_object(each) for each in batches[:limit]]
     return BatchList("list", page, *_ends(page), len(batches) > limit)
 

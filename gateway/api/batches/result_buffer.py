@@ -57,7 +57,7 @@ class ResultBuffer:
         self._results.append(result)
 
     def retry_now(self) -> None:
-        """Let the next attempt to store the results be at once."""
+        """Do not wait before the next attempt to store the results."""
         self._retry_at = 0.0
 
     def flush(self, now: float, *, is_last: bool = False, has_limit: bool = True) -> bool:

@@ -93,7 +93,7 @@ def encode(
 
 
 def names_of(field: str, value: object) -> list[str]:
-    """Return the name of each item of a field, which may also be one text."""
+    """Return the paths of a list's items, such as `input[0]`; `[field]` if `value` is no list."""
     return (
         [f"{field}[{place}]" for place in range(len(value))] if isinstance(value, list) else [field]
     )

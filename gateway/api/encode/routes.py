@@ -177,8 +177,8 @@ class _Side:
 
 
 def _read_score(service: Service, context: RequestContext) -> AnyScoreBody:
-    """Return the body of a score, whose fields decide which one it is. Raises InvalidRequest if it
-    has fields of two."""
+    """Return the body of a score request. Its field names decide which of three structs it is.
+    Raises InvalidRequest if it has field names of two of them."""
     with service.bodies.read(request, BOUNDS) as fields:
         given = fields if isinstance(fields, dict) else {}
         kinds = [

@@ -103,8 +103,8 @@ class AnswerPart:
 def new_record(
     model: str, part: AnswerPart, *, is_generated: bool, **members: Any
 ) -> OllamaGenerated | OllamaChatAnswer:
-    """Return a record with the content of `part`, and `members` besides. `is_generated`: it is one
-    of /api/generate, otherwise of /api/chat."""
+    """Return a line of a response, with the content of `part` and with `members`. It is one of
+    /api/generate if `is_generated`, otherwise one of /api/chat."""
     thinking, calls = part.thinking or UNSET, part.calls or UNSET
     common = {"model": model, "created_at": timestamp(), "done": False, **members}
     if is_generated:

@@ -101,8 +101,8 @@ def structured_form(value: Any, at: str) -> AnswerForm | None:
 
 
 def _checked(form: AnswerForm) -> AnswerForm:
-    """Return a form. Raise InvalidRequest, naming its field, if the engine would refuse its size.
-    So a text that is too long never travels to the engine."""
+    """Return `form`. Raise InvalidRequest, naming its field, if its grammar is too large for the
+    engine. So a text that is too long is never sent to the engine."""
     try:
         check_grammar(Grammar(body=form.body))
     except InvalidRequest as error:

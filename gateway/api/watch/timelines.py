@@ -115,8 +115,8 @@ def _ask(connection: ConnectedEngine, label: str) -> RequestTimelines | Overload
 
 
 def _kept(service: Service, sources: list[AskedEngine]) -> Kept:
-    """Return how long the engines keep timelines. Raises the server's trouble if no engine has
-    replied."""
+    """Return how long the engines keep timelines. If no engine has replied, raise the reason why
+    the server is not ready."""
     replies = [source.reply for source in sources if source.reply is not None]
     if not replies:
         trouble: ServingError | None = service.trouble()

@@ -1,4 +1,4 @@
-"""The tiers of a worker, as its loop uses them.
+"""The host and disk tiers of a worker, as one object that the worker's loop calls.
 
 `store`, `touch`, `fetch` and `cancel` do not wait for the disk. Their results are in the reports.
 """

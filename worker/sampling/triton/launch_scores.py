@@ -141,7 +141,7 @@ def _fields(scored: ScoredPlaces | None, names: tuple[str, ...]) -> list[Tensor 
 def _draw_arguments(
     source: DrawSource | None,
 ) -> tuple[Tensor | None, int, Tensor | None, int]:
-    """Return the arguments of both kernels that describe the draws."""
+    """Return the kernel arguments for the processed logits and the draws, each with a stride."""
     if source is None:
         return None, 0, None, 0
     processed, draws = source.processed, source.records

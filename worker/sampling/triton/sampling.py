@@ -68,7 +68,7 @@ def next_digit(histogram, target):
 
 @triton.jit
 def nucleus_target(histogram, top_p):
-    """Return the weight that the nucleus must hold."""
+    """Return the weight that the tokens kept by top_p must have in total, at least 1."""
     mass = tl.sum(tl.load(histogram + tl.arange(0, SIZE)), 0)
     target = tl.ceil(mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
     return tl.minimum(tl.maximum(target, 1), mass)
