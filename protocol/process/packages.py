@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools", "simulator")
 """The names of Tidegate's packages."""
-HOME = Path(__file__).parents[1]
+HOME = Path(__file__).parents[2]
 """The directory with all packages of this installation."""
 REMEDY = (
     "reinstall Tidegate in an environment of its own: pipx install 'tidegate[all]', or "

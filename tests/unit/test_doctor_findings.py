@@ -252,8 +252,8 @@ def install(site: Path, name: str, files: Mapping[str, str]) -> None:
 def site(tmp_path: Path) -> Path:
     """Return a folder of installed packages that contains a small Tidegate."""
     site = tmp_path / "site"
-    own = {f"protocol/{name}.py": (HOME / f"protocol/{name}.py").read_text() for name in ["rooms"]}
-    own |= {"tidegate.py": (HOME / "tidegate.py").read_text()}
+    files = ("protocol/process/__init__.py", "protocol/process/packages.py", "tidegate.py")
+    own = {name: (HOME / name).read_text() for name in files}
     install(site, "tidegate-0.1.0", FILES | own)
     return site
 

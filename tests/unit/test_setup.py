@@ -27,6 +27,7 @@ SOURCES = ("setup.py", "worker/kernels/instruction_sets.py", "worker/kernels/csr
 def checkout(tmp_path: Path) -> Path:
     """Return a folder with the files that setup.py reads, and a library newer than all of them."""
     shutil.copytree(ROOT / "worker/kernels/csrc", tmp_path / "worker/kernels/csrc")
+    (tmp_path / "worker/device").mkdir()
     for name in ("setup.py", "setup.cfg", "README.md", *SETS_AND_FLAGS):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / LIBRARY).write_bytes(b"compiled before")
