@@ -1,1 +1,1 @@
-"""Facts about a process and its relatives: its parent, its limits, its exit."""
+"""Facts about a process and its parent: exit codes, the lifeline, locks, limits, log lines."""

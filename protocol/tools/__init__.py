@@ -1,1 +1,1 @@
-"""What the programs of the command line share with a server's processes."""
+"""Messages and facts that commands of `tidegate` exchange with the processes of a server."""

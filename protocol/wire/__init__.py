@@ -1,1 +1,1 @@
-"""How bytes travel between processes: sockets, the codec of messages, arrays, and errors."""
+"""The bytes between processes: sockets, the codec of messages, arrays, and errors."""

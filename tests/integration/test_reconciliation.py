@@ -356,6 +356,7 @@ def test_counts_agree_after_the_engine_restarts(tmp_path: Path) -> None:
             with ThreadPoolExecutor(NUM_CLIENTS) as pool:
                 lost = [pool.submit(endless, client) for client in clients]
                 engine.await_generates(NUM_CLIENTS)
+                engine.await_read()  # that they are accepted: otherwise they count as refused
                 engine.kill()
                 assert [done.result() for done in lost] == [503] * NUM_CLIENTS
         assert endless(clients[0]) == 503

@@ -273,9 +273,16 @@ def shared_scene() -> Iterator[OnDemand]:
 
 @pytest.fixture
 def scene(shared_scene: OnDemand) -> OnDemand:
-    """A scene in which "b" is unloaded, and the supervisor has received nothing yet."""
+    """A scene in which "b" is unloaded, its engine has ended for the gateway as well, and the
+    supervisor has received nothing yet."""
     shared_scene.supervisor.reset()
     shared_scene.supervisor.set("b", "unloaded")
+
+    def has_ended() -> bool:
+        _, b = shared_scene.get("/readyz")["models"]
+        return not any(engine["ready"] for engine in b["engines"])
+
+    assert eventually(has_ended), "the gateway still has the engine of the last test"
     shared_scene.supervisor.await_report(lambda r: not r.kept and not r.open.get("b"))
     shared_scene.b.reset()
     return shared_scene

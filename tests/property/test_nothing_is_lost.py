@@ -69,7 +69,7 @@ LOSSY = {
     "users": "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}",
     "four messages": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
 }
-"""What a template renders -> its source."""
+"""Template sources that omit texts, by what they render."""
 
 Message = dict[str, Any]
 

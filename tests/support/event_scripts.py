@@ -25,7 +25,7 @@ SCRIPTS: dict[str, list[Event]] = {
         Finished("tool_calls"),
     ],
     "thinks again": [Reasoning("a"), Content("b"), Reasoning("c"), Content("d"), Finished("stop")],
-    "says behind a call": [
+    "says after a call": [
         *(ToolCall(0, "c", "now"), ToolArguments(0, "{}"), ToolCallEnd(0)),
         *(Content("done"), Finished("tool_calls")),
     ],

@@ -275,6 +275,7 @@ class ScriptedEngine:
     timelines        name of a request -> its timeline
     rows             open requests in a status
     num_polls        number of GetStatus messages received; num_pings: of Ping messages
+    num_read         number of Pongs that the client has read, according to its last Ping
     """
 
     address: str
@@ -308,6 +309,7 @@ class ScriptedEngine:
     rows: list[RequestStatus] = field(default_factory=list)
     num_polls: int = 0
     num_pings: int = 0
+    num_read: int = 0
 
     def __post_init__(self) -> None:
         self.epoch = f"epoch-{time.monotonic_ns()}"
@@ -381,6 +383,11 @@ class ScriptedEngine:
         came = eventually(lambda: len(self.generates) >= count, within_s=timeout_s, every_s=POLL_S)
         assert came, f"{len(self.generates)} of {count} requests came"
 
+    def await_read(self) -> None:
+        """Wait until the only client has read all messages sent to it so far."""
+        next_pong = self.num_pings + 1
+        assert eventually(lambda: self.num_read >= next_pong, every_s=POLL_S), "it reads nothing"
+
     def await_steps(self, count: int, timeout_s: float = HANG_S) -> None:
         """Wait for `count` more steps of any requests."""
         before = self.num_steps
@@ -426,10 +433,12 @@ class ScriptedEngine:
                     self._send(client, self._welcome())
                 else:
                     self._send(client, Loading(elapsed_s=self.loading_s))
-            case Ping(num_early=num_early):
+            case Ping(num_early=num_early, read_bytes=num_read):
                 self.num_pings += 1
                 self.num_early += num_early
-                self._send(client, Pong(epoch=self.epoch, stats=self.stats))
+                self.num_read = num_read  # clients return what Pongs have as `sent_bytes`
+                pong = Pong(epoch=self.epoch, stats=self.stats, sent_bytes=self.num_pings)
+                self._send(client, pong)
             case Generate():
                 self._generate(client, message)
             case Encode():

@@ -74,7 +74,7 @@ def holding(directory: Path, in_use: tuple[str, str] = PORT_IN_USE) -> Iterator[
     try:
         clear(directory)
         yield lock
-    except (Failure, KeyboardInterrupt):  # these are raised only while no child runs
+    except (Failure, KeyboardInterrupt):  # no child runs yet, or only until this process has ended
         remove(directory)
         raise
     else:

@@ -1,1 +1,1 @@
-"""What a model is: its config, its dimensions and its tensors. Nothing here computes."""
+"""Descriptions of models: configs, dimensions, tensors and their shares. Nothing is computed."""
