@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_core.parts import EngineParts
-from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.requests.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.commit import NOTHING_COMMITTED, CommittedTokens, final_output
 from protocol.engine.messages import FinishReason, Output
 from protocol.engine.timeline import AbortReason

@@ -17,12 +17,13 @@ Its main methods and their results:
     drain_kv_commands()              -> K/V commands to send to the worker before the next plan
     drain_kv_events()                -> changes of the prefix cache, for subscribers
     on_kv_report(KVReport)           -> Outputs per client
-    load_adapter, unload_adapter     -> Refused, or None: on_adapter_report returns the reply
-    drain_adapter_commands()         -> commands about LoRA adapters, to send before the next plan
+    load_adapter, unload_adapter     -> Refused, or None: on_adapter_report returns the reply. Their
+                                        commands (`adapters.drain_commands`) must be sent to the
+                                        worker before the next plan
     on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
 
-`parts.py` builds its parts, `schedule/planner.py` plans, `schedule/committer.py` applies results,
-and every request ends in `endings.py`. The engine has no socket and no clock; times are arguments.
+`parts.py` builds its parts, `schedule/` decides what each step computes, and every request ends in
+`endings.py`. The engine has no socket and no clock; times are arguments.
 
 At most `steps_in_flight` plans are in flight (schedule/), so a step can be planned before the
 tokens of the previous one are known. A slot or block that a step in flight may still write to is
@@ -44,9 +45,10 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from engine_core.adapters.registry import AdapterCommand, AdapterReply
+from engine_core.adapters import AdapterReply
 from engine_core.endings import RequestEndings
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
+from engine_core.grammar.masks import compute_masks
 from engine_core.history.history import TimelineWork
 from engine_core.invariants import check_encoding, check_invariants
 from engine_core.kv.fetches import Fetch, FetchState
@@ -54,12 +56,22 @@ from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
 from engine_core.parts import build_parts
 from engine_core.policy.deadlines import has_started, timeout_error
-from engine_core.schedule.commit import CommittedTokens
-from engine_core.schedule.committer import StepCommitter
-from engine_core.schedule.planner import StepPlanner
+from engine_core.policy.fair_share import charge_rows
+from engine_core.requests.request import Request, RequestPhase
+from engine_core.schedule.columns import quiet_tokens
+from engine_core.schedule.commit import (
+    NO_LOGPROBS,
+    CommittedTokens,
+    commit_row,
+    progress_output,
+)
+from engine_core.schedule.inflight import InflightStep
+from engine_core.schedule.plan import RowColumns, build_plan, mask_matchers
+from engine_core.schedule.row_results import RowResult, StepRowResults
 from engine_core.status import (
     engine_load,
     engine_stats,
+    engine_status,
     worker_status,
 )
 from protocol.config.engine import EngineConfig
@@ -68,7 +80,9 @@ from protocol.engine.kv_events import KVEvent
 from protocol.engine.messages import (
     Accepted,
     Encode,
+    EngineStatus,
     Generate,
+    GetStatus,
     Limits,
     LoadAdapter,
     Output,
@@ -122,7 +136,7 @@ class Engine:
         Raises ValueError if limits.kv_window or limits.kv_groups is set in an engine that must keep
         all blocks.
         """
-        self.parts = parts = build_parts(
+        self._parts = parts = build_parts(
             config,
             model,
             limits,
@@ -134,17 +148,21 @@ class Engine:
             adapters=adapters,
         )
         self.limits = limits
+        self.clock = parts.clock
         self.totals = parts.totals
-        self.admission = parts.admission
+        self.throughput = parts.throughput
+        self.accounts = parts.accounts
+        self.deadlines = parts.deadlines
         self.open_requests = parts.open_requests
+        self.admission = parts.admission
         self.scheduler = parts.scheduler
         self.encoding = parts.encoding
+        self.inflight = parts.inflight
+        self.speculation = parts.speculation
         self.kv_transfers = parts.kv_transfers
         self.adapters = parts.adapters
         self.history = parts.history
         self.endings = RequestEndings(parts)
-        self._planner = StepPlanner(parts)
-        self._committer = StepCommitter(parts, self.endings)
 
     # ---- add
 
@@ -219,7 +237,7 @@ class Engine:
     @property
     def num_in_flight(self) -> int:
         """The number of plans that were sent to the worker and not committed yet."""
-        return self._planner.num_in_flight
+        return len(self.inflight) + len(self.encoding.inflight)
 
     @property
     def is_idle(self) -> bool:
@@ -227,13 +245,90 @@ class Engine:
 
     def plan(self) -> StepPlan | EncodePlan | None:
         """Decide the next step and allocate what it needs. Return None if there is nothing to
-        compute, or if a plan in flight must commit first."""
-        return self._planner.plan()
+        compute, or if a plan in flight must commit first.
+
+        Steps that generate and steps that encode take turns if both have work.
+        """
+        encoding = self.encoding
+        if not encoding.num_open and not encoding.inflight:
+            return None if self.inflight.is_full else self._plan_generation()
+        if self.num_in_flight >= self._parts.config.steps_in_flight:
+            return None
+        encoding.update_held()
+        if encoding.has_work and (encoding.is_next or not self.scheduler.has_work):
+            return self._plan_encoding()
+        plan = self._plan_generation()
+        if plan is not None:
+            encoding.on_generation_planned()
+        elif encoding.has_work and not self.inflight:  # all that generate wait for K/V
+            return self._plan_encoding()
+        return plan
+
+    def _plan_encoding(self) -> EncodePlan:
+        self.totals.step += 1
+        is_shared = self.scheduler.fair_share.is_shared(self.clock.now)
+        is_limited = is_shared and self.scheduler.has_work
+        return self.encoding.plan(self.totals.step, is_limited=is_limited)
+
+    def _plan_generation(self) -> StepPlan | None:
+        scheduler, totals = self.scheduler, self.totals
+        if not scheduler.has_work:
+            return None
+        is_shared = scheduler.fair_share.is_shared(self.clock.now)
+        if self.inflight and self._must_wait(is_shared=is_shared):
+            return None
+        schedule = scheduler.schedule(is_shared=is_shared)
+        totals.counts["preemptions"] += len(schedule.preempted)
+        rows = RowColumns.from_schedule(schedule)
+        if not rows.requests:
+            return None
+        for request in schedule.admitted:
+            totals.num_admitted_tokens += len(request.tokens)
+            if not request.num_preemptions:
+                totals.counts["prompt_tokens"] += request.prompt_tokens
+                totals.counts["cached_tokens"] += request.num_cached
+        charge_rows(rows.requests, rows.counts)
+        for request in [request for request in rows.requests if request.kv_readers]:
+            if request not in schedule.partial:
+                self.kv_transfers.announce(request)
+        totals.step += 1
+        for request in schedule.admitted:
+            self.history.on_bound(request, totals.step)
+        releases = scheduler.slots.drain_releases()
+        plan = build_plan(totals.step, schedule, rows, releases, self.inflight.newest)
+        self.inflight.on_sent(plan, rows.requests)
+        return plan
+
+    def _must_wait(self, *, is_shared: bool) -> bool:
+        """Return whether the plans in flight must commit before the next step is planned.
+
+        They must if the next step may preempt a request, or if its drafts depend on a result in
+        flight. The next step also waits for a long prefill step, and for any prefill step if
+        accounts share the engine, so that it can include a request that arrives meanwhile.
+        """
+        scheduler = self.scheduler
+        prompt_tokens = self.inflight.num_prompt_tokens
+        return (
+            not scheduler.can_continue()
+            or self.inflight.are_decisive
+            or (prompt_tokens > 0 and (is_shared or self.throughput.is_long_step(prompt_tokens)))
+            or self.speculation.should_wait(scheduler.running, len(scheduler.running))
+        )
 
     def masks(self) -> Masks | None:
-        """Return the masks of the oldest plan in flight. Return None if they were returned already,
-        or if no grammar constrains the plan's rows."""
-        return self._planner.masks()
+        """Return the masks of the oldest plan in flight.
+
+        Return None if they were returned already, or if no grammar constrains the plan's rows. A
+        mask depends on all tokens before it. So it can be computed only after the previous plan has
+        committed, when its own plan has become the oldest.
+        """
+        step = self.inflight.oldest
+        if step is None or not step.needs_masks:
+            return None
+        step.needs_masks = False
+        matchers = mask_matchers(step.plan, step.requests)
+        bits = compute_masks(matchers, self._parts.model.vocab_size)
+        return Masks(step=step.plan.step, bits=bits)
 
     # ---- commit
 
@@ -244,18 +339,125 @@ class Engine:
         that came later. Raises RuntimeError if the result belongs to another plan, or does not fit
         the plan.
         """
-        return self._committer.commit(result, elapsed_s)
+        totals, throughput = self.totals, self.throughput
+        step, results = self.inflight.on_completed(result)
+        num_rows, num_computed = len(step.requests), step.num_tokens
+        if self.speculation.is_enabled and not step.prompts:
+            self.speculation.observe(num_rows, num_computed, step.num_requested_drafts, elapsed_s)
+        totals.counts["computed_tokens"] += num_computed
+        throughput.observe(num_computed, elapsed_s, has_prompts=step.has_prompts)
+        if len(self.scheduler.waiting):
+            throughput.admitted.observe(totals.num_admitted_tokens, elapsed_s)
+        totals.num_admitted_tokens = 0
+        self.history.on_step(step, num_computed, elapsed_s, self.scheduler.lack)
+        self.endings.release_committed()
+        return self._messages(result.step, self._commit_rows(step, results))
 
     def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        """Apply the result of the oldest plan in flight that encodes. Otherwise as `commit`. The
-        results of requests that are done wait for `pop_results`."""
-        return self._committer.commit_encoded(result, elapsed_s)
+        """Apply the result of the oldest plan in flight that encodes, and return the outputs of
+        each client whose requests have failed. `elapsed_s` is that of `commit`. `pop_results`
+        returns the results of requests that are done.
+
+        Raises RuntimeError if the result belongs to another plan, or does not fit the plan.
+        """
+        counts = self.totals.counts
+        step, encoded = self.encoding.commit(result)
+        counts["computed_tokens"] += step.num_tokens
+        self.throughput.observe_encoding(step.num_tokens, elapsed_s)
+        self.history.on_encoded(step, elapsed_s, self.scheduler.lack)
+        outputs: dict[bytes, list[Output]] = {}
+        for part in encoded:
+            request, progress = part.request, part.request.encode
+            assert progress is not None
+            if part.is_failed:
+                error = StepFailed("a result of this request is not a finite number")
+                end = self.endings.finish(request, "error", CommittedTokens(error=error))
+                outputs.setdefault(request.client, []).append(end)
+            elif progress.is_done:
+                counts["prompt_tokens"] += request.prompt_tokens
+                self.encoding.unsent.add(request)
+        return self._messages(result.step, outputs)
 
     def pop_results(self, client: bytes, num_bytes: int) -> Outputs:
         """End the first requests of `client` whose results are not sent, and return their last
         outputs: as many as have at most `num_bytes` together, and at least one. Raises KeyError if
-        there are none (`encoding.unsent`)."""
-        return self._committer.pop_results(client, num_bytes)
+        there are none."""
+        requests = self.encoding.unsent.first(client, num_bytes)
+        outputs = [self.endings.finish(request, "stop") for request in requests]
+        return Outputs(step=0, outputs=outputs, load=self.load)
+
+    def _messages(self, step: int, outputs: dict[bytes, list[Output]]) -> dict[bytes, Outputs]:
+        load = self.load
+        return {
+            client: Outputs(step=step, outputs=own, load=load) for client, own in outputs.items()
+        }
+
+    def _commit_rows(
+        self, step: InflightStep, results: StepRowResults
+    ) -> dict[bytes, list[Output]]:
+        """Apply the rows of a committed step in order, and return the outputs of each client.
+
+        Rows with a quiet token (columns.py) are applied here, and the others by `_commit_row`,
+        which is the reference: both do the same to a row with a quiet token.
+        """
+        counts, starts = step.counts, step.plan.row_starts.tolist()
+        quiet = quiet_tokens(step.requests, starts, results.tokens, step.plan.num_decodes)
+        self.totals.counts["generated_tokens"] += len(quiet) - quiet.count(None)
+        # `advance` is needed only after every `size` positions, when a block is full; elsewhere it
+        # just counts. If blocks are freed while requests run, it is needed after every position.
+        size = 1 if self.scheduler.tables.frees_blocks else self.limits.block_tokens
+        outputs: dict[bytes, list[Output]] = {}
+        client, own = None, []
+        rows = range(len(step.requests))
+        for row, request, start, token in zip(rows, step.requests, starts, quiet, strict=True):
+            if token is None:
+                if request.phase is not RequestPhase.RUNNING:
+                    continue
+                output = self._commit_row(request, counts[row], results[row])
+                if output is None:
+                    continue
+            else:
+                request.tokens.append(token)
+                if request.account is not None:
+                    self.accounts.charge_tokens(request.account, 1)
+                if (start + 1) % size:
+                    request.num_computed += 1
+                else:
+                    self.scheduler.advance(request, 1)
+                output = Output(
+                    request=request.number,
+                    tokens=[token],
+                    logprobs=NO_LOGPROBS,
+                    prompt_logprobs=NO_LOGPROBS,
+                )
+            if request.client != client:
+                client = request.client
+                own = outputs.setdefault(client, [])
+            own.append(output)
+        return outputs
+
+    def _commit_row(self, request: Request, count: int, row_result: RowResult) -> Output | None:
+        """Apply one row of a committed step, and return the Output for its client. Return None
+        while the prompt is being computed."""
+        counts = self.totals.counts
+        committed = commit_row(request, count, row_result)
+        counts["generated_tokens"] += len(committed.tokens)
+        if request.account is not None:
+            self.accounts.charge_tokens(request.account, len(committed.tokens))
+        counts["draft_tokens"] += row_result.num_drafts
+        counts["accepted_tokens"] += committed.num_accepted
+        self.scheduler.advance(request, committed.num_valid)
+        if committed.tokens and request.num_generated == len(committed.tokens):
+            self.history.on_first_token(request)
+        if committed.finish is not None:
+            return self.endings.finish(request, committed.finish, committed)
+        if committed.tokens:
+            return progress_output(request, committed)
+        if request.samples or request.num_computed < len(request.tokens):
+            return None
+        if request.kv_readers:
+            committed.kv_handle = self.kv_transfers.hand_over(request)
+        return self.endings.finish(request, "length", committed)
 
     def pop_freed(self) -> dict[bytes, list[int]]:
         """Return client -> numbers of its aborted requests whose slot and blocks have become
@@ -265,19 +467,13 @@ class Engine:
 
     # ---- deadlines and K/V transfer
 
-    @property
-    def next_deadline(self) -> float:
-        """The earliest deadline of all requests, on the clock of `tick`. `tick` ends no request
-        before it."""
-        return self.parts.deadlines.next_at
-
     def tick(self, now: float) -> dict[bytes, Outputs]:
         """Set the engine's clock to `now`, in seconds of a steady clock. Expire leases, and end the
         requests that are past a deadline. Return their final Outputs per client."""
         self.kv_transfers.tick(now)
-        self.parts.accounts.now = self.parts.clock.now = now
+        self.accounts.now = self.clock.now = now
         outputs: dict[bytes, list[Output]] = {}
-        for request in self.parts.deadlines.pop_late(now):
+        for request in self.deadlines.pop_late(now):
             self.totals.timeouts["running" if has_started(request) else "queued"] += 1
             error = timeout_error(request, now, self.admission.retry_after_s(request))
             outputs.setdefault(request.client, []).append(
@@ -297,7 +493,7 @@ class Engine:
     def drain_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix cache since the last call, in order. The first event is
         AllBlocksCleared. There are no events unless `EngineConfig.kv_events` is set."""
-        events = self.parts.cache_events
+        events = self._parts.cache_events
         return [] if events is None else events.drain()
 
     def keep_kv(self, handles: Iterable[str]) -> None:
@@ -322,10 +518,6 @@ class Engine:
                 outputs.setdefault(fetch.request.client, []).append(output)
         return {client: Outputs(step=0, outputs=own) for client, own in outputs.items()}
 
-    def oldest_fetch_s(self, now: float) -> float:
-        """Return the age in seconds of the oldest fetch without a report; 0 if there is none."""
-        return self.kv_transfers.fetches.oldest_s(now)
-
     def _on_fetch_over(self, fetch: Fetch) -> Output | None:
         """Continue the request of a fetch that is over, or release its slot and blocks if it has
         already ended. Return the request's final Output if the fetch of a handed-over prompt
@@ -338,7 +530,7 @@ class Engine:
             self.scheduler.on_fetch_over(request, fetch.match)
             return None
         self.scheduler.on_fetch_over(request, None)
-        if not fetch.match.is_handed_over or self.parts.config.kv_on_failure == "recompute":
+        if not fetch.match.is_handed_over or self._parts.config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")
         return self.endings.finish(request, "error", CommittedTokens(error=error))
@@ -364,11 +556,6 @@ class Engine:
         except ServingError as error:
             return Refused(request=message.request, error=error.info())
         return None
-
-    def drain_adapter_commands(self) -> list[AdapterCommand]:
-        """Return the commands about adapters for the worker since the last call, in order. The
-        caller must send them before any later plan."""
-        return self.adapters.drain_commands()
 
     def on_adapter_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
         """Apply the worker's answer to a command. Return the client that waits for it, and the
@@ -404,15 +591,26 @@ class Engine:
 
     def worker_view(self) -> WorkerStatus:
         """Describe the step that the worker computes. The caller adds the measured times."""
-        return worker_status(self.parts.inflight, self.parts.throughput)
+        return worker_status(self.inflight, self.throughput)
 
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is."""
-        return engine_load(self.parts)
+        return engine_load(self._parts)
 
     def stats(self, *, clients: int = 0, wire_errors: int = 0) -> EngineStats:
-        return engine_stats(self.parts, clients=clients, wire_errors=wire_errors)
+        return engine_stats(self._parts, clients=clients, wire_errors=wire_errors)
+
+    def status(
+        self,
+        message: GetStatus,
+        *,
+        now: float,
+        stats: EngineStats,
+        client_name: Callable[[bytes], str],
+    ) -> EngineStatus:
+        """Return the answer to a GetStatus. `client_name` returns the name of a client."""
+        return engine_status(self._parts, message, now=now, stats=stats, client_name=client_name)
 
     def check(self) -> None:
         """Check every invariant of slots, blocks and the prefix cache by brute force; for tests and

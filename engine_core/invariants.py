@@ -11,7 +11,7 @@ from engine_core.blocks.hash import extend_hashes, root_hash
 from engine_core.blocks.prefix_cache import window_keys
 from engine_core.encode.scheduler import MAX_STARTED, EncodeScheduler
 from engine_core.kv.leases import KVLeases
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
 from protocol.engine.messages import Limits
 from protocol.worker.steps import NULL_BLOCK

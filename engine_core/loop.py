@@ -17,17 +17,16 @@ import time
 import zmq
 from msgspec.structs import replace
 
-from engine_core.adapters.saved import AdapterRestore
 from engine_core.connections.event_publisher import EventPublisher
 from engine_core.connections.mailbox import Mailbox
-from engine_core.encode.result_sender import send_results
 from engine_core.engine import Engine
 from engine_core.grammar.service import GrammarService
 from engine_core.history.queue import TimelineQueue, timelines_answer
 from engine_core.journal.file import Writer
 from engine_core.profiling import Profiling
+from engine_core.result_sender import send_results
+from engine_core.saved_adapters import AdapterRestore
 from engine_core.startup import build_engine
-from engine_core.status import engine_status
 from engine_core.workers.link import WorkerLink
 from engine_core.workers.watch import WorkerWatch
 from protocol.config.engine import EngineConfig
@@ -204,7 +203,7 @@ class EngineLoop:
             return TICK_MS
         if self._timelines.is_busy:
             return 0
-        left_s = min(self._engine.next_deadline - now, TICK_MS / 1000)
+        left_s = min(self._engine.deadlines.next_at - now, TICK_MS / 1000)
         return math.ceil(max(left_s, 0.0) * 1000)
 
     def _is_done(self) -> bool:
@@ -411,7 +410,7 @@ class EngineLoop:
         if engine is None:
             return
         self._worker_watch.check_limits(engine, now)
-        for command in engine.drain_adapter_commands():
+        for command in engine.adapters.drain_commands():
             self._worker.send(command)
         while True:
             plan = engine.plan()
@@ -479,8 +478,8 @@ class EngineLoop:
         engine = self._engine
         if engine is None:
             return EngineStatus(request=message.request, now_s=now, stats=self._stats())
-        return engine_status(
-            engine.parts, message, now=now, stats=self._stats(), client_name=self._clients.get_name
+        return engine.status(
+            message, now=now, stats=self._stats(), client_name=self._clients.get_name
         )
 
     def _add_timelines(self, client: bytes, message: GetTimeline) -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine_core.adapters.registry import AdapterRegistry
+from engine_core.adapters import AdapterRegistry
+from engine_core.admission.admission import Admission
 from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
@@ -16,15 +17,14 @@ from engine_core.history.history import EngineHistory
 from engine_core.kv.peers import PeerCluster, Peers
 from engine_core.kv.tiers import TierIndex
 from engine_core.kv.transfers import KVTransfers
-from engine_core.open_requests import OpenRequests
 from engine_core.policy.accounts import Accounts
-from engine_core.policy.admission import Admission
 from engine_core.policy.deadlines import Deadlines
 from engine_core.policy.throughput import Throughput
+from engine_core.requests.open_requests import OpenRequests
+from engine_core.requests.stage_timer import EngineClock
 from engine_core.schedule.inflight import InflightSteps
 from engine_core.schedule.scheduler import Scheduler
-from engine_core.speculation.drafting import Speculation
-from engine_core.stage_timer import EngineClock
+from engine_core.speculation.draft_policy import Speculation
 from protocol.config.engine import EngineConfig
 from protocol.engine.adapters import AdapterInfo
 from protocol.engine.messages import Limits

@@ -11,9 +11,9 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from engine_core.open_requests import OpenRequests
 from engine_core.parts import EngineParts
 from engine_core.policy.throughput import Throughput
+from engine_core.requests.open_requests import OpenRequests
 from engine_core.schedule.commit import status_row
 from engine_core.schedule.inflight import InflightSteps
 from protocol.engine.messages import EngineStatus, GetStatus, RequestStatus

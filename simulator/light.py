@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from engine_core.policy.admission import check_load
+from engine_core.admission.admission import check_load
 from engine_core.policy.queue import QueueLoad
 from engine_core.policy.throughput import Throughput
 from protocol.config.engine import EngineConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_core.adapters.registry import AdapterCommand
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.file import list_journals, read
 from engine_core.journal.records import CommitRecord, StartRecord, TickRecord
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

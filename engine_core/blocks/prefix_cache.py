@@ -6,7 +6,7 @@ The cache does not hold its blocks, so it does not keep them from being reused.
 
 For each block, the cache also records whether the draft model's K/V exists for it. If not, a
 request that uses the draft model finds the block, but its draft model must compute it. The draft
-model is not used for every request (speculation/drafting.py).
+model is not used for every request (speculation/draft_policy.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from engine_core.blocks.cache_events import CacheEvents
 from engine_core.blocks.hash import ContentHashes
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.kv_window import num_passed_blocks
 from protocol.engine.messages import Limits
 from protocol.worker.steps import NULL_BLOCK

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from engine_core.encode.unsent_results import UnsentResults
-from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.fair_share import FairShare
 from engine_core.policy.queue import QueueLoad, WaitingQueue
-from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.requests.encode_progress import EncodeProgress
+from engine_core.requests.request import AccountUsage, Request, RequestEvent, RequestPhase
 from protocol.engine.encoding import MAX_STEP_INPUTS, EncodeInputs
 from protocol.wire.arrays import Float32, Int32
 from protocol.worker.steps import EncodePlan, EncodeResult
@@ -37,41 +37,6 @@ from protocol.worker.steps import EncodePlan, EncodeResult
 MAX_STARTED = 8
 """Most requests of which some inputs are in plans, and others are not, except that every account
 may have one. It bounds the requests that the limits of the waiting queue do not count."""
-
-
-@dataclass(slots=True)
-class EncodeProgress:
-    """The inputs of a request, and the results so far."""
-
-    #: Number of tokens of each input.
-    lengths: list[int]
-    #: Token types, as in `EncodeInputs`.
-    splits: list[int] | None
-    #: Number of leading inputs that are in plans.
-    num_planned: int = 0
-    #: Number of inputs whose results have come.
-    num_done: int = 0
-    #: The results so far, one buffer of float32 for each step.
-    results: list[bytes] = field(default_factory=list)
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether every input is in a plan."""
-        return self.num_planned == len(self.lengths)
-
-    @property
-    def num_result_bytes(self) -> int:
-        return sum(map(len, self.results))
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_done == len(self.lengths)
-
-    def vectors(self) -> Float32:
-        """Return all results, [number of inputs, size]."""
-        data = b"".join(self.results)
-        size = len(data) // Float32.itemsize // len(self.lengths)
-        return Float32(data, (len(self.lengths), size))
 
 
 @dataclass(slots=True)

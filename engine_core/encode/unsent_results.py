@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, KeysView
 from itertools import chain, islice
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.encoding import MAX_STEP_INPUTS
 
 MAX_UNSENT_BYTES = 256 << 20

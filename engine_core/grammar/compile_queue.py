@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from engine_core.grammar.cache import RETRY_S, CompiledGrammar, CompileJob
+from engine_core.grammar.jobs import RETRY_S, CompiledGrammar, CompileJob
 from protocol.wire.errors import InvalidRequest, Overloaded
 
 

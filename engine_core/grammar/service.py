@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compile_queue import CompileQueue
 from engine_core.grammar.heap import CHeap
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.large_stack import large_stacks
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.grammar.meter import CompileMeter

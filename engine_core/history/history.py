@@ -9,10 +9,10 @@ from engine_core.encode.scheduler import EncodeStep
 from engine_core.history.requests import RequestHistories, RequestHistory
 from engine_core.history.steps import StepLog, between
 from engine_core.history.timeline import build_timeline
-from engine_core.request import Request
+from engine_core.requests.request import Request
+from engine_core.requests.stage_timer import EngineClock
 from engine_core.schedule.commit import request_usage
 from engine_core.schedule.inflight import InflightStep
-from engine_core.stage_timer import EngineClock
 from protocol.engine.timeline import AbortReason, EngineTimeline, Lack
 from protocol.engine.usage import Usage
 from protocol.shared.latency import NUM_BUCKETS, bucket

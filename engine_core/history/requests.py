@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.timeline import AbortReason, Stage
 from protocol.engine.usage import Usage
 from protocol.shared.request_ids import begins

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from engine_core.adapters.registry import EngineAdapter
+from engine_core.admission.admission import Admission
 from engine_core.blocks.pool import BlockPool
 from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.engine import Engine
@@ -32,13 +32,12 @@ from engine_core.journal.snapshot import (
 )
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.transfers import KVTransfers
-from engine_core.policy.accounts import AccountUsage
-from engine_core.policy.admission import Admission
 from engine_core.policy.fair_share import FairShare
-from engine_core.request import Request
+from engine_core.requests.adapter import EngineAdapter
+from engine_core.requests.drafting import ModelDrafter, RequestDrafting
+from engine_core.requests.request import AccountUsage, Request
 from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.scheduler import Scheduler
-from engine_core.speculation.drafting import ModelDrafter, RequestDrafting
 from engine_core.speculation.ngram import NgramDrafter
 from protocol.wire import codec
 
@@ -60,7 +59,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     usages = {usage: i for i, usage in enumerate(dict.fromkeys(used))}
     adapters = {adapter: i for i, adapter in enumerate(engine.adapters._adapters)}
     return EngineSnapshot(
-        now=engine.parts.clock.now,
+        now=engine.clock.now,
         step=engine.totals.step,
         counts=engine.totals.counts,
         finished=engine.totals.finished,
@@ -70,9 +69,9 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         num_open=len(engine.open_requests),
         usages=list(usages),
         ended_in_flight=[requests[request] for request in engine.endings.in_flight],
-        inflight=[_from_step(step, requests) for step in engine.parts.inflight],
-        buckets=engine.parts.accounts._buckets,
-        throughput=engine.parts.throughput,
+        inflight=[_from_step(step, requests) for step in engine.inflight],
+        buckets=engine.accounts._buckets,
+        throughput=engine.throughput,
         admission=_from_admission(engine.admission, requests),
         fair_share=_from_fair_share(fair_share, usages),
         scheduler=_from_scheduler(scheduler, requests),
@@ -80,9 +79,9 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         blocks=_from_pool(scheduler.pool),
         kv=_from_kv(engine.kv_transfers, requests),
         speculation=SpeculationSnapshot(
-            overhead=engine.parts.speculation.overhead._times,
-            model_tally=engine.parts.speculation._model_tally,
-            num_started=engine.parts.speculation._num_started,
+            overhead=engine.speculation.overhead._times,
+            model_tally=engine.speculation._model_tally,
+            num_started=engine.speculation._num_started,
         ),
         adapters=[
             AdapterSnapshot(**{name: getattr(adapter, name) for name in ADAPTER_FIELDS})

@@ -22,9 +22,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from engine_core.adapters.registry import AdapterReply
+from engine_core.adapters import AdapterReply
 from engine_core.engine import Engine, draw_seed
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.journal.capture import take_snapshot
 from engine_core.journal.file import Writer
 from engine_core.journal.records import (

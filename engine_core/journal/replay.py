@@ -14,11 +14,11 @@ from functools import cache, partial
 from itertools import count
 from typing import Protocol
 
-from engine_core.adapters.registry import AdapterCommand
+from engine_core.adapters import AdapterCommand
 from engine_core.engine import Engine
 from engine_core.grammar import large_stack
-from engine_core.grammar.cache import CompiledGrammar, grammar_digest
 from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.jobs import CompiledGrammar, grammar_digest
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.journal.recorder import plan_record
 from engine_core.journal.records import (
@@ -207,7 +207,7 @@ class _ReplayedEngine:
             case AdapterReportRecord(report=adapter_report):
                 self._compare(number, record, digest(engine.on_adapter_report(adapter_report)))
         self._jobs |= {job.digest: job.grammar for job in self.engine.drain_compile_jobs()}
-        for command in self.engine.drain_adapter_commands():
+        for command in self.engine.adapters.drain_commands():
             if self._worker is not None:
                 self._worker.send(command)
         self.engine.drain_kv_commands()

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from engine_core.adapters.registry import EngineAdapter
+from engine_core.admission.admission import Admission
+from engine_core.admission.grammar_cache import CachedGrammar, PendingGrammar
 from engine_core.blocks.pool import BlockPool
 from engine_core.encode.scheduler import EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
-from engine_core.grammar.cache import CachedGrammar, PendingGrammar
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.journal.snapshot import (
     ADAPTER_FIELDS,
@@ -35,17 +35,17 @@ from engine_core.journal.snapshot import (
 )
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.transfers import KVTransfers
-from engine_core.policy.accounts import AccountUsage
-from engine_core.policy.admission import Admission
 from engine_core.policy.fair_share import FairShare
 from engine_core.policy.queue import WaitingQueue
 from engine_core.policy.throughput import Throughput
-from engine_core.request import Request
+from engine_core.requests.adapter import EngineAdapter
+from engine_core.requests.drafting import RequestDrafting
+from engine_core.requests.request import AccountUsage, Request
+from engine_core.requests.stage_timer import StageTimer
 from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.scheduler import Scheduler
-from engine_core.speculation.drafting import RequestDrafting, Speculation
+from engine_core.speculation.draft_policy import Speculation
 from engine_core.speculation.ngram import NgramDrafter
-from engine_core.stage_timer import StageTimer
 from protocol.wire import codec
 from protocol.worker.steps import EncodePlan, StepPlan
 
@@ -62,16 +62,16 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     again. `find` returns compiled grammars. Raises LookupError, ValueError or WireError if the
     snapshot is damaged.
     """
-    engine.parts.clock.now = engine.parts.accounts.now = engine.kv_transfers._now = snapshot.now
+    engine.clock.now = engine.accounts.now = engine.kv_transfers._now = snapshot.now
     engine.totals.step = snapshot.step
     engine.totals.counts = Counter(snapshot.counts)
     engine.totals.finished = Counter(snapshot.finished)
     engine.totals.timeouts = Counter(snapshot.timeouts)
     engine.totals.num_admitted_tokens = snapshot.num_admitted_tokens
-    engine.parts.accounts._buckets = snapshot.buckets
+    engine.accounts._buckets = snapshot.buckets
     for field in fields(Throughput):  # copied, because several parts share the engine's object
-        setattr(engine.parts.throughput, field.name, getattr(snapshot.throughput, field.name))
-    speculation = engine.parts.speculation
+        setattr(engine.throughput, field.name, getattr(snapshot.throughput, field.name))
+    speculation = engine.speculation
     speculation.overhead._times = snapshot.speculation.overhead
     speculation._model_tally = snapshot.speculation.model_tally
     speculation._num_started = snapshot.speculation.num_started
@@ -85,9 +85,9 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
         engine.adapters.add_user(request)
     for request in requests[: snapshot.num_open]:
         engine.open_requests.add(request)
-        engine.parts.deadlines.add(request)
+        engine.deadlines.add(request)
     engine.endings.in_flight = [requests[i] for i in snapshot.ended_in_flight]
-    engine.parts.inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
+    engine.inflight.restore(_to_step(step, requests) for step in snapshot.inflight)
     _restore_fair_share(engine.scheduler.fair_share, snapshot.fair_share, snapshot.usages)
     num_open = snapshot.num_open
     _restore_admission(engine.admission, snapshot.admission, requests, num_open, find)
@@ -101,7 +101,7 @@ def _to_request(
     part: RequestSnapshot, engine: Engine, usages: list[AccountUsage], find: FindTemplate
 ) -> Request:
     tokens = array("i", part.tokens)
-    timer = StageTimer(engine.parts.clock)
+    timer = StageTimer(engine.clock)
     timer._stage, timer._since = part.stage_timer.stage, part.stage_timer.since
     timer._spent, timer._has_token = part.stage_timer.spent, part.stage_timer.has_token
     request = Request(
@@ -114,7 +114,7 @@ def _to_request(
     if part.has_matcher and part.grammar is not None:
         request.matcher = _matcher(find(part.grammar), tokens[part.prompt_tokens :])
     if part.drafting is not None:
-        request.drafting = _to_drafting(part.drafting, tokens, engine.parts.speculation)
+        request.drafting = _to_drafting(part.drafting, tokens, engine.speculation)
     return request
 
 

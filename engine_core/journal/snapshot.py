@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import msgspec
 
-from engine_core.adapters.registry import AdapterState
-from engine_core.encode.scheduler import EncodeProgress
-from engine_core.grammar.cache import CompileJob
+from engine_core.grammar.jobs import CompileJob
 from engine_core.kv.fetches import FetchState, Match
 from engine_core.kv.tiers import Tier
-from engine_core.policy.accounts import AccountBuckets, AccountUsage
+from engine_core.policy.accounts import AccountBuckets
 from engine_core.policy.throughput import Throughput
-from engine_core.request import RequestPhase
-from engine_core.speculation.drafting import AcceptanceTally
+from engine_core.requests.adapter import AdapterState
+from engine_core.requests.drafting import AcceptanceTally
+from engine_core.requests.encode_progress import EncodeProgress
+from engine_core.requests.request import AccountUsage, RequestPhase
+from engine_core.requests.stage_timer import RequestStage
 from engine_core.speculation.overhead import StepTimes
-from engine_core.stage_timer import RequestStage
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 from msgspec.structs import astuple, replace
 
-from engine_core.adapters.registry import AdapterCommand
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.records import StartRecord
 from engine_core.workers.link import WorkerLink
 from protocol.engine.adapters import AdapterInfo

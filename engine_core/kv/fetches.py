@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.machine import Machine
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVCancel, KVFailure, KVFetch, KVFetched, KVReport, PeerSource, Source

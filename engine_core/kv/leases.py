@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from engine_core.blocks.pool import BlockPool
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from protocol.machine import Machine
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVExport, KVWithdraw

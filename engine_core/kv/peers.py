@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from engine_core.blocks.hash import ContentHashes
 from engine_core.kv.fetches import Match
-from engine_core.kv.handle import Handle, Seal
-from engine_core.request import Request
+from engine_core.kv.seal import Seal
+from engine_core.requests.kv_handle import Handle
+from engine_core.requests.request import Request
 from protocol.config.engine import EngineConfig
 from protocol.engine.messages import Generate
 from protocol.wire.errors import InvalidRequest

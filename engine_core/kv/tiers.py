@@ -17,7 +17,7 @@ from itertools import takewhile
 from engine_core.blocks.hash import ContentHashes
 from engine_core.kv.fetches import Match
 from engine_core.policy.throughput import Throughput
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVReport, KVStore, KVTierNews, KVUsed, TierSource
 

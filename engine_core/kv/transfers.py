@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.kv.fetches import Fetch, Fetches, Match
-from engine_core.kv.handle import Handle
 from engine_core.kv.leases import KVLeases
 from engine_core.kv.peers import Peers
 from engine_core.kv.tiers import TierIndex
-from engine_core.request import Request
+from engine_core.requests.kv_handle import Handle
+from engine_core.requests.request import Request
 from protocol.config.engine import EngineConfig
 from protocol.engine.messages import Generate
 from protocol.worker.kv import (

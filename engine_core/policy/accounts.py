@@ -60,16 +60,6 @@ class AccountBuckets:
     tokens: Bucket = field(default_factory=Bucket)
 
 
-@dataclass(slots=True, eq=False)
-class AccountUsage:
-    """How much one account has been served: the number of tokens computed for it
-    (fair_share.py)."""
-
-    name: str = ""
-    #: Computed tokens. `FairShare.on_wait_started` adjusts the number.
-    served: float = 0.0
-
-
 class Accounts:
     """The rate limits of all accounts. The owner sets `now`, in seconds of a steady clock."""
 

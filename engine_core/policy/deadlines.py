@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from math import inf
 
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from protocol.wire.errors import QueueTimeout, ServingError, TimedOut
 
 STALE_SLACK = 1024

@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
-from engine_core.policy.accounts import AccountUsage
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import AccountUsage, Request, RequestPhase
 from engine_core.speculation.step_costs import StepCosts
 from protocol.engine.messages import Limits
 

@@ -12,9 +12,8 @@ import heapq
 from collections.abc import Iterable, Iterator, KeysView
 from typing import NamedTuple
 
-from engine_core.policy.accounts import AccountUsage
 from engine_core.policy.fair_share import FairShare
-from engine_core.request import Request
+from engine_core.requests.request import AccountUsage, Request
 
 Rank = tuple[float, int]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.blocks.pool import BlockPool
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.columns import slot_column
 from engine_core.schedule.plan import Schedule
 from protocol.engine.kv_window import max_live_blocks, num_passed_blocks

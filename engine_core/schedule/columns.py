@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 
 RUNNING = RequestPhase.RUNNING
 

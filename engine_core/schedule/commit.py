@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import FinishReason, Output, RequestStatus, Usage

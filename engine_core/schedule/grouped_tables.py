@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.blocks.pool import BlockPool
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule
 from protocol.engine.kv_window import KVGroups, max_live_blocks, num_passed_blocks

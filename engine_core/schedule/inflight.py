@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from engine_core.schedule.row_results import StepRowResults
 from protocol.worker.steps import StepPlan, StepResult
 

@@ -12,7 +12,7 @@ from itertools import chain, compress, islice, repeat
 from typing import NamedTuple
 
 from engine_core.grammar.matcher import Matcher
-from engine_core.request import Request, RequestPhase
+from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.columns import samples_column, slot_column, start_column
 from engine_core.schedule.inflight import InflightStep
 from protocol.wire.arrays import Int32, UInt8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.wire.errors import InvalidRequest, ServingError, StepFailed
 from protocol.worker.steps import Logprobs, StepPlan, StepResult

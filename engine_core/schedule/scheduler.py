@@ -61,7 +61,7 @@ from engine_core.policy.fair_share import (
     prefill_order,
 )
 from engine_core.policy.queue import WaitingQueue
-from engine_core.request import Request, RequestEvent, RequestPhase
+from engine_core.requests.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.columns import running_column, uncomputed_column
 from engine_core.schedule.grouped_tables import GroupedBlockTables
@@ -78,7 +78,7 @@ One pass over many tokens costs little more than a pass over one token.
 
 
 class DraftPolicy(Protocol):
-    """Decides which requests get drafts, and how many. `Speculation` (speculation/drafting.py)
+    """Decides which requests get drafts, and how many. `Speculation` (speculation/draft_policy.py)
     implements it."""
 
     @property

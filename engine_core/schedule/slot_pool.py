@@ -6,7 +6,7 @@ the same generation, so the worker detects a release that comes twice or too lat
 
 from __future__ import annotations
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.worker.steps import SlotRelease
 
 

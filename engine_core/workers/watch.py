@@ -58,7 +58,9 @@ class WorkerWatch:
         if step_s > timeout_s and step_s > step_limit_s(timeout_s, engine.worker_view().expected_s):
             raise WorkerLost(f"the worker has not answered for {step_s:.0f} s")
         # A busy worker may report on a fetch only after its step, so the step timeout is added.
-        if (report_age_s := engine.oldest_fetch_s(now)) > self._config.kv_timeout_s + timeout_s:
+        if (
+            report_age_s := engine.kv_transfers.fetches.oldest_s(now)
+        ) > self._config.kv_timeout_s + timeout_s:
             raise WorkerLost(f"the worker has not reported on a fetch for {report_age_s:.0f} s")
 
     def check_health(self, engine: Engine | None, now: float) -> bool:

@@ -10,7 +10,7 @@
                                     P worker ── KVReport(taken) ──▶ P engine: the lease is over
 ```
 
-A handle is a text that names a prompt's K/V. It is sealed (engine_core/kv/handle.py): only engines
+A handle is a text that names a prompt's K/V. It is sealed (engine_core/kv/seal.py): only engines
 that have the cluster key can write or open it. A client that passes a handle on can neither read
 nor change it, so no host, port or block id ever comes from a client. A lease is P's promise to keep
 the K/V. It ends when all its readers are done, when it is released (`messages.ReleaseKV`), or when

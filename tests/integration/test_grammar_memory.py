@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_core.grammar.cache import MAX_KEPT_BYTES
+from engine_core.admission.grammar_cache import MAX_KEPT_BYTES
 from protocol.engine.grammar import JsonSchema
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ SLACK_BYTES = 33 << 20
 FLOOD = """
 import json, select, sys
 import msgspec
-from engine_core.grammar.cache import CompileJob, GrammarCache
+from engine_core.admission.grammar_cache import CompileJob, GrammarCache
 from engine_core.grammar.service import GrammarService
 from protocol.engine.grammar import Body, Grammar, Regex
 from tests.support.grammars import signs_card

@@ -17,7 +17,7 @@ import zmq
 
 from engine_core.connections.clients import MAX_UNREAD_BYTES, MAX_UNREAD_WITH_RESULTS, STALLED_S
 from engine_core.connections.mailbox import Mailbox
-from engine_core.encode.result_sender import send_results
+from engine_core.result_sender import send_results
 from protocol.engine.messages import (
     PROTOCOL_VERSION,
     EngineStopped,

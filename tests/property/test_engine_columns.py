@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-from engine_core.request import Request, RequestPhase
-from engine_core.schedule import columns, inflight, plan, planner, scheduler
+from engine_core.requests.request import Request, RequestPhase
+from engine_core import engine
+from engine_core.schedule import columns, inflight, plan, scheduler
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule
 from engine_core.schedule.row_results import RowResult, row_results
@@ -68,7 +69,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(BlockTables, "growing", lambda t, rs: [r for r in rs if t.needs_block(r)])
         patch.setattr(BlockTables, "grow_all", grow_one_by_one)
         patch.setattr(inflight, "StepRowResults", RowByRowResults)
-        patch.setattr(planner, "charge_rows", charge_one_by_one)
+        patch.setattr(engine, "charge_rows", charge_one_by_one)
         yield patch
 
 

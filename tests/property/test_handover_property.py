@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_core.request import RequestPhase
+from engine_core.requests.request import RequestPhase
 from protocol.engine.messages import Refused
 from tests.support.examples import examples
 from tests.support.handover import EchoMover, KVNetwork

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine_core.adapters.registry import AdapterCommand, AdapterReply
+from engine_core.adapters import AdapterCommand, AdapterReply
 from engine_core.engine import Engine
 from protocol.engine.adapters import AdapterInfo
 from protocol.wire.errors import InvalidRequest

@@ -17,8 +17,8 @@ from itertools import accumulate, chain, islice
 from typing import Any
 
 from engine_core.engine import Engine
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
@@ -566,7 +566,7 @@ class Bench:
         return known
 
     def plan(self) -> StepPlan | EncodePlan | None:
-        self.adapters.commands += self.engine.drain_adapter_commands()
+        self.adapters.commands += self.engine.adapters.drain_commands()
         plan = self.engine.plan()
         self.send_kv_commands()
         if plan is not None:
@@ -632,13 +632,13 @@ class Bench:
         return self._sent_adapters(self.engine.unload_adapter(CLIENT, message))
 
     def _sent_adapters(self, reply: Refused | None) -> Refused | None:
-        self.adapters.commands += self.engine.drain_adapter_commands()
+        self.adapters.commands += self.engine.adapters.drain_commands()
         self.check()
         return reply
 
     def run_adapter(self, *, fails: bool = False) -> None:
         """Let the worker carry out its oldest command about adapters."""
-        self.adapters.commands += self.engine.drain_adapter_commands()
+        self.adapters.commands += self.engine.adapters.drain_commands()
         self.adapters.run(self.engine, fails=fails)
         self.check()
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine_core.engine import Engine
-from engine_core.grammar.cache import CompiledGrammar
 from engine_core.grammar.compiler import Compiler
+from engine_core.grammar.jobs import CompiledGrammar
 from engine_core.kv.peers import PeerCluster
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig

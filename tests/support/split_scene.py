@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from engine_core.kv.handle import Seal
+from engine_core.kv.seal import Seal
 from protocol.engine.stats import EngineStats
 from protocol.sdk.client import Client
 from protocol.wire.cluster_key import read_cluster_key, write_cluster_key

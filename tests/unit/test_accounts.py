@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
+from engine_core.admission.admission import check_load, repeat_s
 from engine_core.policy import accounts
 from engine_core.policy.accounts import MAX_REPEAT_S, Accounts
-from engine_core.policy.admission import check_load, repeat_s
 from engine_core.policy.queue import QueueLoad
 from engine_core.policy.throughput import LONG_STEP_S, Rate, Throughput
 from gateway.engine.refusal_cache import MAX_ENTRIES, RefusalCache

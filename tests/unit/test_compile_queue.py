@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
 from engine_core.grammar.compile_queue import CompileQueue
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.meter import CompileMeter
 from protocol.engine.grammar import Grammar, Regex
 from protocol.wire.errors import InvalidRequest, Overloaded

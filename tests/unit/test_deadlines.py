@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine_core.admission.check_generate import new_request
 from engine_core.policy import deadlines
-from engine_core.policy.check_generate import new_request
 from engine_core.policy.deadlines import Deadlines
-from engine_core.request import Request
-from engine_core.stage_timer import EngineClock
+from engine_core.requests.request import Request
+from engine_core.requests.stage_timer import EngineClock
 from protocol.engine.grammar import ChoiceGrammar, Lark
 from protocol.engine.messages import Account, Generate, Output, Times
 from protocol.wire.arrays import Int32
@@ -59,7 +59,7 @@ def test_a_started_request_has_no_queue_timeout() -> None:
     bench.tick(200.0)
     bench.run()
     assert bench.last_output(number).finish == "length"
-    assert bench.engine.next_deadline == float("inf")
+    assert bench.engine.deadlines.next_at == float("inf")
 
 
 def test_a_preempted_request_has_no_queue_timeout() -> None:
@@ -107,7 +107,7 @@ def test_a_request_whose_grammar_compiles_too_late_ends_with_queue_timeout() -> 
 
 def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
     bench = a_busy_bench()
-    bench.engine.parts.throughput.admitted.observe(50, 5.0)
+    bench.engine.throughput.admitted.observe(50, 5.0)
     bench.add([5] * 50)
     refused = bench.refusal([5] * 4, queue_timeout_s=4.0)
     assert (refused.error.code, refused.error.param) == ("queue_timeout", "queue_timeout_s")
@@ -133,12 +133,12 @@ def test_without_a_measured_rate_no_request_is_refused_for_its_timeout() -> None
 
 def test_the_queue_rate_is_measured_while_requests_wait() -> None:
     bench = Bench(max_slots=1, prefix_cache=False)
-    assert bench.engine.parts.throughput.queue_per_s == 0.0
+    assert bench.engine.throughput.queue_per_s == 0.0
     for _ in range(100):
         bench.add([5] * 10, max_tokens=2, ignore_eos=True)
     bench.run()
     # A request of 10 tokens takes two steps of 10 ms.
-    assert bench.engine.parts.throughput.queue_per_s == pytest.approx(500, rel=0.1)
+    assert bench.engine.throughput.queue_per_s == pytest.approx(500, rel=0.1)
 
 
 def request_with_deadlines(order: int, start_deadline: float, deadline: float) -> Request:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine_core.adapters.registry import (
+from engine_core.adapters import (
     AdapterReply,
 )
-from engine_core.open_requests import OpenRequests
-from engine_core.request import Request
+from engine_core.requests.open_requests import OpenRequests
+from engine_core.requests.request import Request
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.engine.grammar import Regex
@@ -154,7 +154,7 @@ def test_unloading_waits_for_running_and_waiting_requests():
     assert not scene.engine.adapters.infos
     while scene.step() is not None:
         is_open = scene.engine.num_open > 0
-        scene.adapters.commands += scene.engine.drain_adapter_commands()
+        scene.adapters.commands += scene.engine.adapters.drain_commands()
         assert not (is_open and scene.adapters.commands), "unloaded too early"
     scene.run_adapter()
     assert [scene.last_output(number).finish for number in (first, second)] == ["length"] * 2
@@ -174,7 +174,7 @@ def test_waiting_for_the_last_request_of_an_adapter_looks_at_no_other_request(mo
 
     with monkeypatch.context() as patched:
         patched.setattr(OpenRequests, "__iter__", refuse)
-        assert scene.engine.drain_adapter_commands() == []
+        assert scene.engine.adapters.drain_commands() == []
     scene.run()
     scene.run_adapter()
     assert scene.engine.adapters.is_empty
@@ -184,7 +184,7 @@ def test_a_request_whose_grammar_fails_uses_its_adapter_no_more():
     scene = bench("fr")
     scene.add(PROMPT, adapter="fr", grammar=Regex(pattern="(a"), max_tokens=3)
     assert scene.unload_adapter("fr") is None
-    assert scene.engine.drain_adapter_commands() == []
+    assert scene.engine.adapters.drain_commands() == []
     scene.compile()
     assert len(scene.refusals) == 1
     scene.run_adapter()

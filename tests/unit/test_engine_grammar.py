@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine_core.grammar.cache import (
+from engine_core.admission.grammar_cache import (
     MAX_KEPT_BYTES,
     MAX_PENDING,
     MAX_PENDING_CHARS,
     MAX_TEMPLATE_BYTES,
     MAX_USED_BYTES,
     MIN_TEMPLATE_BYTES,
-    RETRY_S,
-    CompiledGrammar,
     GrammarCache,
 )
+from engine_core.grammar.jobs import RETRY_S, CompiledGrammar
 from engine_core.grammar.matcher import Matcher
 from protocol.engine.grammar import ChoiceGrammar, Grammar, JsonSchema, Lark, Regex, Thinking
 from protocol.engine.messages import Accepted, Account, Refused

@@ -188,7 +188,7 @@ def test_loading_that_is_slower_than_computing_is_tried_from_time_to_time() -> N
         engine.plan()
         if engine.tiers.jobs:
             loads.append(turn)
-            load(engine, seconds=3 * 88 / engine.engine.parts.throughput.tokens_per_s)
+            load(engine, seconds=3 * 88 / engine.engine.throughput.tokens_per_s)
         engine.run()
         assert engine.tokens(number) == answer(PROMPT, 5)
         forget(engine)

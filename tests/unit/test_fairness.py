@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from engine_core.policy.accounts import AccountUsage
-from engine_core.policy.check_generate import new_request
+from engine_core.admission.check_generate import new_request
 from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import WaitingQueue
-from engine_core.request import Request
-from engine_core.stage_timer import EngineClock
+from engine_core.requests.request import AccountUsage, Request
+from engine_core.requests.stage_timer import EngineClock
 from protocol.engine.messages import Account, Generate
 from protocol.wire.arrays import Int32
 from tests.support.engines import CLIENT, Bench, a_card

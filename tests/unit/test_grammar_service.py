@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine_core.grammar.cache import CompiledGrammar, CompileJob
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.grammar.service import NUM_THREADS, GrammarService
 from protocol.engine.grammar import ChoiceGrammar, Grammar, Regex
@@ -153,7 +153,7 @@ def test_results_after_close_are_dropped() -> None:
 
 DEEP = """
 import json, select
-from engine_core.grammar.cache import CompileJob
+from engine_core.admission.grammar_cache import CompileJob
 from engine_core.grammar.service import NUM_THREADS, GrammarService
 from protocol.engine.grammar import Grammar, JsonSchema, Lark
 from tests.support.grammars import ids_of, signs_card

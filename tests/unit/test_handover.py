@@ -259,9 +259,9 @@ def test_the_age_of_the_oldest_fetch_is_reported() -> None:
     handle = pair.prefill()
     pair.d.tick(100.0)
     pair.decode(handle, max_tokens=9)
-    assert pair.d.engine.oldest_fetch_s(107.0) == 7.0
+    assert pair.d.engine.kv_transfers.fetches.oldest_s(107.0) == 7.0
     pair.move()
-    assert pair.d.engine.oldest_fetch_s(108.0) == 0.0
+    assert pair.d.engine.kv_transfers.fetches.oldest_s(108.0) == 0.0
 
 
 # ---- leases

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.request import RequestPhase
+from engine_core.requests.request import RequestPhase
 from protocol.engine.messages import Output
 from tests.support.engines import CLIENT, Bench, answer
 from tests.support.pair import PROMPT, HandoffPair

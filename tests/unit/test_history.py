@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from engine_core.engine import Engine
 from engine_core.history import requests as histories
 from engine_core.history import steps as step_log
 from engine_core.history.requests import SlotBind
-from engine_core.status import block_counts
 from protocol.engine.encoding import MAX_STEP_INPUTS
-from protocol.engine.messages import Account
+from protocol.engine.messages import Account, GetStatus
+from protocol.engine.stats import BlockCounts, EngineStats
 from protocol.engine.timeline import AbortReason, PromptShare, StageSpan
 from protocol.shared.latency import bounds_s, bucket, grown, quantiles
 from tests.support.engines import CLIENT, repetitive_token
@@ -324,16 +325,21 @@ def test_the_wait_after_a_preemption_is_a_gap() -> None:
     assert sum(bench.engine.history.gaps[bucket(40.0) :]) == 1
 
 
+def block_counts(engine: Engine) -> BlockCounts:
+    status = engine.status(GetStatus(request=1), now=0.0, stats=EngineStats(), client_name=bytes.hex)
+    return status.blocks
+
+
 def test_blocks_are_counted_by_owner() -> None:
     bench = a_bench(num_blocks=33, prefix_cache=True)
-    counts = block_counts(bench.engine.parts)
+    counts = block_counts(bench.engine)
     assert (counts.requests, counts.leased, counts.cached, counts.free) == (0, 0, 0, 32)
     bench.add([1] * 16, max_tokens=30, ignore_eos=True)
     bench.timed_step()
-    assert block_counts(bench.engine.parts).requests == 4
+    assert block_counts(bench.engine).requests == 4
     bench.abort(1)
     bench.run()
-    counts = block_counts(bench.engine.parts)
+    counts = block_counts(bench.engine)
     assert (counts.requests, counts.cached) == (0, 4)
     assert counts.free == 28
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine_core.adapters.registry import AdapterCommand
+from engine_core.adapters import AdapterCommand
 from engine_core.journal.file import KEPT_FILES, Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.records import (
@@ -467,7 +467,7 @@ DEEP = """
 import sys
 from pathlib import Path
 from engine_core.grammar import large_stack
-from engine_core.grammar.cache import CompiledGrammar
+from engine_core.admission.grammar_cache import CompiledGrammar
 from engine_core.journal.file import Writer, read
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.replay import replay

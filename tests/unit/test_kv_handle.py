@@ -8,7 +8,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine_core.kv.handle import MAX_CHARS, Handle, Seal
+from engine_core.kv.seal import MAX_CHARS, Seal
+from engine_core.requests.kv_handle import Handle
 from protocol.wire.errors import InvalidRequest
 
 SECRET = b"secret" * 6

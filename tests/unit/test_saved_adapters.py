@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from engine_core.adapters.saved import (
+from engine_core.saved_adapters import (
     AdapterFile,
     AdapterRestore,
     EngineOrigin,

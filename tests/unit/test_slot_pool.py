@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from engine_core.schedule.slot_pool import SlotPool
 from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import SlotRelease

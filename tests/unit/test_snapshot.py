@@ -187,7 +187,7 @@ STORED = {
 DERIVED = {
     "BlockPool": "num_cached",
     "Deadlines": "_heap _requests",
-    "EngineAdapter": "users",
+    "AdapterRegistry": "_users",
     "Fetches": "_jobs_by_request",
     "KVTransfers": "_now",
     "Matcher": "_budget_tracker _inner",
@@ -231,8 +231,8 @@ PARTS = {
     "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
     "EncodeScheduler": "_fair_share waiting",
-    "Engine": "_committer _planner adapters admission encoding endings kv_transfers open_requests "
-    "parts scheduler totals",
+    "Engine": "_parts accounts adapters admission clock deadlines encoding endings inflight "
+    "kv_transfers open_requests scheduler speculation throughput totals",
     "EngineParts": "accounts adapters admission clock deadlines encoding inflight kv_transfers "
     "open_requests scheduler speculation throughput totals",
     "KVTransfers": "_peers fetches leases tiers",
@@ -240,8 +240,6 @@ PARTS = {
     "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
-    "StepCommitter": "_accounts _endings _parts _scheduler",
-    "StepPlanner": "_encoding _inflight _parts _scheduler",
     "TierIndex": "_throughput",
     "WaitingQueue": "_fair_share",
 }

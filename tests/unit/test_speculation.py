@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.speculation.drafting import RequestDrafting, Speculation
+from engine_core.requests.drafting import RequestDrafting
+from engine_core.speculation.draft_policy import Speculation
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.wire.arrays import Int32

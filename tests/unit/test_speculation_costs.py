@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine_core.speculation.drafting import Speculation
+from engine_core.speculation.draft_policy import Speculation
 from engine_core.speculation.ngram import CATCH_UP, MAX_CANDIDATES, NgramDrafter
 from engine_core.speculation.overhead import MIN_STEPS, DraftOverhead
 from engine_core.speculation.step_costs import UNMEASURED_WIDTH, StepCosts

@@ -8,7 +8,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from engine_core.speculation.drafting import RequestDrafting
+from engine_core.requests.drafting import RequestDrafting
 from protocol.engine.grammar import (
     Body,
     ChoiceGrammar,

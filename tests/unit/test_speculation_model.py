@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine_core.schedule.scheduler import MAX_DRAFT_LAG
-from engine_core.speculation.drafting import RETRY_EVERY
+from engine_core.speculation.draft_policy import RETRY_EVERY
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.wire.arrays import Int32

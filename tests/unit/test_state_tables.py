@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from engine_core.adapters.registry import EngineAdapter
+from engine_core.admission.check_generate import new_request
 from engine_core.kv.fetches import Fetch
 from engine_core.kv.leases import KVLease
-from engine_core.policy.check_generate import new_request
-from engine_core.stage_timer import EngineClock
+from engine_core.requests.adapter import EngineAdapter
+from engine_core.requests.stage_timer import EngineClock
 from gateway.engine.failover import Failover
 from gateway.engine.handoff import Handoff, HandoffState
 from protocol.engine.messages import Generate

@@ -6,7 +6,7 @@ import pytest
 
 from engine_core.encode.scheduler import MAX_STARTED
 from engine_core.invariants import check_encoding
-from engine_core.policy.accounts import AccountUsage
+from engine_core.requests.request import AccountUsage
 from protocol.engine.encoding import MAX_STEP_INPUTS
 from protocol.engine.messages import Account, Refused
 from tests.support.engines import ECHO_SIZE, Bench

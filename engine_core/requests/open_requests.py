@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.shared.request_ids import begins
 
 MAX_DIGITS = 20

@@ -17,32 +17,13 @@ import hmac
 
 import msgspec
 
+from engine_core.requests.kv_handle import Handle
 from protocol.wire.errors import InvalidRequest
 from protocol.worker.kv import KV_FIELD
 
 VERSION = 1
 MAX_CHARS = 4096
 TAG_BYTES = 32
-
-
-class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Names the K/V that one engine (P) keeps for others (D). P sends its sealed text to the
-    client, which sends it to D with a request for the same prompt."""
-
-    #: The lease under which the K/V is kept.
-    lease: bytes
-    #: Identifies the life of engine P that holds the lease.
-    epoch: str
-    #: Address at which P's worker serves K/V.
-    address: str
-    #: Number of tokens with K/V, from position 0 on.
-    num_tokens: int
-    #: Digest of the K/V layout (KVEndpoint.layout).
-    layout: bytes
-    #: The layout as text, for error messages.
-    layout_text: str
-    #: Hash of the model, the namespace, the adapter and the tokens with K/V (blocks/hash.py).
-    content: bytes
 
 
 class Seal:

@@ -8,82 +8,16 @@ first. Its name is free at once, so another adapter may be loaded under it, in a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TYPE_CHECKING
 
+from engine_core.requests.adapter import AdapterEvent, AdapterState, EngineAdapter
+from engine_core.requests.request import Request
 from protocol.engine.adapters import AdapterInfo, check_adapter_name, check_adapter_path
 from protocol.engine.messages import AdapterChanged, LoadAdapter, Refused, UnloadAdapter
-from protocol.machine import Machine
 from protocol.wire.errors import InvalidRequest, StaleAdapter, UnknownModel, error_from
 from protocol.worker.steps import AdapterLoad, AdapterReport, AdapterUnload
 
-if TYPE_CHECKING:
-    from engine_core.request import Request
-
-
-class AdapterState(Enum):
-    LOADING = auto()  # owns a row, which the worker is filling; not listed
-    READY = auto()  # listed; requests can use it
-    LEAVING = auto()  # not listed; open requests still use it
-    UNLOADING = auto()  # no request uses it; the worker is freeing its row
-    GONE = auto()  # final; owns nothing
-
-
-class AdapterEvent(Enum):
-    LOADED = auto()
-    FAILED = auto()
-    UNLOAD = auto()
-    UNUSED = auto()
-    FREED = auto()
-
-
-ADAPTER_MACHINE = Machine(
-    "adapter",
-    starts=(AdapterState.LOADING,),
-    rows={
-        (AdapterState.LOADING, AdapterEvent.LOADED): AdapterState.READY,
-        (AdapterState.LOADING, AdapterEvent.FAILED): AdapterState.GONE,
-        (AdapterState.READY, AdapterEvent.UNLOAD): AdapterState.LEAVING,
-        (AdapterState.LEAVING, AdapterEvent.UNUSED): AdapterState.UNLOADING,
-        (AdapterState.UNLOADING, AdapterEvent.FREED): AdapterState.GONE,
-    },
-)
-
 AdapterCommand = AdapterLoad | AdapterUnload
 AdapterReply = AdapterChanged | Refused
-
-
-@dataclass(slots=True, eq=False)
-class EngineAdapter:
-    """An adapter, from the start of its loading until its row is free."""
-
-    name: str
-    path: str
-    row: int
-    #: Generation of the row while the adapter owns it.
-    generation: int
-    #: Only `move` changes it.
-    state: AdapterState = AdapterState.LOADING
-    #: Hex digest of its content; "" until it is loaded.
-    digest: str = ""
-    rank: int = 0
-    #: Number of requests that were accepted with it.
-    num_requests: int = 0
-    #: The requests that use the adapter and are open or still own a slot. Only `add_user` and
-    #: `remove_user` change it.
-    users: set[Request] = field(default_factory=set)
-    #: The client that waits for the adapter to be loaded or unloaded, and its request's number.
-    client: bytes = b""
-    request: int = -1
-
-    @property
-    def info(self) -> AdapterInfo:
-        return AdapterInfo(name=self.name, digest=self.digest, rank=self.rank, path=self.path)
-
-    def move(self, event: AdapterEvent) -> None:
-        """Change the state. Raises IllegalMove and changes nothing if it does not admit `event`."""
-        self.state = ADAPTER_MACHINE.move(self.state, event, subject=self.name)
 
 
 class AdapterRegistry:
@@ -110,6 +44,8 @@ class AdapterRegistry:
         #: Row -> its generation, which increases each time an adapter gets the row.
         self._generations = [0] * num_rows
         self._adapters: list[EngineAdapter] = []
+        #: Adapter -> the requests that use it and are open or still own a slot.
+        self._users: dict[EngineAdapter, set[Request]] = {}
         #: Commands that `drain_commands` has not returned yet.
         self._commands: list[AdapterCommand] = []
         #: Whether the list of usable adapters has changed since clients were last sent it.
@@ -213,19 +149,22 @@ class AdapterRegistry:
         """Record that an open request uses its adapter, if it has one. Adding it again changes
         nothing."""
         if request.adapter is not None:
-            request.adapter.users.add(request)
+            self._users.setdefault(request.adapter, set()).add(request)
 
     def remove_user(self, request: Request) -> None:
         """Record that a request has ended and owns no slot."""
         if request.adapter is not None:
-            request.adapter.users.discard(request)
+            users = self._users.get(request.adapter, set())
+            users.discard(request)
+            if not users:
+                self._users.pop(request.adapter, None)
 
     def drain_commands(self) -> list[AdapterCommand]:
         """Return the commands for the worker since the last call. They include the unloading of
         adapters that are to leave and that no request uses any more. The loop calls this on each
         turn, so it must take only O(adapters)."""
         for adapter in self._adapters:
-            if adapter.state is AdapterState.LEAVING and not adapter.users:
+            if adapter.state is AdapterState.LEAVING and adapter not in self._users:
                 adapter.move(AdapterEvent.UNUSED)
                 self._commands.append(AdapterUnload(row=adapter.row, generation=adapter.generation))
         commands, self._commands = self._commands, []
@@ -253,8 +192,8 @@ class AdapterRegistry:
 
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if a request that is open or owns a slot uses an adapter that may
-        not be used, if `users` of an adapter are not exactly these requests, or if two adapters own
-        one row. For tests and replays."""
+        not be used, if the users of an adapter are not exactly these requests, or if two adapters
+        own one row. For tests and replays."""
         rows = [adapter.row for adapter in self._adapters]
         assert len(set(rows)) == len(rows), "two adapters own one row"
         usable = (AdapterState.READY, AdapterState.LEAVING)
@@ -265,8 +204,7 @@ class AdapterRegistry:
         for adapter in users:
             assert adapter in self._adapters, "a request's adapter owns no row"
             assert adapter.state in usable, "a request uses an adapter that is not loaded"
-        for adapter in self._adapters:
-            assert adapter.users == users.get(adapter, set()), "wrong users of an adapter"
+        assert self._users == users, "wrong users of an adapter"
 
     def _is_started(self, adapter: EngineAdapter) -> bool:
         """Return whether the worker loaded the adapter at its start. These are the first owners of

@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 
-import msgspec
-
+from engine_core.grammar.jobs import RETRY_S, CompiledGrammar, CompileJob, grammar_digest
 from engine_core.grammar.matcher import MatcherTemplate
-from engine_core.request import Request
+from engine_core.requests.request import Request
 from protocol.engine.grammar import Grammar, num_chars
-from protocol.wire.errors import Overloaded, ServingError
+from protocol.wire.errors import Overloaded
 
 MIN_TEMPLATE_BYTES = 256 << 10
 """Smallest size that a compiled grammar counts with. It leaves space for what llguidance adds while
@@ -39,28 +37,6 @@ MAX_PENDING = 256
 """Maximum number of different grammars that wait to be compiled."""
 MAX_PENDING_CHARS = 8 << 20
 """Maximum number of characters in all grammars that wait to be compiled."""
-RETRY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class CompileJob:
-    """A grammar to compile, and the account whose request needs it."""
-
-    digest: bytes
-    grammar: Grammar
-    account: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledGrammar:
-    """The outcome of a CompileJob: the compiled grammar as a template, or an error.
-
-    num_bytes  the memory that the template keeps
-    """
-
-    digest: bytes
-    result: MatcherTemplate | ServingError
-    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -83,10 +59,6 @@ class PendingGrammar:
     #: The accounts for which there is a job.
     accounts: set[str] = field(default_factory=set)
     requests: list[Request] = field(default_factory=list)
-
-
-def grammar_digest(grammar: Grammar) -> bytes:
-    return sha256(msgspec.msgpack.encode(grammar)).digest()
 
 
 def account_name(request: Request) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from engine_core.encode.scheduler import EncodeProgress
-from engine_core.request import Request
-from engine_core.stage_timer import EngineClock, StageTimer
+from engine_core.requests.encode_progress import EncodeProgress
+from engine_core.requests.request import Request
+from engine_core.requests.stage_timer import EngineClock, StageTimer
 from protocol.engine.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
 from protocol.engine.messages import Encode, Limits
 from protocol.engine.model_card import ModelCard

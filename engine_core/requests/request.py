@@ -13,22 +13,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, zip_longest
 from math import inf
-from typing import TYPE_CHECKING
 
-from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher
-from engine_core.policy.accounts import AccountUsage
-from engine_core.stage_timer import EngineClock, RequestStage, StageTimer
+from engine_core.requests.adapter import EngineAdapter
+from engine_core.requests.drafting import RequestDrafting
+from engine_core.requests.encode_progress import EncodeProgress
+from engine_core.requests.kv_handle import Handle
+from engine_core.requests.stage_timer import EngineClock, RequestStage, StageTimer
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams
 from protocol.machine import Machine
 from protocol.worker.steps import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from engine_core.encode.scheduler import EncodeProgress
-    from engine_core.kv.handle import Handle
-    from engine_core.speculation.drafting import RequestDrafting
 
 
 class RequestPhase(Enum):
@@ -85,6 +81,16 @@ STAGES = {
     RequestPhase.FINISHED: None,
 }
 """The timing stage of each phase; None: no time is counted."""
+
+
+@dataclass(slots=True, eq=False)
+class AccountUsage:
+    """How much one account has been served: the number of tokens computed for it
+    (policy/fair_share.py)."""
+
+    name: str = ""
+    #: Computed tokens. `FairShare.on_wait_started` adjusts the number.
+    served: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

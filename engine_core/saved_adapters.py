@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine_core.adapters.registry import AdapterRegistry, AdapterReply
+from engine_core.adapters import AdapterRegistry, AdapterReply
 from engine_core.engine import Engine
 from protocol.config.engine import EngineConfig
 from protocol.engine.messages import LoadAdapter, Refused, UnloadAdapter

@@ -11,28 +11,23 @@ import math
 from collections.abc import Callable, Mapping
 from math import inf
 
-from engine_core.adapters.registry import AdapterRegistry
+from engine_core.adapters import AdapterRegistry
+from engine_core.admission.check_encode import check_encode, new_encode_request
+from engine_core.admission.check_generate import check_request, new_request, start_matcher
+from engine_core.admission.grammar_cache import CachedGrammar, GrammarCache, account_name
 from engine_core.encode.scheduler import EncodeScheduler
-from engine_core.grammar.cache import (
-    CachedGrammar,
-    CompiledGrammar,
-    CompileJob,
-    GrammarCache,
-    account_name,
-)
+from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from engine_core.kv.transfers import KVTransfers
-from engine_core.open_requests import OpenRequests
-from engine_core.policy.accounts import MAX_REPEAT_S, Accounts, AccountUsage
-from engine_core.policy.check_encode import check_encode, new_encode_request
-from engine_core.policy.check_generate import check_request, new_request, start_matcher
+from engine_core.policy.accounts import MAX_REPEAT_S, Accounts
 from engine_core.policy.deadlines import Deadlines, queue_timeout_error
 from engine_core.policy.fair_share import FairShare, squash
 from engine_core.policy.queue import QueueLoad, WaitingQueue
 from engine_core.policy.throughput import Throughput
-from engine_core.request import Request, RequestEvent, RequestPhase
-from engine_core.speculation.drafting import Speculation
-from engine_core.stage_timer import EngineClock
+from engine_core.requests.open_requests import OpenRequests
+from engine_core.requests.request import AccountUsage, Request, RequestEvent, RequestPhase
+from engine_core.requests.stage_timer import EngineClock
+from engine_core.speculation.draft_policy import Speculation
 from protocol.config.engine import EngineConfig
 from protocol.engine.grammar import Grammar, check_grammar
 from protocol.engine.messages import Accepted, Account, Encode, Generate, Limits, Refused

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from engine_core.adapters.registry import EngineAdapter
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
-from engine_core.request import Request
-from engine_core.stage_timer import EngineClock, StageTimer
+from engine_core.requests.adapter import EngineAdapter
+from engine_core.requests.request import Request
+from engine_core.requests.stage_timer import EngineClock, StageTimer
 from protocol.engine.messages import Generate, Limits
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams, check_token_ids, check_vocabulary

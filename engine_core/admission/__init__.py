@@ -1,0 +1,1 @@
+"""Whether a request is accepted: its fields, its grammar, the limits of its account, the queue."""

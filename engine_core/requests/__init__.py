@@ -1,0 +1,1 @@
+"""A request, and the small records that it holds. Everything else in the engine works on these."""
