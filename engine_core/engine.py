@@ -201,7 +201,7 @@ class Engine:
     # ---- abort
 
     def abort(
-        self, client: bytes, numbers: Iterable[int], reason: AbortReason = ""
+        self, client: bytes, numbers: Sequence[int], reason: AbortReason = ""
     ) -> list[Output]:
         """End these requests of `client`, and return their final Outputs. Numbers of requests that
         are not open are ignored. The timelines of the requests show `reason`, which changes no
@@ -211,7 +211,7 @@ class Engine:
         return self.endings.abort(requests, reason)
 
     def abort_by_label(
-        self, names: Iterable[str]
+        self, names: Sequence[str]
     ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
         """Abort every request with one of these labels or names (`Request.name`).
 

@@ -309,7 +309,7 @@ class EngineLoop:
         if self._engine is not None:
             if message.everything:
                 found = dict.fromkeys(self._engine.names, False)
-            ends, found = self._engine.abort_by_label(found)
+            ends, found = self._engine.abort_by_label(list(found))
             for owner, outputs in ends.items():
                 self._mailbox.send(owner, Outputs(step=0, outputs=outputs))
         aborted = [name for name, is_found in found.items() if is_found]

@@ -15,31 +15,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from engine_core.adapters import AdapterReply
 from engine_core.engine import Engine, draw_seed
 from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.journal.capture import take_snapshot
 from engine_core.journal.file import Writer
 from engine_core.journal.records import (
     FORMAT,
+    RAISED,
     AbortByLabelRecord,
     AbortRecord,
     AdapterReportRecord,
     AddEncodeRecord,
     AddRecord,
+    CallRecord,
     ClientLostRecord,
     CommitEncodedRecord,
     CommitRecord,
     DrainRecord,
     GrammarRecord,
-    JournalRecord,
     KVReportRecord,
     LoadAdapterRecord,
     MasksRecord,
@@ -56,37 +56,40 @@ from protocol.engine.adapters import AdapterInfo
 from protocol.engine.grammar import Grammar
 from protocol.engine.messages import (
     Accepted,
-    Encode,
     Generate,
     Limits,
-    LoadAdapter,
     Output,
     Outputs,
     Refused,
-    UnloadAdapter,
 )
 from protocol.engine.model_card import ModelCard
 from protocol.engine.timeline import AbortReason
 from protocol.wire.errors import ServingError
-from protocol.worker.kv import KVReport
 from protocol.worker.steps import (
-    AdapterReport,
     EncodePlan,
-    EncodeResult,
     Masks,
     StepPlan,
-    StepResult,
 )
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RAISED = b"raised"
-"""Recorded instead of a digest if the engine raised an exception."""
 MIN_GRAMMARS = 256
 """Stored grammars are pruned when there are more than this number plus twice the number kept by the
 last pruning.
 """
+
+
+def recorded(kind: type[CallRecord]) -> Any:
+    """Return the method of RecordedEngine that makes a call of this kind, whose record has just the
+    call's arguments."""
+    method = getattr(Engine, kind.method)
+
+    def call_and_record(engine: RecordedEngine, *arguments: Any, **named: Any) -> Any:
+        record = kind(*arguments, **named)
+        return engine._call(record, partial(method, engine, *arguments, **named))
+
+    return call_and_record
 
 
 class RecordedEngine(Engine):
@@ -94,6 +97,18 @@ class RecordedEngine(Engine):
 
     It cannot be part of a cluster, because sealed handles cannot be replayed.
     """
+
+    add_encode = recorded(AddEncodeRecord)
+    abort_by_label = recorded(AbortByLabelRecord)
+    on_client_lost = recorded(ClientLostRecord)
+    drain = recorded(DrainRecord)
+    commit = recorded(CommitRecord)
+    commit_encoded = recorded(CommitEncodedRecord)
+    pop_results = recorded(PopResultsRecord)
+    on_kv_report = recorded(KVReportRecord)
+    load_adapter = recorded(LoadAdapterRecord)
+    unload_adapter = recorded(UnloadAdapterRecord)
+    on_adapter_report = recorded(AdapterReportRecord)
 
     def __init__(
         self,
@@ -145,20 +160,15 @@ class RecordedEngine(Engine):
         self._drawn.append(draw_seed())
         return self._drawn[-1]
 
-    def _call_and_record(
-        self, call: Callable[[], T], make_record: Callable[[bytes], JournalRecord]
-    ) -> T:
-        """Call the engine, write a record of the call, and return the reply.
-
-        `make_record` creates the record from the digest of the reply. A call that raises is
-        recorded too, with the digest RAISED.
-        """
+    def _call(self, record: CallRecord, call: Callable[[], T]) -> T:
+        """Call the engine, write `record` with the digest of the reply, and return the reply. A
+        call that raises is recorded too, with the digest RAISED."""
         self._write_tick()
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(lambda: self._writer.write(make_record(RAISED)))
+            on_failure.callback(lambda: self._writer.write(replace(record, reply_digest=RAISED)))
             reply = call()
             on_failure.pop_all()
-        self._writer.write(make_record(digest(reply)))
+        self._writer.write(replace(record, reply_digest=record.digest_of(reply)))
         return reply
 
     def _write_tick(self) -> None:
@@ -202,27 +212,16 @@ class RecordedEngine(Engine):
         ):
             self._start_next_part()
         outputs = super().tick(now)
-        self._unwritten_tick = TickRecord(now=now, reply_digest=digest(outputs) if outputs else b"")
+        tick = TickRecord(now)
+        self._unwritten_tick = replace(tick, reply_digest=tick.digest_of(outputs))
         if outputs or not self.is_idle:
             self._write_tick()
         return outputs
 
     def add(self, client: bytes, message: Generate) -> Accepted | Refused | None:
-        self._drawn = []
-
-        def make_record(reply_digest: bytes) -> JournalRecord:
-            return AddRecord(
-                client=client, message=message, seeds=self._drawn, reply_digest=reply_digest
-            )
-
-        return self._call_and_record(partial(super().add, client, message), make_record)
-
-    def add_encode(self, client: bytes, message: Encode) -> Accepted | Refused:
-        return self._call_and_record(
-            partial(super().add_encode, client, message),
-            lambda reply_digest: AddEncodeRecord(
-                client=client, message=message, reply_digest=reply_digest
-            ),
+        self._drawn = []  # `_draw` adds to the record's list
+        return self._call(
+            AddRecord(client, message, self._drawn), partial(super().add, client, message)
         )
 
     def on_grammar_compiled(
@@ -230,45 +229,14 @@ class RecordedEngine(Engine):
     ) -> list[tuple[bytes, Accepted | Refused]]:
         self._compiling.discard(compiled.digest)
         error = compiled.result.info() if isinstance(compiled.result, ServingError) else None
-        return self._call_and_record(
-            partial(super().on_grammar_compiled, compiled),
-            lambda reply_digest: GrammarRecord(
-                digest=compiled.digest,
-                error=error,
-                num_bytes=compiled.num_bytes,
-                reply_digest=reply_digest,
-            ),
-        )
+        record = GrammarRecord(compiled.digest, error, compiled.num_bytes)
+        return self._call(record, partial(super().on_grammar_compiled, compiled))
 
     def abort(
-        self, client: bytes, numbers: Iterable[int], reason: AbortReason = ""
+        self, client: bytes, numbers: Sequence[int], reason: AbortReason = ""
     ) -> list[Output]:
-        # The reason is not recorded: it changes no decision.
-        items = list(numbers)
-        return self._call_and_record(
-            partial(super().abort, client, items, reason),
-            lambda reply_digest: AbortRecord(
-                client=client, numbers=items, reply_digest=reply_digest
-            ),
-        )
-
-    def abort_by_label(
-        self, names: Iterable[str]
-    ) -> tuple[dict[bytes, list[Output]], dict[str, bool]]:
-        items = list(names)
-        return self._call_and_record(
-            partial(super().abort_by_label, items),
-            lambda reply_digest: AbortByLabelRecord(names=items, reply_digest=reply_digest),
-        )
-
-    def on_client_lost(self, client: bytes) -> None:
-        self._call_and_record(
-            partial(super().on_client_lost, client),
-            lambda reply_digest: ClientLostRecord(client=client),
-        )
-
-    def drain(self) -> None:
-        self._call_and_record(super().drain, lambda reply_digest: DrainRecord())
+        record = AbortRecord(client, list(numbers))
+        return self._call(record, partial(super().abort, client, numbers, reason))
 
     def plan(self) -> StepPlan | EncodePlan | None:
         was_idle = self.is_idle
@@ -276,10 +244,8 @@ class RecordedEngine(Engine):
             on_failure.callback(self._writer.write, PlanRecord(reply_digest=RAISED))
             plan = super().plan()
             on_failure.pop_all()
-        if plan is not None:
-            self._writer.write(plan_record(plan))
-        elif not was_idle:
-            self._writer.write(PlanRecord())
+        if plan is not None or not was_idle:
+            self._writer.write(PlanRecord.of(plan))
         return plan
 
     def masks(self) -> Masks | None:
@@ -287,62 +253,3 @@ class RecordedEngine(Engine):
         if masks is not None:
             self._writer.write(MasksRecord(reply_digest=digest(masks)))
         return masks
-
-    def commit(self, result: StepResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        return self._call_and_record(
-            partial(super().commit, result, elapsed_s),
-            lambda reply_digest: CommitRecord(
-                result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
-            ),
-        )
-
-    def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
-        return self._call_and_record(
-            partial(super().commit_encoded, result, elapsed_s),
-            lambda reply_digest: CommitEncodedRecord(
-                result=result, elapsed_s=elapsed_s, reply_digest=reply_digest
-            ),
-        )
-
-    def pop_results(self, client: bytes, num_bytes: int) -> Outputs:
-        return self._call_and_record(
-            partial(super().pop_results, client, num_bytes),
-            lambda reply_digest: PopResultsRecord(
-                client=client, num_bytes=num_bytes, reply_digest=reply_digest
-            ),
-        )
-
-    def on_kv_report(self, report: KVReport) -> dict[bytes, Outputs]:
-        return self._call_and_record(
-            partial(super().on_kv_report, report),
-            lambda reply_digest: KVReportRecord(report=report, reply_digest=reply_digest),
-        )
-
-    def load_adapter(self, client: bytes, message: LoadAdapter) -> Refused | None:
-        return self._call_and_record(
-            partial(super().load_adapter, client, message),
-            lambda reply_digest: LoadAdapterRecord(
-                client=client, message=message, reply_digest=reply_digest
-            ),
-        )
-
-    def unload_adapter(self, client: bytes, message: UnloadAdapter) -> Refused | None:
-        return self._call_and_record(
-            partial(super().unload_adapter, client, message),
-            lambda reply_digest: UnloadAdapterRecord(
-                client=client, message=message, reply_digest=reply_digest
-            ),
-        )
-
-    def on_adapter_report(self, report: AdapterReport) -> tuple[bytes, AdapterReply]:
-        return self._call_and_record(
-            partial(super().on_adapter_report, report),
-            lambda reply_digest: AdapterReportRecord(report=report, reply_digest=reply_digest),
-        )
-
-
-def plan_record(plan: StepPlan | EncodePlan) -> PlanRecord:
-    """Return the record of a call to `Engine.plan` that returned `plan`."""
-    sizes = plan.inputs.lengths if isinstance(plan, EncodePlan) else plan.row_tokens
-    rows = sizes.tolist()
-    return PlanRecord(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))

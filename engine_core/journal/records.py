@@ -1,17 +1,18 @@
 """Journal records: one for each call that may change the engine, in order.
 
-A record holds the arguments of the call, and a digest of the reply. The digest is enough to check
-that a replay gives the same reply.
+A record is a call: it holds the arguments, so that the call can be made again, and a digest of the
+reply. The digest is enough to check that a replay gives the same reply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from engine_core.engine import Engine
 from engine_core.journal.snapshot import EngineSnapshot
 from protocol.config.engine import EngineConfig
 from protocol.engine.adapters import AdapterInfo
@@ -21,11 +22,19 @@ from protocol.engine.model_card import ModelCard
 from protocol.wire import codec
 from protocol.wire.errors import ErrorInfo
 from protocol.worker.kv import KVReport
-from protocol.worker.steps import AdapterReport, EncodeResult, StepResult
+from protocol.worker.steps import (
+    AdapterReport,
+    EncodePlan,
+    EncodeResult,
+    StepPlan,
+    StepResult,
+)
 
 FORMAT = 9
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
+RAISED = b"raised"
+"""Recorded instead of a digest if the engine raised an exception."""
 
 
 class JournalRecord(
@@ -66,33 +75,61 @@ class SnapshotRecord(JournalRecord, frozen=True, kw_only=True, tag="knew"):
     grammars: list[Grammar]
 
 
-class TickRecord(JournalRecord, frozen=True, kw_only=True, tag="ticked"):
-    """A call to `tick`. `reply_digest` is empty unless requests missed a deadline."""
+class CallRecord(JournalRecord, frozen=True, kw_only=True):
+    """A call to `method` of `Engine`."""
+
+    #: Digest of the reply. It is empty if there was none, and RAISED if the engine raised an
+    #: exception.
+    reply_digest: bytes = msgspec.field(name="said", default=b"")
+    method: ClassVar[str]
+    #: Whether "nothing" is no reply, for which no digest is stored.
+    may_be_silent: ClassVar[bool] = False
+
+    def call(self, engine: Engine) -> Any:
+        """Call the engine as it was called before, and return its reply."""
+        return getattr(engine, self.method)(*self._arguments())
+
+    def digest_of(self, reply: Any) -> bytes:
+        """Return the digest with which `reply` is recorded."""
+        return b"" if self.may_be_silent and not reply else digest(reply)
+
+    def _arguments(self) -> list[Any]:
+        """Return the arguments of the call: in most records, all other fields."""
+        return [getattr(self, name) for name in self.__struct_fields__ if name != "reply_digest"]
+
+
+class TickRecord(CallRecord, frozen=True, tag="ticked"):
+    """The engine was told the time. The reply is empty unless requests missed a deadline."""
 
     now: float
-    reply_digest: bytes = msgspec.field(name="said", default=b"")
+    method: ClassVar[str] = "tick"
+    may_be_silent: ClassVar[bool] = True
 
 
-class AddRecord(JournalRecord, frozen=True, kw_only=True, tag="added"):
-    """A call to `add`."""
+class AddRecord(CallRecord, frozen=True, tag="added"):
+    """A client sent a request."""
 
     client: bytes
     message: Generate
     #: The seed that was drawn for the request; empty if none was drawn.
     seeds: list[int]
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "add"
+
+    def _arguments(self) -> list[Any]:
+        return [self.client, self.message]
 
 
-class AddEncodeRecord(JournalRecord, frozen=True, kw_only=True, tag="addedencode"):
-    """A call to `add_encode`."""
+class AddEncodeRecord(CallRecord, frozen=True, tag="addedencode"):
+    """A client sent a request that encodes."""
 
     client: bytes
     message: Encode
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "add_encode"
 
 
-class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
-    """A call to `on_grammar_compiled`. The compiled grammar itself is not stored."""
+class GrammarRecord(CallRecord, frozen=True, tag="settled"):
+    """A grammar was compiled, or refused. The compiled grammar itself is not stored, so a replay
+    compiles it again."""
 
     #: Digest of the grammar.
     digest: bytes
@@ -100,39 +137,42 @@ class GrammarRecord(JournalRecord, frozen=True, kw_only=True, tag="settled"):
     error: ErrorInfo | None
     #: The memory that the compiled grammar keeps.
     num_bytes: int
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "on_grammar_compiled"
 
 
-class AbortRecord(JournalRecord, frozen=True, kw_only=True, tag="aborted"):
-    """A call to `abort`."""
+class AbortRecord(CallRecord, frozen=True, tag="aborted"):
+    """A client aborted requests. Its reason is not stored, because it changes no decision."""
 
     client: bytes
     numbers: list[int]
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "abort"
 
 
-class AbortByLabelRecord(JournalRecord, frozen=True, kw_only=True, tag="named"):
-    """A call to `abort_by_label`."""
+class AbortByLabelRecord(CallRecord, frozen=True, tag="named"):
+    """A client aborted the requests with some names."""
 
     names: list[str]
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "abort_by_label"
 
 
-class ClientLostRecord(JournalRecord, frozen=True, kw_only=True, tag="dropped"):
-    """A call to `on_client_lost`."""
+class ClientLostRecord(CallRecord, frozen=True, tag="dropped"):
+    """A client was lost."""
 
     client: bytes
+    method: ClassVar[str] = "on_client_lost"
+    may_be_silent: ClassVar[bool] = True
 
 
-class DrainRecord(JournalRecord, frozen=True, kw_only=True, tag="drained"):
-    """A call to `drain`."""
+class DrainRecord(CallRecord, frozen=True, tag="drained"):
+    """The engine was told to refuse new requests."""
+
+    method: ClassVar[str] = "drain"
+    may_be_silent: ClassVar[bool] = True
 
 
-class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
-    """A call to `plan`.
-
-    A call that returned None is recorded only if the engine was not idle.
-    """
+class PlanRecord(CallRecord, frozen=True, tag="planned"):
+    """The engine was asked for the next step. A call that returned None is recorded only if the
+    engine was not idle."""
 
     #: Number of the step; None if `plan` returned None or raised.
     step: int | None = None
@@ -140,67 +180,79 @@ class PlanRecord(JournalRecord, frozen=True, kw_only=True, tag="planned"):
     #: explain.
     rows: int = 0
     tokens: int = 0
-    reply_digest: bytes = msgspec.field(name="said", default=b"")
+    method: ClassVar[str] = "plan"
+
+    @classmethod
+    def of(cls, plan: StepPlan | EncodePlan | None) -> PlanRecord:
+        """Return the record of a call that returned `plan`."""
+        if plan is None:
+            return cls()
+        sizes = plan.inputs.lengths if isinstance(plan, EncodePlan) else plan.row_tokens
+        rows = sizes.tolist()
+        return cls(step=plan.step, rows=len(rows), tokens=sum(rows), reply_digest=digest(plan))
+
+    def _arguments(self) -> list[Any]:
+        return []
 
 
-class MasksRecord(JournalRecord, frozen=True, kw_only=True, tag="masked"):
-    """A call to `masks` that returned masks."""
+class MasksRecord(CallRecord, frozen=True, tag="masked"):
+    """The engine was asked for masks, and returned some."""
 
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "masks"
 
 
-class CommitRecord(JournalRecord, frozen=True, kw_only=True, tag="committed"):
-    """A call to `commit`."""
+class CommitRecord(CallRecord, frozen=True, tag="committed"):
+    """The worker has computed a step."""
 
     result: StepResult
     elapsed_s: float
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "commit"
 
 
-class CommitEncodedRecord(JournalRecord, frozen=True, kw_only=True, tag="committedencode"):
-    """A call to `commit_encoded`."""
+class CommitEncodedRecord(CallRecord, frozen=True, tag="committedencode"):
+    """The worker has computed a step that encodes."""
 
     result: EncodeResult
     elapsed_s: float
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "commit_encoded"
 
 
-class PopResultsRecord(JournalRecord, frozen=True, kw_only=True, tag="poppedresults"):
-    """A call to `pop_results`."""
+class PopResultsRecord(CallRecord, frozen=True, tag="poppedresults"):
+    """A client could be sent results of encoding."""
 
     client: bytes
     num_bytes: int
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "pop_results"
 
 
-class KVReportRecord(JournalRecord, frozen=True, kw_only=True, tag="heard"):
-    """A call to `on_kv_report`."""
+class KVReportRecord(CallRecord, frozen=True, tag="heard"):
+    """The worker reported on K/V."""
 
     report: KVReport
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "on_kv_report"
 
 
-class LoadAdapterRecord(JournalRecord, frozen=True, kw_only=True, tag="loaded"):
-    """A call to `load_adapter`."""
+class LoadAdapterRecord(CallRecord, frozen=True, tag="loaded"):
+    """A client wants an adapter to be loaded."""
 
     client: bytes
     message: LoadAdapter
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "load_adapter"
 
 
-class UnloadAdapterRecord(JournalRecord, frozen=True, kw_only=True, tag="unloaded"):
-    """A call to `unload_adapter`."""
+class UnloadAdapterRecord(CallRecord, frozen=True, tag="unloaded"):
+    """A client wants an adapter to be unloaded."""
 
     client: bytes
     message: UnloadAdapter
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "unload_adapter"
 
 
-class AdapterReportRecord(JournalRecord, frozen=True, kw_only=True, tag="adapted"):
-    """A call to `on_adapter_report`."""
+class AdapterReportRecord(CallRecord, frozen=True, tag="adapted"):
+    """The worker reported on an adapter."""
 
     report: AdapterReport
-    reply_digest: bytes = msgspec.field(name="said")
+    method: ClassVar[str] = "on_adapter_report"
 
 
 class FullRecord(JournalRecord, frozen=True, kw_only=True, tag="full"):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_core.adapters import AdapterCommand
 from engine_core.engine import Engine
@@ -20,31 +20,19 @@ from engine_core.grammar import large_stack
 from engine_core.grammar.compiler import Compiler
 from engine_core.grammar.jobs import CompiledGrammar, grammar_digest
 from engine_core.grammar.matcher import MatcherTemplate
-from engine_core.journal.recorder import plan_record
 from engine_core.journal.records import (
     FORMAT,
-    AbortByLabelRecord,
-    AbortRecord,
-    AdapterReportRecord,
-    AddEncodeRecord,
     AddRecord,
     AnyRecord,
-    ClientLostRecord,
+    CallRecord,
     CommitEncodedRecord,
     CommitRecord,
-    DrainRecord,
     FullRecord,
     GrammarRecord,
-    KVReportRecord,
-    LoadAdapterRecord,
-    MasksRecord,
     PlanRecord,
-    PopResultsRecord,
     SnapshotRecord,
     StartRecord,
     TickRecord,
-    UnloadAdapterRecord,
-    digest,
 )
 from engine_core.journal.restore import restore_snapshot
 from protocol.engine.grammar import Grammar
@@ -159,53 +147,10 @@ class _ReplayedEngine:
 
     def apply(self, number: int, record: AnyRecord) -> None:
         """Make the recorded call. Raises ReplayDiffers if the reply differs from the record's."""
-        engine = self.engine
-        match record:
-            case SnapshotRecord():
-                self._restore(record)
-            case TickRecord(now=now):
-                self._at = now
-                outputs = engine.tick(now)
-                self._compare(number, record, digest(outputs) if outputs else b"")
-            case AddRecord(client=client, message=message, seeds=seeds):
-                self._seeds = list(seeds)
-                self._compare(number, record, digest(engine.add(client, message)))
-            case AddEncodeRecord(client=client, message=encode):
-                self._compare(number, record, digest(engine.add_encode(client, encode)))
-            case GrammarRecord():
-                self._compare(
-                    number, record, digest(engine.on_grammar_compiled(self._compiled(record)))
-                )
-            case AbortRecord(client=client, numbers=numbers):
-                self._compare(number, record, digest(engine.abort(client, numbers)))
-            case AbortByLabelRecord(names=names):
-                self._compare(number, record, digest(engine.abort_by_label(names)))
-            case ClientLostRecord(client=client):
-                engine.on_client_lost(client)
-            case DrainRecord():
-                engine.drain()
-            case PlanRecord():
-                self._plan(number, record)
-            case MasksRecord():
-                self._masks(number, record)
-            case CommitRecord(result=result, elapsed_s=elapsed_s):
-                if self._worker is not None:
-                    self._worker.compare(result, self._position(number))
-                self._compare(number, record, digest(engine.commit(result, elapsed_s)))
-            case CommitEncodedRecord(result=encoded, elapsed_s=elapsed_s):
-                if self._worker is not None:
-                    self._worker.compare(encoded, self._position(number))
-                self._compare(number, record, digest(engine.commit_encoded(encoded, elapsed_s)))
-            case PopResultsRecord(client=client, num_bytes=num_bytes):
-                self._compare(number, record, digest(engine.pop_results(client, num_bytes)))
-            case KVReportRecord(report=report):
-                self._compare(number, record, digest(engine.on_kv_report(report)))
-            case LoadAdapterRecord(client=client, message=load):
-                self._compare(number, record, digest(engine.load_adapter(client, load)))
-            case UnloadAdapterRecord(client=client, message=unload):
-                self._compare(number, record, digest(engine.unload_adapter(client, unload)))
-            case AdapterReportRecord(report=adapter_report):
-                self._compare(number, record, digest(engine.on_adapter_report(adapter_report)))
+        if isinstance(record, SnapshotRecord):
+            self._restore(record)
+        elif isinstance(record, CallRecord):
+            self._call(number, record)
         self._jobs |= {job.digest: job.grammar for job in self.engine.drain_compile_jobs()}
         for command in self.engine.adapters.drain_commands():
             if self._worker is not None:
@@ -228,44 +173,30 @@ class _ReplayedEngine:
     def _template(self, digest: bytes) -> MatcherTemplate:
         return large_stack.call(lambda: self._compiler().compile(self._jobs[digest]))
 
-    def _plan(self, number: int, record: PlanRecord) -> None:
-        plan = self.engine.plan()
-        replayed = PlanRecord() if plan is None else plan_record(plan)
-        if replayed != record:
-            raise ReplayDiffers(
-                f"{self._position(number)}: was {_describe(record)}, is {_describe(replayed)}"
-            )
-        if self._worker is not None and plan is not None:
-            self._worker.send(plan)
-
-    def _masks(self, number: int, record: MasksRecord) -> None:
-        masks = self.engine.masks()
-        self._compare(number, record, digest(masks))
-        if self._worker is not None and masks is not None:
-            self._worker.send(masks)
-
-    def _compare(
-        self,
-        number: int,
-        record: TickRecord
-        | AddRecord
-        | AddEncodeRecord
-        | GrammarRecord
-        | AbortRecord
-        | AbortByLabelRecord
-        | MasksRecord
-        | CommitRecord
-        | CommitEncodedRecord
-        | PopResultsRecord
-        | KVReportRecord
-        | LoadAdapterRecord
-        | UnloadAdapterRecord
-        | AdapterReportRecord,
-        reply_digest: bytes,
-    ) -> None:
-        if reply_digest != record.reply_digest:
+    def _call(self, number: int, record: CallRecord) -> None:
+        match record:
+            case TickRecord(now=now):
+                self._at = now
+            case AddRecord(seeds=seeds):
+                self._seeds = list(seeds)
+            case CommitRecord(result=result) | CommitEncodedRecord(result=result):
+                if self._worker is not None:
+                    self._worker.compare(result, self._position(number))
+        reply: Any = (
+            self.engine.on_grammar_compiled(self._compiled(record))
+            if isinstance(record, GrammarRecord)
+            else record.call(self.engine)
+        )
+        if isinstance(record, PlanRecord):
+            if (replayed := PlanRecord.of(reply)) != record:
+                raise ReplayDiffers(
+                    f"{self._position(number)}: was {_describe(record)}, is {_describe(replayed)}"
+                )
+        elif record.digest_of(reply) != record.reply_digest:
             kind = str(type(record).__struct_config__.tag)
             raise ReplayDiffers(f"{self._position(number)}: the reply to {kind!r} differs")
+        if self._worker is not None and isinstance(reply, StepPlan | EncodePlan | Masks):
+            self._worker.send(reply)
 
     def _position(self, number: int) -> str:
         return f"record {number}, at {self._at:.3f} s"
