@@ -82,7 +82,9 @@ def config(checkpoint: Path, address: str, **worker: object) -> str:
 
 
 def generate(engine: Client, prompt: list[int] = PROMPT) -> tuple[list[int], Usage]:
-    outputs = list(engine.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True))
+    """Return the answer and its usage. The answer fills no block, so that no block is being written
+    once those of the prompt are stored."""
+    outputs = list(engine.generate(prompt, max_tokens=10, temperature=0.0, ignore_eos=True))
     usage = outputs[-1].usage
     assert usage is not None
     return [token for output in outputs for token in output.tokens], usage
