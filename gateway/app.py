@@ -12,7 +12,6 @@ from flask import Flask, Response, request
 from gunicorn.errors import AppImportError
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from gateway.api import adapters, admin, web
 from gateway.api.anthropic import routes as anthropic
 from gateway.api.anthropic.responses import VERSION_HEADER
 from gateway.api.anthropic.responses import error_body as anthropic_error_body
@@ -29,6 +28,7 @@ from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
 from gateway.api.responses.events import interrupted_response
+from gateway.api.server import adapters, admin, web
 from gateway.api.tokens import routes as tokens
 from gateway.api.watch import routes as watch
 from gateway.auth.gate import Gate, RequestHead, Scopes

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-from engine_core.requests.request import Request, RequestPhase
 from engine_core import engine
+from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule import columns, inflight, plan, scheduler
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.plan import Schedule

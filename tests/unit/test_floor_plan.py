@@ -46,9 +46,9 @@ UNSAFE_CALLS = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", 
 FLASK_IN = (
     "gateway/app.py",
     "gateway/http/*.py",
-    "gateway/api/adapters.py",
-    "gateway/api/admin.py",
-    "gateway/api/web.py",
+    "gateway/api/server/adapters.py",
+    "gateway/api/server/admin.py",
+    "gateway/api/server/web.py",
     "gateway/api/*/*routes.py",
     "gateway/offline/process.py",
 )

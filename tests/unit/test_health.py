@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_core.workers.health import LATE_S, Health, step_limit_s
-from gateway.api.health import describe_worker, engine_activity
+from gateway.api.server.health import describe_worker, engine_activity
 from protocol.engine.messages import Limits
 from protocol.engine.stats import EngineStats, WorkerStatus
 

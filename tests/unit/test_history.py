@@ -326,7 +326,9 @@ def test_the_wait_after_a_preemption_is_a_gap() -> None:
 
 
 def block_counts(engine: Engine) -> BlockCounts:
-    status = engine.status(GetStatus(request=1), now=0.0, stats=EngineStats(), client_name=bytes.hex)
+    status = engine.status(
+        GetStatus(request=1), now=0.0, stats=EngineStats(), client_name=bytes.hex
+    )
     return status.blocks
 
 

@@ -14,7 +14,6 @@ from typing import TypeVar
 from flask import Response, request
 
 from gateway.api import run
-from gateway.api.admin import listed_models
 from gateway.api.ollama import models, responses
 from gateway.api.ollama.requests import (
     NamedModelBody,
@@ -44,6 +43,7 @@ from gateway.api.ollama.translate import (
 from gateway.api.openai.field_paths import RequestPath, translate_errors
 from gateway.api.openai.prepare import Completion, Preparation
 from gateway.api.openai.requests import ChatBody, OpenEndedCompletion
+from gateway.api.server.admin import listed_models
 from gateway.auth.gate import Forbidden
 from gateway.context import RequestContext
 from gateway.generation.request import PromptRequest

@@ -16,7 +16,8 @@ from gateway.api.anthropic.responses import (
     model_info,
     model_page,
 )
-from gateway.api.health import (
+from gateway.api.openai.responses import ErrorAnswer
+from gateway.api.server.health import (
     Live,
     ReadinessAnswer,
     Startup,
@@ -24,7 +25,6 @@ from gateway.api.health import (
     readiness,
     startup,
 )
-from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
 from gateway.http.route import READING, Parameter, Routes, json_response
 from gateway.model_host import ListedModel, ModelHost
