@@ -111,13 +111,7 @@ class PrintVersion(argparse.Action):
 @cache
 def build_parser(*names: str) -> argparse.ArgumentParser:
     """Return the parser of the commands `names`, or of all commands if there are no names."""
-    parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument(
-        "--version", action=PrintVersion, nargs=0, help="show program's version number and exit"
-    )
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
-    )
+    parser, commands = _start_parser()
     for name in names or COMMANDS:
         tool = _tool(name)
         command = commands.add_parser(
@@ -126,6 +120,36 @@ def build_parser(*names: str) -> argparse.ArgumentParser:
         tool.add_arguments(command)
         command.set_defaults(run=tool.run, parser=command)
     return parser
+
+
+def _start_parser() -> tuple[argparse.ArgumentParser, Any]:
+    """Return a parser without commands, and the object with which they are added."""
+    parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="show program's version number and exit"
+    )
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
+    )
+    return parser, commands
+
+
+def _complete(line: str) -> None:
+    """Print the suggestions for a shell's line up to the cursor, and exit. The parser has the names
+    of all commands, but only the options of the command in the line, so it is built sooner."""
+    from tools.completion import complete
+
+    parser, commands = _start_parser()
+    named = line.rpartition(" ")[0].split()[1:2]
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, summary in COMMANDS.items():
+        first, _, second = name.partition(" ")  # `bench step` is a command of `bench`
+        among = parsers[first].add_subparsers(parser_class=OneLineParser) if second else commands
+        parsers[name] = among.add_parser(second or first, help=summary)
+        if named == [first]:
+            _tool(name).add_arguments(parsers[name])
+    os.environ["COMP_POINT"] = str(len(line))  # zsh counts from the start of the edited text
+    complete(parser)
 
 
 def _check_command(words: Sequence[str]) -> None:
@@ -152,6 +176,8 @@ def join_bench_step(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     raise_file_limit()
+    if "_ARGCOMPLETE" in os.environ:  # a shell completes a line
+        _complete(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])])
     words = join_bench_step(sys.argv[1:] if arguments is None else arguments)
     if not words:
         build_parser().print_help()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +12,15 @@ import pytest
 from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.shells import Shell, install
 from tests.support.waiting import eventually
-from tools.__main__ import COMMANDS, build_parser, main
-from tools.commands.completion import SCRIPTS
-from tools.completion.tree import read_tree
+from tools.__main__ import COMMANDS, main
+from tools.commands.completion import SHELLS, script
 from tools.processes import run_lock
 from tools.processes.run_lock import LockFacts
 
-TREE = read_tree(build_parser())
 RANDOM_PORT = 8123
 
 
-@pytest.fixture(scope="module", params=sorted(SCRIPTS))
+@pytest.fixture(scope="module", params=SHELLS)
 def shell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shell]:
@@ -39,11 +38,11 @@ def shell(
         "XDG_RUNTIME_DIR": str(runtime),
         "TERM": "xterm",
     }
-    script = folder / "script"
-    script.write_text(SCRIPTS[request.param](TREE))
+    file = folder / "script"
+    file.write_text(script(request.param))
     lock = run_lock.hold(runtime / f"tidegate-{os.getuid()}" / str(RANDOM_PORT))
     run_lock.describe(lock, LockFacts())
-    yield Shell(request.param, script, environment)
+    yield Shell(request.param, file, environment)
     os.close(lock)
 
 
@@ -87,6 +86,7 @@ def test_all_commands_are_suggested(shell: Shell, folder: Path) -> None:
         ("tidegate chat --port ", {str(RANDOM_PORT)}),
         ("tidegate stop ", {str(RANDOM_PORT)}),
         ("tidegate serve --max-slots ", set()),
+        ("tidegate serve --prefix-c", set()),
         ("tidegate ps nothing", set()),
     ],
 )
@@ -99,14 +99,22 @@ def test_a_value_after_an_equals_sign_is_completed(shell: Shell, folder: Path) -
     assert {each.rpartition("=")[2] for each in suggested} == {"bfloat16"}
 
 
+def test_commands_before_it_in_the_line_are_ignored(shell: Shell, folder: Path) -> None:
+    if shell.name == "bash":
+        pytest.skip("bash passes only the last command")
+    assert found(shell, "cd . && tidegate serve --max-sl", folder) == {"--max-slots"}
+
+
 def test_bash_completes_what_is_typed(tmp_path: Path) -> None:
-    script = tmp_path / "script"
-    script.write_text(SCRIPTS["bash"](TREE))
+    file = tmp_path / "script"
+    file.write_text(script("bash"))
+    install(tmp_path)
     (tmp_path / "a template.jinja").touch()
     command = ["bash", "--norc", "-i"]
-    environment = {"TERM": "xterm", "PS1": "$ ", "HISTFILE": ""}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"TERM": "xterm", "PS1": "$ ", "HISTFILE": "", "PATH": path}
     with PseudoTerminal(command, environment=environment, has_stderr=True) as terminal:
-        terminal.press(f"cd {tmp_path}; source {script}; echo is-$((1))-ready\n".encode())
+        terminal.press(f"cd {tmp_path}; source {file}; echo is-$((1))-ready\n".encode())
         assert eventually(lambda: terminal.shows("is-1-ready")), terminal.text
         for typed, completed in (
             ("tidegate serve --max-sl", "tidegate serve --max-slots "),
@@ -119,27 +127,11 @@ def test_bash_completes_what_is_typed(tmp_path: Path) -> None:
             terminal.press(b"\x15")  # Ctrl-U
 
 
-# ---- the tree behind the scripts
-def test_every_option_of_every_command_is_in_the_tree() -> None:
-    assert {each.words[0] for each in TREE if each.words} == {n.split()[0] for n in COMMANDS}
-    (serve,) = [each for each in TREE if each.words == ("serve",)]
-    options = {name for option in serve.options for name in option.names}
-    assert {"--port", "--tp", "--no-prefix-cache", "--config"} <= options
-    assert "--prefix-cache" not in options, "it is not in the help"
-    (dtype,) = [each for each in serve.options if "--dtype" in each.names]
-    assert dtype.value is not None
-    assert dtype.value.choices == ("auto", "bfloat16", "float32")
-    assert serve.arguments[0].repeats
-
-
-def test_help_is_one_short_line() -> None:
-    texts = [option.help for each in TREE for option in each.options]
-    assert all(text and "\n" not in text and len(text) <= 70 for text in texts)
-
-
-@pytest.mark.parametrize("words", [["tcsh"], ["values"], ["values", "secrets"], ["bash", "more"]])
+@pytest.mark.parametrize("words", [["tcsh"], ["bash", "more"]])
 def test_another_shell_is_a_usage_error(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["completion", *words]) == 2
-    assert "give one of bash, zsh, fish" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["completion", *words]))
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -29,7 +29,7 @@ for word in $2; do
 done
 COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 COMPREPLY=()
-_tidegate
+_python_argcomplete tidegate
 ((${#COMPREPLY[@]})) && printf '%s\n' "${COMPREPLY[@]}"
 true
 """
@@ -55,13 +55,13 @@ class Shell:
     def __init__(self, name: str, script: Path, environment: dict[str, str]) -> None:
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not installed")
-        self._name = name
+        self.name = name
         self._script = str(script)
         self._environment = environment
 
     def complete(self, line: str, folder: Path) -> list[str]:
         """Return what the shell suggests for the last word of `line`, in `folder`."""
-        match self._name:
+        match self.name:
             case "bash":
                 command = ["bash", "--norc", "-c", BASH, "bash", self._script, line]
                 return self._output(command, folder)

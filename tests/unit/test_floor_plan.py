@@ -28,7 +28,7 @@ LIBRARIES = {
         *("msgspec", "zmq", "numpy", "torch", "safetensors", "gguf", "transformers"),
         "triton",
     },
-    "tools": {"msgspec", "tqdm", "huggingface_hub", "httpx2", "ray"},
+    "tools": {"argcomplete", "msgspec", "tqdm", "huggingface_hub", "httpx2", "ray"},
     "simulator": {"msgspec"},
 }
 ROOMS = list(LIBRARIES)
@@ -218,10 +218,11 @@ LIGHT_ENTRANCES = {
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "protocol.offline": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "tqdm"},
     "tools.__main__": HEAVY
-    | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"},
+    | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn", "huggingface_hub", "httpx2"}
+    | {"argcomplete"},
     "simulator.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "gunicorn"},
     "tools.cluster.__main__": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
-    "tools.commands.completion": HEAVY | {"flask", "gevent", "zmq", "http", "huggingface_hub"},
+    "tools.completion": HEAVY | {"flask", "gevent", "zmq", "http", "huggingface_hub"},
     "tools.commands.run": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "huggingface_hub"},
     "tools.commands.serve": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
     "worker.startup.card": {"torch", "transformers", "gguf"},

@@ -8,6 +8,7 @@ from tests.benchmarks.installed_size import declared_requirements, installed_byt
 
 REQUIRED = {
     *("msgspec", "pyzmq", "tqdm"),
+    "argcomplete",  # instead of a completion script of our own for each shell
     *("flask", "gevent", "gunicorn", "jinja2", "prometheus-client", "tokenizers"),
     "llguidance",
     *("gguf", "numpy", "safetensors", "torch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from tokenizers import Tokenizer
 
 from protocol.engine.model_card import SamplingDefaults
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.quantize import QuantizeProgress
 from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, write_directory
 from tests.support.gguf_tokenizers import TEXTS, assert_same
+from tests.support.pseudo_terminal import PseudoTerminal
+from tests.support.waiting import eventually
 from tools.commands import quantize as command
 from tools.failure import Failure
 from worker.checkpoint.gguf_file import MAGIC
@@ -333,6 +335,9 @@ def test_a_model_that_cannot_be_stored_ends_the_command_with_the_reason(tmp_path
     assert refused.value.exit_code == ExitCode.BAD_MODEL
 
 
-def test_the_bar_shows_the_share_that_is_written() -> None:
-    half = QuantizeProgress(tensor="output", written_bytes=5 * 10**7, total_bytes=10**8)
-    assert command.bar(half) == f"[{'#' * 15}{'.' * 15}]  50%  50 MB of 100 MB  output"
+def test_a_terminal_shows_a_bar_until_the_file_is_written(tmp_path: Path) -> None:
+    model = write_directory(tmp_path / "tiny", random_llama(num_hidden_layers=1))
+    words = ["quantize", str(model), str(tmp_path / "tiny.gguf")]
+    with PseudoTerminal([sys.executable, "-P", "-m", "tools", *words], has_stderr=True) as terminal:
+        assert eventually(lambda: terminal.shows("100%")), terminal.text
+        assert eventually(lambda: terminal.shows("tiny.gguf: ")), terminal.text

@@ -6,8 +6,6 @@ A child process (`worker.benchmark`) measures, and this module prints the table.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,8 +22,7 @@ from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.paths import user_path
-from tools.processes.child_environment import child_environment
-from tools.processes.children import last_error_line, module_command
+from tools.processes.children import messages_of, module_command
 
 DESCRIPTION = """\
 Measure one step of the worker by batch size and context length: its time, and the share of each
@@ -104,26 +101,7 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
     the child's error, if it fails."""
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.benchmark", "--config", encoded)
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            for line in process.stdout:
-                yield msgspec.json.decode(line, type=StepBenchLine)
-        finally:
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.terminate()
-        errors = process.stderr.read()
-    if process.returncode:
-        reason = last_error_line(errors.splitlines())
-        raise Failure(reason or f"the benchmark exited with code {process.returncode}")
+    return messages_of(command, StepBenchLine, "the benchmark")
 
 
 def table(timings: Sequence[StepTiming]) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from tools.completion import bash, fish, zsh
-from tools.completion.tree import DYNAMIC, read_tree
-from tools.completion.values import values
-from tools.failure import Failure
+from argcomplete.shell_integration import shellcode
 
 DESCRIPTION = """\
-Print the script with which a shell completes commands, options and their values. The script is for
-the installed version: print it again after an upgrade, or load it in each new shell.
+Print the script with which a shell completes commands, options and their values. It starts
+tidegate for each completion, so it suits each version.
 """
 
 EXAMPLES = """\
@@ -21,23 +18,20 @@ to load it in each new shell, add the line to the file in brackets:
   tidegate completion fish | source                     (~/.config/fish/config.fish)
 """
 
-SCRIPTS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
-VALUES = "values"
-"""The word with which the scripts ask for names that only this machine knows."""
+SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", metavar=f"{{{','.join(SCRIPTS)}}}", help="bash, zsh or fish")
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.shell == VALUES and options.words and options.words[0] in DYNAMIC:
-        print(*values(options.words[0], options.words[1:]), sep="\n")
-        return 0
-    if options.shell not in SCRIPTS or options.words:
-        raise Failure(f"give one of {', '.join(SCRIPTS)}", exit_code=2)
-    from tools.__main__ import build_parser  # builds the parsers of all commands
-
-    print(SCRIPTS[options.shell](read_tree(build_parser())), end="")
+    print(script(options.shell))
     return 0
+
+
+def script(shell: str) -> str:
+    """Return the script for a shell. In zsh, argcomplete gets only the command that is completed,
+    not the commands before it in the same line."""
+    text: str = shellcode(["tidegate"], use_defaults=False, shell=shell)
+    return text.replace('"$BUFFER"', '"${(j: :)words[1,CURRENT-1]} $PREFIX"')

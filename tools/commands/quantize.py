@@ -6,13 +6,11 @@ A process of the worker writes the file, and this module shows the progress.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+from tqdm import tqdm
 
 from protocol.process.exit_codes import ExitCode
 from protocol.tools.quantize import TYPES, QuantizeJob, QuantizeProgress
@@ -20,8 +18,7 @@ from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.fetch import format_size, home
 from tools.paths import user_path
-from tools.processes.child_environment import child_environment
-from tools.processes.children import last_error_line, module_command
+from tools.processes.children import messages_of, module_command
 
 DESCRIPTION = """\
 Write a model of safetensors files as a quantised GGUF file, which needs less memory and is faster
@@ -44,8 +41,6 @@ types, from small to large, with the bits that a weight takes in the file:
 The head is stored in Q6_K or Q8_0. Rows that are not multiples of 256 weights are stored in Q5_0,
 Q5_1 or Q8_0 instead of Q4_K, Q5_K or Q6_K.
 """
-
-BAR_WIDTH = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +69,11 @@ def run(options: argparse.Namespace) -> int:
             exit_code=ExitCode.BAD_MODEL,
         )
     job = QuantizeJob(model=str(model), output=str(output), type=options.type)
-    shows = sys.stderr.isatty()
-    for progress in quantize(job):
-        if shows:
-            print(f"\r{bar(progress)}\x1b[K", end="", file=sys.stderr, flush=True)
-    if shows:
-        print(file=sys.stderr)
+    with tqdm(unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
+        for progress in quantize(job):
+            bar.total = progress.total_bytes
+            bar.set_postfix_str(progress.tensor, refresh=False)
+            bar.update(progress.written_bytes - bar.n)
     print(f"{output}: {format_size(output.stat().st_size)}")
     return 0
 
@@ -99,34 +93,4 @@ def quantize(job: QuantizeJob) -> Iterator[QuantizeProgress]:
     """Run the job in a process of the worker. Yield its progress. Raises Failure, with the error of
     that process, if it fails."""
     command = module_command("worker.quantize", msgspec.json.encode(job).decode())
-    with (
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=child_environment(),
-        ) as process,
-        ExitStack() as interrupted,
-    ):
-        interrupted.callback(process.terminate)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            yield msgspec.json.decode(line, type=QuantizeProgress)
-        errors = process.stderr.read().splitlines()
-        interrupted.pop_all()
-    if process.returncode:
-        reason = last_error_line(errors) or f"exit code {process.returncode}"
-        is_model = process.returncode == ExitCode.BAD_MODEL
-        raise Failure(reason, exit_code=ExitCode.BAD_MODEL if is_model else ExitCode.FAILED)
-
-
-def bar(progress: QuantizeProgress) -> str:
-    """Return the progress as a line: a bar, the share, the bytes, and the tensor."""
-    share = progress.written_bytes / max(progress.total_bytes, 1)
-    full = int(share * BAR_WIDTH)
-    drawn = "#" * full + "." * (BAR_WIDTH - full)
-    size = f"{format_size(progress.written_bytes)} of {format_size(progress.total_bytes)}"
-    return f"[{drawn}] {share:4.0%}  {size}  {progress.tensor}"
+    return messages_of(command, QuantizeProgress, "the quantiser", exit_codes=[ExitCode.BAD_MODEL])

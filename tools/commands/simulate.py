@@ -32,8 +32,7 @@ from tools.flags import add_flags, build, flags_of
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
 from tools.paths import user_path
-from tools.processes.child_environment import child_environment
-from tools.processes.children import last_error_line, module_command
+from tools.processes.children import messages_of, module_command
 
 DESCRIPTION = """\
 Predict how a cluster serves a workload: time to first token, time between tokens, throughput, cache
@@ -141,29 +140,7 @@ def simulate(config: SimulationConfig) -> Iterator[SimulatorLine]:
     with the child's error, if it crashes."""
     encoded = msgspec.json.encode(config).decode()
     command = module_command("simulator", "--config", encoded)
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        has_failed = False
-        try:
-            for text in process.stdout:
-                line = msgspec.json.decode(text, type=SimulatorLine)
-                has_failed = isinstance(line, SimulationFailed)
-                yield line
-        finally:
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.terminate()
-        errors = process.stderr.read()
-    if process.returncode and not has_failed:
-        reason = last_error_line(errors.splitlines())
-        raise Failure(reason or f"the simulation exited with code {process.returncode}")
+    return messages_of(command, SimulatorLine, "the simulation")
 
 
 def _config(options: argparse.Namespace) -> SimulationConfig:

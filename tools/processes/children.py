@@ -18,10 +18,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import Lifeline
@@ -257,6 +259,39 @@ def run_module(
         raise Failure(f"{purpose} took more than {timeout_s:g} s") from None
     error = last_error_line(done.stderr.decode(errors="replace").splitlines())
     return ModuleResult(done.returncode, done.stdout, error)
+
+
+def messages_of(
+    command: Sequence[str], kind: Any, name: str, *, exit_codes: Collection[int] = ()
+) -> Iterator[Any]:
+    """Run a `module_command` and yield the messages that it prints, a JSON text in each line. If
+    the caller stops before the last one, terminate the process. Raises Failure, with the error of
+    the process, if it fails.
+
+    kind         the type of the messages
+    name         name of the process, for the error message: "the benchmark"
+    exit_codes   exit codes of the process that are also those of the Failure
+    """
+    with (
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=child_environment(),
+        ) as process,
+        contextlib.ExitStack() as interrupted,
+    ):
+        interrupted.callback(process.terminate)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            yield msgspec.json.decode(line, type=kind)
+        errors = process.stderr.read().decode(errors="replace").splitlines()
+        interrupted.pop_all()
+    if code := process.returncode:
+        reason = last_error_line(errors) or f"{name} exited with code {code}"
+        raise Failure(reason, exit_code=code if code in exit_codes else ExitCode.FAILED)
 
 
 def last_error_line(lines: Iterable[str]) -> str:
