@@ -49,9 +49,24 @@ STORED = [
 ]
 
 
+VISION = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
+"""Architecture of the text parts of models of images -> the model type that computes the same.
+Their files have the keys and tensors of this type, and the sections of M-RoPE."""
+
+
 def test_every_architecture_is_tried() -> None:
     written = {MODEL_ARCH_NAMES[ARCHITECTURES[model_type]] for model_type, _, _ in STORED}
-    assert written == FAMILIES.keys()
+    assert written | VISION.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("architecture", VISION)
+def test_the_text_part_of_a_model_of_images_is_read(tmp_path: Path, architecture: str) -> None:
+    model_type = VISION[architecture]
+    theirs, tokens = random_model(model_type, **FIXED.get(model_type, {})), some_tokens(NUM_TOKENS)
+    sections = {f"{architecture}.rope.dimension_sections": [8, 4, 4, 0]}
+    file = tmp_path / "tiny.gguf"
+    loaded = load(write_gguf(file, theirs, metadata=sections, architecture=architecture))
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
 
 
 @pytest.mark.parametrize(

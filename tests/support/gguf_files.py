@@ -70,6 +70,7 @@ def write_gguf(
     metadata: Mapping[str, float | str | int | Sequence[int] | Sequence[str]] | None = None,
     *,
     stacks_experts: bool = True,
+    architecture: str | None = None,
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     skips: str | None = None,
     more: Mapping[str, Array] | None = None,
@@ -81,19 +82,20 @@ def write_gguf(
     metadata         keys to add
     stacks_experts   write the experts of a layer as one tensor, as today's converter does; older
                      files have a tensor for each expert
+    architecture     another `general.architecture`, of files with the same keys and tensors
     tokenizer        adds another tokenizer
     skips            name of a tensor that is left out
     more             tensors to add
     """
     config: Any = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
+    usual = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, architecture or MODEL_ARCH_NAMES[usual])
     _add_facts(writer, config)
     _add_own_facts(writer, config)
     _add_rope(writer, config)
     (tokenizer or _add_tokenizer)(writer)
     kinds = kind if callable(kind) else lambda _: kind
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    names = get_tensor_name_map(usual, config.num_hidden_layers)
     for theirs, data in _tensors(model):
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs

@@ -93,6 +93,13 @@ def test_a_template_file_takes_precedence_over_the_tokenizer_config(directory: P
     assert load(directory).card.chat_template == "J"
 
 
+def test_a_template_in_a_file_of_a_processor_is_the_last_choice(directory: Path) -> None:
+    (directory / "chat_template.json").write_text('{"chat_template": "P"}')
+    for own, expected in (("T", "T"), (None, "P")):
+        change(directory / "tokenizer_config.json", chat_template=own)
+        assert load(directory).card.chat_template == expected
+
+
 def test_the_template_for_conversations_with_tools_is_found_by_its_name(directory: Path) -> None:
     named = {"default": "D", "tool_use": "T", "rag": "R"}
     several = [{"name": name, "template": source} for name, source in named.items()]

@@ -10,6 +10,7 @@ from worker.checkpoint import generation_config as generation
 from worker.list_encoder_families import table as encoders
 from worker.list_families import table
 from worker.spec.architectures import documented
+from worker.spec.wrappers import documented as wrappers
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -30,6 +31,12 @@ def test_the_documented_architectures_are_those_of_the_lists() -> None:
     """`python -m worker.spec.architectures` prints this part of the page."""
     _, _, rest = DOCS.read_text().partition("<!-- transformers -->\n")
     assert rest.partition("\n<!-- /transformers -->")[0] == documented()
+
+
+def test_the_documented_models_of_images_or_sound_are_those_whose_text_part_is_served() -> None:
+    """`python -m worker.spec.wrappers` prints this part of the page."""
+    _, _, rest = DOCS.read_text().partition("<!-- wrappers -->\n")
+    assert rest.partition("\n<!-- /wrappers -->")[0] == wrappers()
 
 
 def test_the_documented_keys_of_generation_config_are_those_of_the_tables() -> None:

@@ -107,6 +107,10 @@ FAMILIES = {
     "qwen2": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
     "qwen3": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
     "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
+    # The text parts of Qwen2-VL and Qwen3-VL. The images' part is another file.
+    "qwen2vl": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
+    "qwen3vl": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
+    "qwen3vlmoe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
     "gemma2": GGUFFamily(
         families=("Gemma2ForCausalLM",),
         config=gguf_config.gemma2,

@@ -55,6 +55,8 @@ class SafetensorsWeights:
     ) -> None:
         opened = {path: _opened(path) for path in files.paths}
         self._files = {name: opened[tensor.path] for name, tensor in files.tensors.items()}
+        #: Name of a tensor -> its name in its file.
+        self._stored = {name: tensor.name for name, tensor in files.tensors.items()}
         self._quantized = quantized or {}
         self._copy = copy
 
@@ -70,7 +72,7 @@ class SafetensorsWeights:
     def read_box(self, name: str, target: Tensor, box: Box) -> bool:
         if name in self._quantized or name not in self._files:
             return False
-        self._copy(target, self._files[name].get_slice(name)[box.slices])
+        self._copy(target, self._slice(name)[box.slices])
         return True
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
@@ -97,9 +99,16 @@ class SafetensorsWeights:
         return blocks.numpy(), self._read(name + SCALES, index).reshape(-1).numpy()
 
     def _read(self, name: str, index: int | None) -> Tensor:
-        file = self._files[name]
-        found: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        found: Tensor = (
+            self._files[name].get_tensor(self._stored[name])
+            if index is None
+            else self._slice(name)[index]
+        )
         return found
+
+    def _slice(self, name: str) -> Any:
+        """Return the tensor as an object that reads what it is indexed with."""
+        return self._files[name].get_slice(self._stored[name])
 
     def _matrix(self, name: str) -> QuantizedMatrix:
         return QuantizedMatrix(self._quantized[name], self._array)
@@ -107,7 +116,7 @@ class SafetensorsWeights:
     def _array(self, name: str) -> NDArray[Any]:
         """Return a tensor of a quantised layer: int32 as uint32, float8_e4m3fn as its bytes, other
         floats as float32."""
-        tensor: Tensor = self._files[name].get_tensor(name)
+        tensor = self._read(name, None)
         if tensor.dtype in BYTES:
             tensor = tensor.view(BYTES[tensor.dtype])
         elif tensor.is_floating_point():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,8 @@ class StoredTensor:
     """Where a tensor is stored, and its type and shape."""
 
     path: Path
+    #: The tensor's name in the file.
+    name: str
     dtype: str
     shape: tuple[int, ...]
     #: Offset of the first byte in the file.
@@ -60,17 +62,25 @@ class _Entry(msgspec.Struct, frozen=True):
 class SafetensorsFiles:
     """The tensors in a model's safetensors files.
 
+    rename   returns the name by which a tensor of the files is known here; None: it is left out
+
     The constructor raises UnusableModel if a file is damaged or truncated.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], rename: Callable[[str], str | None] = str) -> None:
         self.paths = paths
         self.tensors: dict[str, StoredTensor] = {}
+        #: Number of tensors that were left out.
+        self.num_left_out = 0
         for path in paths:
-            for name, tensor in _tensors(path).items():
-                if name in self.tensors:
-                    raise UnusableModel(f"tensor {name!r} is in two files")
-                self.tensors[name] = tensor
+            for stored, tensor in _tensors(path).items():
+                name = rename(stored)
+                if name is None:
+                    self.num_left_out += 1
+                elif name in self.tensors:
+                    raise UnusableModel(f"tensor {stored!r} is in the files twice")
+                else:
+                    self.tensors[name] = tensor
 
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors have the same type, shape and bytes."""
@@ -191,7 +201,7 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     item_bytes = (DTYPE_BYTES | QUANTIZED_BYTES).get(stored.dtype)
     if num_bytes < 0 or (item_bytes and num_bytes != item_bytes * math.prod(stored.shape)):
         raise damaged(path, f"the size of {name!r} does not match its shape")
-    return StoredTensor(path, stored.dtype, tuple(stored.shape), start + begin, start + end)
+    return StoredTensor(path, name, stored.dtype, tuple(stored.shape), start + begin, start + end)
 
 
 def damaged(path: Path, reason: str) -> UnusableModel:

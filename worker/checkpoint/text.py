@@ -48,6 +48,8 @@ class TextFacts:
     infill_tokens: InfillTokens = field(default_factory=InfillTokens)
 
 
+TEMPLATE_JSON = "chat_template.json"
+"""Some older models of images have their template only in this file."""
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -150,15 +152,17 @@ def _id_list(fields: Fields, name: str) -> list[int]:
 def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Return name -> source of each chat template.
 
-    If there are template files, the templates in tokenizer_config.json are ignored, as in
-    transformers.
+    If there are template files, the templates in tokenizer_config.json are ignored, and so is
+    TEMPLATE_JSON if there is any other template, as in transformers.
     """
     files = {file.stem: file for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (path / TEMPLATE_FILE).is_file():
         files[DEFAULT] = path / TEMPLATE_FILE
     if files:
         return {name: _template_text(file) for name, file in files.items()}
-    given = settings.get("chat_template")
+    given = settings.get("chat_template") or _optional_json(path / TEMPLATE_JSON).get(
+        "chat_template"
+    )
     if isinstance(given, list):
         given = {item.get("name"): item.get("template") for item in given if isinstance(item, dict)}
     named = given if isinstance(given, dict) else {DEFAULT: given}

@@ -60,8 +60,14 @@ from worker.spec.families.registry import find_family
 from worker.spec.fields import Fields, read_json
 from worker.spec.model_spec import ModelSpec
 from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
-from worker.spec.tensor_names import without_prefix
+from worker.spec.tensor_names import (
+    ENDINGS,
+    TensorNames,
+    with_stacked_experts,
+    without_prefix,
+)
 from worker.spec.tensors import ModelTensors, Shape
+from worker.spec.wrappers import text_name, text_part
 
 log = logging.getLogger(__name__)
 
@@ -265,12 +271,9 @@ def read_header(path: Path) -> ModelHeader | TransformersHeader:
 
 
 def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
-    config = read_json(path / "config.json")
-    if config.get("auto_map"):
-        log.warning(
-            "config.json names code of the model's directory (auto_map), which is never run; the "
-            "model is computed like others of its architecture"
-        )
+    config = _directory_config(path)
+    part = text_part(config)
+    config = part or config
     is_scored, has_logits = is_classifier(config), has_logit_score(path)
     has_vectors = (path / MODULES).is_file() and not (is_scored or has_logits)
     if is_scored:
@@ -284,8 +287,10 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     spec = family.spec(config)
     paths = weight_files(path)
     text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
-    files = SafetensorsFiles(paths)
+    files = SafetensorsFiles(paths, str if part is None else text_name)
     names = family.names(spec)
+    if part is not None:
+        spec, names = _as_stored(spec, names, part, files)
     vectors = read_modules(path, spec.hidden) if has_vectors else None
     if vectors is not None:
         # sentence-transformers saves the model without its head, and so without the prefix.
@@ -325,6 +330,36 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     return header if scorer is None else _scoring(header, scorer)
 
 
+def _directory_config(path: Path) -> dict[str, Any]:
+    config = read_json(path / "config.json")
+    if config.get("auto_map"):
+        log.warning(
+            "config.json names code of the model's directory (auto_map), which is never run; the "
+            "model is computed like others of its architecture"
+        )
+    return config
+
+
+def _as_stored(
+    spec: ModelSpec, names: TensorNames, config: Mapping[str, Any], files: SafetensorsFiles
+) -> tuple[ModelSpec, TensorNames]:
+    """Return the spec and the names of the text part of a wrapper (spec/wrappers.py).
+
+    The defaults of its config are not those of the decoder. So if the key is missing, the files
+    show whether the embeddings are also the head.
+    """
+    log.info(
+        "only the text part of the model is loaded: requests with images or sound are refused "
+        "(%d tensors of other parts are skipped)",
+        files.num_left_out,
+    )
+    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
+    if "tie_word_embeddings" not in config:
+        head = names.roles["head"] + names.endings.get("head", ENDINGS)[0]
+        spec = replace(spec, tied_embeddings=head not in shapes)
+    return spec, with_stacked_experts(names, shapes, spec.hidden)
+
+
 def _causal(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a decoder without its head as that of the whole decoder: the model_type
     decides."""
@@ -342,6 +377,7 @@ def _config_header(path: Path) -> ModelHeader:
             f"{path} describes quantised weights; random weights are never quantised",
             remedy="remove quantization_config from a copy of it",
         )
+    config = text_part(config) or config
     family = find_family(config)
     spec = family.spec(config)
     tensors = ModelTensors(spec, family.names(spec))

@@ -1,9 +1,10 @@
 """The architectures that transformers computes with our paged attention (hf.py), and those that
 cannot be served, each with the reason. Needs no torch.
 
-Each causal decoder of transformers 5.24 is a family of ours (families/), in CHECKED or in REFUSED;
-a test compares the lists. An architecture is served only if a differential test covers it, because
-a class can change the result in ways that its signature does not show.
+Each causal decoder of transformers 5.24 is a family of ours (families/), contains one
+(wrappers.py), or is in CHECKED or in REFUSED; a test compares the lists. An architecture is served
+only if a differential test covers it, because a class can change the result in ways that its
+signature does not show.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ _REFUSED: dict[str, str] = {
     """,
     "it is a model of images or audio, or works on bytes": """
         BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM
-        Gemma3ForConditionalGeneration Gemma3nForConditionalGeneration
+        Gemma3nForConditionalGeneration
         Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GitForCausalLM
         GotOcr2ForConditionalGeneration MllamaForCausalLM MoshiForCausalLM
         MossTranscribeDiarizeForConditionalGeneration Phi4MultimodalForCausalLM

@@ -188,6 +188,8 @@ def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
     match kind:
         case "default":
             return NoScaling()
+        case "mrope" if "mrope_section" in rope:  # the older name of "default" in Qwen2-VL
+            return NoScaling()
         case "linear":
             return LinearScaling(rope.positive("factor"))
         case "llama3":

@@ -93,6 +93,28 @@ USUAL = {
 }
 
 
+def with_stacked_experts(
+    names: TensorNames, shapes: Mapping[str, tuple[int, ...]], hidden: int
+) -> TensorNames:
+    """Return `names` as the files spell them, if they have one tensor for all experts of a layer.
+
+    shapes   name -> shape of the tensors in the files. transformers writes the second matrix of the
+             experts as [experts, hidden, intermediate], publishers with the last axes swapped
+    hidden   width of the hidden states
+    """
+    roles = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
+    found = [shape for name, shape in shapes.items() if name.endswith(".mlp.experts.down_proj")]
+    if not found:
+        return names
+    experts = "model.layers.{i}.mlp.experts."
+    return replace(
+        names,
+        roles={**names.roles, **{role: experts + name for role, name in roles.items()}},
+        transposed=names.transposed | (set() if found[0][1] == hidden else roles.keys()),
+        endings={**names.endings, **dict.fromkeys(roles, ("", "_bias"))},
+    )
+
+
 def without_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
     """Return `names` as the files spell them: without their prefix, if no tensor has it."""
     prefix = names.prefix

@@ -19,6 +19,7 @@ from worker.errors import UnusableModel
 from worker.spec.architectures import fallback
 from worker.spec.families.registry import find_family
 from worker.spec.fields import read_json
+from worker.spec.wrappers import text_part
 
 REMEDY = "use another model"
 
@@ -39,7 +40,9 @@ def check_config(file: Path) -> None:
     config = read_json(file)
     if (encoder := find_encoder(config)) is not None:
         encoder.spec(config)
-    elif fallback(config) is None:
+        return
+    config = text_part(config) or config
+    if fallback(config) is None:
         find_family(config).spec(config)
 
 

@@ -1,0 +1,86 @@
+"""Tiny random models of images or sound, whose text part is a decoder of a family of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.checkpoints import VOCAB
+from tests.support.family_models import OWN_SIZES, SIZES
+from worker.spec.wrappers import TEXT_TYPES, WRAPPERS
+
+CASES = [(name, kind) for name, kinds in WRAPPERS.items() for kind in sorted(kinds)]
+OTHER_PARTS: dict[str, Any] = {
+    "hidden_size": 48,
+    "embed_dim": 48,
+    "d_model": 48,
+    "intermediate_size": 64,
+    "encoder_ffn_dim": 64,
+    "num_hidden_layers": 1,
+    "encoder_layers": 1,
+    "num_layers": 1,
+    "depth": 1,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": SIZES["hidden_size"],
+    "projection_dim": SIZES["hidden_size"],
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+"""Sizes of the part for images or sound. Each config takes the keys that it has."""
+M_ROPE_SECTIONS = {"qwen2": [4, 2, 2], "qwen3": [8, 4, 4], "qwen3_moe": [8, 4, 4]}
+
+
+def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
+    """Return a tiny random model of this architecture whose text part has the `model_type` `kind`.
+
+    changes   keys of the text part's config
+    """
+    by_architecture = {
+        name: model_type
+        for names in (
+            auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        )
+        for model_type, name in names.items()
+    }
+    config_class = CONFIG_MAPPING[by_architecture[architecture]]
+    parts = {
+        name: _other_part(part)
+        for name in ("vision_config", "audio_config")
+        if (part := getattr(config_class(), name, None)) is not None
+    }
+    decoder = TEXT_TYPES.get(kind, {}).get("model_type", kind)
+    text = {**SIZES, **OWN_SIZES.get(decoder, {}), "model_type": kind}
+    if kind in TEXT_TYPES:
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": M_ROPE_SECTIONS[decoder],
+        }
+    config = config_class(text_config={**text, **changes}, **parts)
+    for name, value in vars(config).items():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            setattr(config, name, VOCAB - 1)
+    torch.manual_seed(5)
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def _other_part(config: Any) -> dict[str, Any]:
+    """Return small sizes for the config of a part for images or sound."""
+    keys = config.to_dict()
+    sizes = {name: size for name, size in OTHER_PARTS.items() if name in keys}
+    return {**sizes, "model_type": keys.get("model_type")}

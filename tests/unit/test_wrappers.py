@@ -1,0 +1,92 @@
+"""The config and the tensor names of the text part of a model of images or sound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.errors import UnusableModel
+from worker.spec.families.registry import find_family
+from worker.spec.wrappers import text_name, text_part
+from worker.startup.check_config import check_config
+
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+"""As published, without keys that no reader needs."""
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(UnusableModel) as refused:
+        text_part(config)
+    return refused.value.message
+
+
+def test_the_text_part_of_a_published_config_is_a_decoders() -> None:
+    part = text_part(GEMMA_3_4B)
+    assert part is not None
+    spec = find_family(part).spec(part)
+    assert (spec.architecture, spec.hidden, len(spec.layers)) == ("Gemma3ForCausalLM", 2560, 34)
+    assert spec.layers[0].attention.num_kv_heads == 4
+    assert part["eos_token_id"] == [1, 106]
+
+
+def test_a_config_of_another_model_has_no_text_part() -> None:
+    for architectures in (None, [], ["LlamaForCausalLM"], ["NewForConditionalGeneration"]):
+        assert text_part({"architectures": architectures, "text_config": {}}) is None
+
+
+def test_a_text_part_that_is_not_served_is_named() -> None:
+    config = {**GEMMA_3_4B, "text_config": {"model_type": "mamba"}}
+    assert refusal(config) == (
+        "the text part of Gemma3ForConditionalGeneration is a 'mamba', which is not supported; "
+        "supported: gemma3_text"
+    )
+    del config["text_config"]
+    assert refusal(config).endswith("has no text_config")
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
+        ("model.language_model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
+        ("model.text_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+        ("model.visual.blocks.0.attn.qkv.bias", None),
+        ("vision_tower.vision_model.encoder.layers.0.layer_norm1.weight", None),
+        ("model.multi_modal_projector.linear_1.weight", None),
+        ("model.connector.modality_projection.proj.weight", None),
+        ("audio_tower.conv1.weight", None),
+        ("image_newline", None),
+        ("unknown.weight", "unknown.weight"),  # and is refused
+    ],
+)
+def test_tensors_have_the_names_of_the_decoder_alone(stored: str, name: str | None) -> None:
+    assert text_name(stored) == name
+
+
+def test_a_config_is_checked_before_the_weights_are_downloaded(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA_3_4B))
+    check_config(file)
+    file.write_text(json.dumps({**GEMMA_3_4B, "text_config": {"model_type": "mamba"}}))
+    with pytest.raises(UnusableModel):
+        check_config(file)
