@@ -42,7 +42,6 @@ from gateway.formats.reasoning_tokens import ReasoningCounter, thinking_marks
 from gateway.formats.registry import bind, format_of
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
-from gateway.observe.timings import measure
 from gateway.text.tokenizer import Tokenizer
 from protocol.wire.errors import Overloaded
 from tests.support.answers import TOKENIZER, new_choice_group
@@ -114,7 +113,7 @@ def group_of(n: int, prompts: int, *, counted: bool) -> ChoiceGroup:
             choice.reasoning_counter.count = 4
             choice.num_drafts, choice.num_accepted = 5, 3
     if counted:
-        measure(group)
+        group.measure_parsing()
     return group
 
 

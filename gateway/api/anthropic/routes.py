@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
@@ -17,6 +17,7 @@ from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
 from gateway.formats.events import OutputWarning
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
@@ -40,22 +41,15 @@ def messages(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.MessagesBody)
     with translation.translate_errors():
         use = service.use(context, translation.chat.model, translation.chat)
-        use.host.raise_cached_refusal(context)
         preparation, prompt, warnings = _prepare(service, context, translation, use.model)
         prompt_request = preparation.prompt_request(prompt)
         envelope = _envelope(context, preparation, prompt, translation, warnings)
-        options = run.RequestOptions.from_body(body, envelope.id)
+        options = RequestOptions.from_body(body, envelope.id)
+        job = Job(use, context, [prompt_request], options)
         try:
             if body.stream:
-                return run.stream(
-                    service,
-                    use,
-                    context,
-                    [prompt_request],
-                    options,
-                    lambda group, outlet: _writer(group, outlet, envelope),
-                )
-            group, collected = run.whole(service, use, context, [prompt_request], options)
+                return service.runner.stream(job, partial(_writer, envelope=envelope))
+            group, collected = service.runner.whole(job)
         except RequestError as error:
             raise preparation.rename_field(error) from None
     return json_response(whole_message(group, collected.whole[0].events, envelope))

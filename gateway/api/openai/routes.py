@@ -1,7 +1,7 @@
 """The OpenAI routes: chat completions, batches of them, and completions.
 
-A view reads and checks the body. The next steps are the same for all routes: prepare the prompts,
-run the choices, and return a stream of chunks or one JSON object.
+A view reads and checks the body, and prepares the job. Then the job is run, and its answer is
+returned as a stream of chunks or as one JSON object.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.openai import checks, prepare, requests, responses
 from gateway.api.openai import resume_routes as resume
 from gateway.api.openai.field_paths import ignored_fields
@@ -25,15 +24,14 @@ from gateway.api.openai.response_builder import (
 from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
 from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import (
     KVTransferParams,
     apply_kv_params,
     parse_kv_params,
     response_kv_params,
 )
-from gateway.generation.request import PromptRequest
 from gateway.http.route import Routes, Stream, json_response
-from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from protocol.wire.errors import RequestError
@@ -81,7 +79,6 @@ def _answer_chats(
     """Answer the conversations of a body. `conversations` maps their paths to their messages."""
     use = service.use(context, body.model, body)
     in_batch = isinstance(body, requests.BatchBody)
-    use.host.raise_cached_refusal(context)
     model = use.model
     trusts = service.config.trust_request_chat_template
     preparation = prepare.Preparation(body, model, trusts_template=trusts)
@@ -99,7 +96,8 @@ def _answer_chats(
     try:
         prompt_requests = [preparation.prompt_request(prompt) for prompt in prompts]
         prompt_requests = apply_kv_params(prompt_requests, kv_params, streams=bool(body.stream))
-        return _respond(service, use, context, body, prompt_requests, builder, envelope)
+        job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
+        return _respond(service, job, body, builder, envelope)
     except RequestError as error:
         raise preparation.rename_field(error) from None
 
@@ -116,7 +114,6 @@ def completions(service: Service, context: RequestContext) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
     checks.check_completion(body)
     use = service.use(context, body.model, body)
-    use.host.raise_cached_refusal(context)
     model = use.model
     with context.timeline.tokenizing():
         completion = prepare.Completion(body, model, max_prompts=service.config.max_prompts)
@@ -126,8 +123,8 @@ def completions(service: Service, context: RequestContext) -> Response:
         prompt_requests = apply_kv_params(
             completion.prompt_requests, kv_params, streams=bool(body.stream)
         )
-        builder = completion.builder()
-        return _respond(service, use, context, body, prompt_requests, builder, envelope)
+        job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
+        return _respond(service, job, body, completion.builder(), envelope)
     except RequestError as error:
         raise completion.rename_field(error) from None
 
@@ -156,18 +153,15 @@ def _envelope(
 
 def _respond(
     service: Service,
-    use: ModelUse,
-    context: RequestContext,
+    job: Job,
     body: requests.GenerationBody,
-    prompt_requests: list[PromptRequest],
     builder: ResponseBuilder,
     envelope: OpenAIEnvelope,
 ) -> Response:
-    """Run the requests and return the response. If the engine refuses them, raise its error before
-    any header is sent."""
-    config = service.config
-    check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
-    options = run.RequestOptions.from_body(body, envelope.id)
+    """Run the job and return the response. If the engine refuses it, raise its error before any
+    header is sent."""
+    config, runner = service.config, service.runner
+    check_counts(job.prompts, body, config.max_n, max(config.max_n, config.max_prompts))
     if body.stream:
 
         def make_sink(group: ChoiceGroup, outlet: resume.FrameDestination) -> ChunkStream:
@@ -175,9 +169,10 @@ def _respond(
             more = chunk_options(body)
             return ChunkStream(group, builder, envelope, write=write, finish=finish, **more)
 
-        stream = resume.start_resumable if resume.is_requested(context) else run.stream
-        return stream(service, use, context, prompt_requests, options, make_sink)
-    group, collected = run.whole(service, use, context, prompt_requests, options)
+        if resume.is_requested(job.context):
+            return resume.start_resumable(service, job, make_sink)
+        return runner.stream(job, make_sink)
+    group, collected = runner.whole(job)
     if (params := response_kv_params(group)) is not None:
         envelope.extensions[KV_FIELD] = params
     data = whole_response(
@@ -186,6 +181,6 @@ def _respond(
         builder,
         envelope,
         includes_ids=bool(body.return_token_ids),
-        prompt_logprobs=prompt_logprobs_builder(body, use.model),
+        prompt_logprobs=prompt_logprobs_builder(body, job.use.model),
     )
     return json_response(data)

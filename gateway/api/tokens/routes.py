@@ -10,7 +10,6 @@ from functools import partial
 from flask import Response, request
 from msgspec import UNSET, UnsetType
 
-from gateway.api import run
 from gateway.api.openai.checks import check_chat
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
@@ -27,6 +26,7 @@ from gateway.api.tokens.responses import (
 from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.context import REQUEST_ID_HEADER, RequestContext
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert
 from gateway.http.client_socket import Outlet
@@ -95,20 +95,18 @@ def generate(service: Service, context: RequestContext) -> Response:
         unknown = prepare.list_unknown_fields(fields)
     prepare.check(body, service.config.max_n)
     use = service.use(context, body.model, body)
-    use.host.raise_cached_refusal(context)
     model = use.model
     kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
     context.ignored = prepare.list_ignored_fields(unknown, body, kv_params)
     if body.request_id is not None and not context.headers.get(REQUEST_ID_HEADER, ""):
         context.request_id = body.request_id
     envelope = GenerateEnvelope.from_request(body, model, context.request_id, context.ignored)
-    options = run.RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
+    options = RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
     try:
-        prompt_requests = [prepare.to_request(body, model, kv_params)]
+        job = Job(use, context, [prepare.to_request(body, model, kv_params)], options)
         if body.stream:
-            make_sink = partial(_generate_stream, envelope=envelope)
-            return run.stream(service, use, context, prompt_requests, options, make_sink)
-        group, collected = run.whole(service, use, context, prompt_requests, options)
+            return service.runner.stream(job, partial(_generate_stream, envelope=envelope))
+        group, collected = service.runner.whole(job)
     except RequestError as error:
         raise prepare.rename_field(error, body) from None
     return json_response(whole_response(group, collected, envelope))
