@@ -118,10 +118,4 @@ def _envelope(
 
 
 def _writer(group: ChoiceGroup, outlet: Outlet, envelope: AnthropicEnvelope) -> EventWriter:
-    return EventWriter(
-        group,
-        envelope,
-        write=outlet.write,
-        finish=outlet.finish,
-        on_start=lambda: outlet.set_keep_alive(PING),
-    )
+    return EventWriter(group, outlet, envelope, on_start=lambda: outlet.set_keep_alive(PING))

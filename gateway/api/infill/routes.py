@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from flask import Response, request
@@ -52,11 +53,6 @@ def infill(service: Service, context: RequestContext) -> Response:
         options = RequestOptions.from_body(asked, f"infill-{context.request_id}")
         job = Job(use, context, completion.prompt_requests, options)
         if body.stream:
-            return service.runner.stream(
-                job,
-                lambda group, outlet: InfillStream(
-                    group, envelope, write=outlet.write, finish=outlet.finish
-                ),
-            )
+            return service.runner.stream(job, partial(InfillStream, envelope=envelope))
         group, collected = service.runner.whole(job)
     return json_response(whole_infill(group, collected, envelope))

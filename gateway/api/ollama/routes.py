@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
@@ -194,13 +195,7 @@ def _respond(
     service: Service, job: Job, envelope: OllamaEnvelope, *, streams: bool | None
 ) -> Response:
     if streams:
-        return service.runner.stream(
-            job,
-            lambda group, outlet: LineWriter(
-                group, envelope, write=outlet.write, finish=outlet.finish
-            ),
-            JSON_LINES,
-        )
+        return service.runner.stream(job, partial(LineWriter, envelope=envelope), JSON_LINES)
     group, collected = service.runner.whole(job)
     return json_response(whole_record(group, collected, envelope))
 

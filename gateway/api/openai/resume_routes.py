@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from flask import Response
 from werkzeug.exceptions import NotFound
 
 from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.context import RequestContext
+from gateway.generation.frame_sink import FrameDestination
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job
 from gateway.generation.sinks import Sink
@@ -88,14 +89,6 @@ def resume_stream(
     response = service.runner.stream_from(context, tail)
     response.headers[RESUME_HEADER] = stream_id
     return response
-
-
-class FrameDestination(Protocol):
-    """Receives the frames of a stream: `write` for each, then `finish`."""
-
-    def write(self, data: bytes) -> None: ...
-    @property
-    def finish(self) -> Callable[[], None]: ...
 
 
 def is_requested(context: RequestContext) -> bool:

@@ -23,6 +23,7 @@ from gateway.api.openai.response_builder import (
 )
 from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
 from gateway.context import RequestContext
+from gateway.generation.frame_sink import FrameDestination
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import (
@@ -164,10 +165,8 @@ def _respond(
     check_counts(job.prompts, body, config.max_n, max(config.max_n, config.max_prompts))
     if body.stream:
 
-        def make_sink(group: ChoiceGroup, outlet: resume.FrameDestination) -> ChunkStream:
-            write, finish = outlet.write, outlet.finish
-            more = chunk_options(body)
-            return ChunkStream(group, builder, envelope, write=write, finish=finish, **more)
+        def make_sink(group: ChoiceGroup, destination: FrameDestination) -> ChunkStream:
+            return ChunkStream(group, destination, builder, envelope, **chunk_options(body))
 
         if resume.is_requested(job.context):
             return resume.start_resumable(service, job, make_sink)

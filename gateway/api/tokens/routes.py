@@ -25,11 +25,9 @@ from gateway.api.tokens.responses import (
 )
 from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.context import REQUEST_ID_HEADER, RequestContext
-from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert
-from gateway.http.client_socket import Outlet
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
@@ -105,17 +103,11 @@ def generate(service: Service, context: RequestContext) -> Response:
     try:
         job = Job(use, context, [prepare.to_request(body, model, kv_params)], options)
         if body.stream:
-            return service.runner.stream(job, partial(_generate_stream, envelope=envelope))
+            return service.runner.stream(job, partial(GenerateStream, envelope=envelope))
         group, collected = service.runner.whole(job)
     except RequestError as error:
         raise prepare.rename_field(error, body) from None
     return json_response(whole_response(group, collected, envelope))
-
-
-def _generate_stream(
-    group: ChoiceGroup, outlet: Outlet, *, envelope: GenerateEnvelope
-) -> GenerateStream:
-    return GenerateStream(group, envelope, write=outlet.write, finish=outlet.finish)
 
 
 @routes.post(
