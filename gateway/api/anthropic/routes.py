@@ -22,7 +22,6 @@ from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.wire.errors import RequestError
 
 Body = TypeVar("Body", bound=requests.CountBody)
 
@@ -42,16 +41,14 @@ def messages(service: Service, context: RequestContext) -> Response:
     with translation.translate_errors():
         use = service.use(context, translation.chat.model, translation.chat)
         preparation, prompt, warnings = _prepare(service, context, translation, use.model)
+    with translation.translate_errors(preparation.engine_fields):
         prompt_request = preparation.prompt_request(prompt)
         envelope = _envelope(context, preparation, prompt, translation, warnings)
         options = RequestOptions.from_body(body, envelope.id)
         job = Job(use, context, [prompt_request], options)
-        try:
-            if body.stream:
-                return service.runner.stream(job, partial(_writer, envelope=envelope))
-            group, collected = service.runner.whole(job)
-        except RequestError as error:
-            raise preparation.rename_field(error) from None
+        if body.stream:
+            return service.runner.stream(job, partial(_writer, envelope=envelope))
+        group, collected = service.runner.whole(job)
     return json_response(whole_message(group, collected.whole[0].events, envelope))
 
 

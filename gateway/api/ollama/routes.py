@@ -55,7 +55,7 @@ from gateway.model_use import ModelUse
 from gateway.served_model import version
 from gateway.service import Service
 from protocol.engine.sampling import check_token_ids
-from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidRequest
 
 Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
 
@@ -140,14 +140,12 @@ def _answer_chat(
             num_logprobs=asked.num_logprobs,
             waited_s=use.waited_s,
         )
-        try:
-            prompt_request = preparation.prompt_request(prompt)
-            if isinstance(body, OllamaGenerateBody) and body.context:
-                prompt_request = _continued(prompt_request, body.context, use)
-            job = Job(use, context, [prompt_request], _options(context, asked))
-            return _respond(service, job, envelope, streams=asked.stream)
-        except RequestError as error:
-            raise preparation.rename_field(error) from None
+    with translate_errors(path, preparation.engine_fields):
+        prompt_request = preparation.prompt_request(prompt)
+        if isinstance(body, OllamaGenerateBody) and body.context:
+            prompt_request = _continued(prompt_request, body.context, use)
+        job = Job(use, context, [prompt_request], _options(context, asked))
+        return _respond(service, job, envelope, streams=asked.stream)
 
 
 def _options(context: RequestContext, asked: ChatBody | OpenEndedCompletion) -> RequestOptions:
@@ -184,11 +182,9 @@ def _answer_text(
             num_logprobs=asked.num_logprobs,
             waited_s=use.waited_s,
         )
-        try:
-            job = Job(use, context, completion.prompt_requests, _options(context, asked))
-            return _respond(service, job, envelope, streams=asked.stream)
-        except RequestError as error:
-            raise completion.rename_field(error) from None
+    with translate_errors(request_path, completion.engine_fields):
+        job = Job(use, context, completion.prompt_requests, _options(context, asked))
+        return _respond(service, job, envelope, streams=asked.stream)
 
 
 def _respond(

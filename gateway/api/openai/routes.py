@@ -13,7 +13,7 @@ from flask import Response, request
 
 from gateway.api.openai import checks, prepare, requests, responses
 from gateway.api.openai import resume_routes as resume
-from gateway.api.openai.field_paths import ignored_fields
+from gateway.api.openai.field_paths import ignored_fields, translate_errors, unchanged
 from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
@@ -35,7 +35,6 @@ from gateway.generation.kv_params import (
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.wire.errors import RequestError
 from protocol.worker.kv import KV_FIELD
 
 routes = Routes("OpenAI", responses.ErrorAnswer, scope="inference")
@@ -94,13 +93,11 @@ def _answer_chats(
     if body.return_effective_kwargs:
         effective = [prompt.effective for prompt in prompts]
         envelope.extensions["effective"] = effective if in_batch else effective[0]
-    try:
+    with translate_errors(preparation.request_path, preparation.engine_fields):
         prompt_requests = [preparation.prompt_request(prompt) for prompt in prompts]
         prompt_requests = apply_kv_params(prompt_requests, kv_params, streams=bool(body.stream))
         job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
         return _respond(service, job, body, builder, envelope)
-    except RequestError as error:
-        raise preparation.rename_field(error) from None
 
 
 @routes.post(
@@ -120,14 +117,12 @@ def completions(service: Service, context: RequestContext) -> Response:
         completion = prepare.Completion(body, model, max_prompts=service.config.max_prompts)
     kv_params = _kv_params(context, [*unknown, *completion.ignored], body, model)
     envelope = _envelope(context, "cmpl", body, model)
-    try:
+    with translate_errors(unchanged, completion.engine_fields):
         prompt_requests = apply_kv_params(
             completion.prompt_requests, kv_params, streams=bool(body.stream)
         )
         job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
         return _respond(service, job, body, completion.builder(), envelope)
-    except RequestError as error:
-        raise completion.rename_field(error) from None
 
 
 def _kv_params(

@@ -11,6 +11,7 @@ from flask import Response, request
 from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.checks import check_chat
+from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.responses import Effective, ErrorAnswer
@@ -32,7 +33,6 @@ from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
 from protocol.engine.sampling import check_token_ids
-from protocol.wire.errors import RequestError
 
 routes = Routes("Tokens", ErrorAnswer, scope="inference")
 
@@ -100,13 +100,11 @@ def generate(service: Service, context: RequestContext) -> Response:
         context.request_id = body.request_id
     envelope = GenerateEnvelope.from_request(body, model, context.request_id, context.ignored)
     options = RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
-    try:
+    with translate_errors(prepare.request_path, prepare.engine_fields_of(body)):
         job = Job(use, context, [prepare.to_request(body, model, kv_params)], options)
         if body.stream:
             return service.runner.stream(job, partial(GenerateStream, envelope=envelope))
         group, collected = service.runner.whole(job)
-    except RequestError as error:
-        raise prepare.rename_field(error, body) from None
     return json_response(whole_response(group, collected, envelope))
 
 
