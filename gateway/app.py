@@ -196,7 +196,6 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
         head = request.environ[HEAD] = _request_head()
         is_probe = request.endpoint in PROBES
         context = request.environ[CONTEXT] = RequestContext(
-            service.metrics,
             method=request.method,
             path=printable(path_of(head.target)),
             route=head.rule or "other",
@@ -258,11 +257,14 @@ def _help_link() -> str:
 
 
 def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:
-    """Return the functions that get the record of the current request: access log and tracing."""
+    """Return the functions that get the record of the current request: metrics, access log and
+    tracing."""
     logs = service.config.log_requests and not is_probe
     names_model = len(service.hosts) > 1
     log_request = partial(access_log.log_request, names_model=names_model)
-    listeners: list[Callable[[RequestRecord], None]] = [log_request] if logs else []
+    listeners: list[Callable[[RequestRecord], None]] = [service.metrics.count]
+    if logs:
+        listeners.append(log_request)
     if service.tracing is not None:
         carrier = {name: request.headers[name] for name in HEADERS if name in request.headers}
         listeners.append(partial(service.tracing.export, carrier))

@@ -12,7 +12,6 @@ from gateway.auth.caller import ANONYMOUS, Caller, CallerHeaders
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.record import RequestRecord, record_of
 from gateway.generation.timeline import Timeline, TimelineMoment
-from gateway.observe.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -35,7 +34,6 @@ class RequestContext:
 
     def __init__(
         self,
-        metrics: Metrics,
         *,
         method: str,
         path: str,
@@ -58,26 +56,18 @@ class RequestContext:
         self.model = ""
         #: Fields of the body that had no effect. They are listed in a header and in the response.
         self.ignored: list[str] = []
-        #: The choices of an inference request; None for other requests.
+        #: The choices of an inference request that were sent last; None for other requests.
         self.group: ChoiceGroup | None = None
         #: Whether this context is closed at the end of a stream or of a detached generation. If
         #: not, it is closed when the view returns.
         self.is_streaming = False
         #: Whether the request belongs to a batch, so that others are served before it.
         self.is_background = False
-        self._metrics = metrics
         self._method, self._path, self._route = method, path, route
         self._is_probe = is_probe
         self._on_close = list(on_close)
         #: Whether the request has ended.
         self.is_closed = False
-
-    def start_inference(self, group: ChoiceGroup) -> None:
-        """Mark this as an inference request with the choices in `group`. A later call replaces the
-        group."""
-        if self.group is None:
-            self._metrics.open_answers.inc()
-        self.group = group
 
     def extensions(self, effective: Any = None) -> dict[str, Any]:
         """Return the response members that no other server's API defines. Members without a value
@@ -98,8 +88,6 @@ class RequestContext:
             return
         self.is_closed = True
         self.timeline.note(TimelineMoment.ENDED)
-        if self.group is not None:
-            self._metrics.open_answers.dec()
         record = record_of(
             self.timeline,
             self.group,
@@ -112,6 +100,5 @@ class RequestContext:
             model=self.model,
             is_probe=self._is_probe,
         )
-        self._metrics.count(record)
         for listener in self._on_close:
             listener(record)

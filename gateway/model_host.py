@@ -17,28 +17,22 @@ import gevent
 from gevent.event import Event
 
 from gateway.context import RequestContext
-from gateway.engine.base import EngineClient, RoutedOptions
+from gateway.engine.base import EngineClient
 from gateway.engine.control import SupervisorLink
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.generation.group import ClientGone
+from gateway.generation.time_limits import TimeLimits
 from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.model_preparation import ModelPreparation
+from gateway.model_use import ModelUse, adapter_named
 from gateway.sandbox.clients import TemplateProcesses
 from gateway.served_model import ServedModel
 from protocol.config.gateway import ModelConfig
 from protocol.engine.adapters import AdapterInfo
-from protocol.engine.messages import Account
 from protocol.engine.model_card import ModelCard, SamplingDefaults, read_card
 from protocol.tools.control import LoadState
-from protocol.wire.errors import (
-    EngineNotReady,
-    InvalidRequest,
-    QueueTimeout,
-    ServingError,
-    TimedOut,
-    UnknownModel,
-)
+from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +117,7 @@ class ModelHost:
         model, colon, adapter = name.rpartition(":")
         if colon and model not in self.names:
             return None
-        return self.find_adapter(adapter)
-
-    def find_adapter(self, name: str) -> AdapterInfo | None:
-        """Return the adapter that has this name now; None if there is none."""
-        return next((info for info in self.adapters if info.name == name), None)
+        return adapter_named(adapter, self.adapters)
 
     @property
     def has_served(self) -> bool:
@@ -244,7 +234,7 @@ class ModelHost:
 
     # ---- uses
 
-    def use(self, context: RequestContext, limits: WaitLimits) -> ModelUse:
+    def use(self, context: RequestContext, limits: TimeLimits) -> ModelUse:
         """Return the use of the model by a request. It lasts until the context is closed, and until
         then the supervisor does not unload the model.
 
@@ -265,7 +255,7 @@ class ModelHost:
             context.call_on_close(lambda record: loads.close(self._key))
         model = self._current_model()
         context.model = model.names[0]
-        return ModelUse(self, model, waited_s)
+        return ModelUse(self.engine, model, waited_s)
 
     def poll(self) -> None:
         """Prepare a new model before the first request, and wake up the requests that wait if they
@@ -281,14 +271,14 @@ class ModelHost:
             changed.set()
 
     def _await_model(
-        self, trouble: ServingError, limits: WaitLimits, environ: Mapping[str, Any]
+        self, trouble: ServingError, limits: TimeLimits, environ: Mapping[str, Any]
     ) -> None:
         """Return as soon as the model is available. `trouble` is why it is not."""
         link = self._link
         if link is None or not link.loads.keeps_requests(self._key) or self._is_unservable:
             raise trouble
         log.info("a request waits until %s is loaded", self.name)
-        until, too_late = limits.deadline(self.name, time.monotonic())
+        until, too_late = limits.load_deadline(self.name, time.monotonic())
         refusals = link.loads.num_refusals(self._key)
         is_gone = Event()
 
@@ -369,18 +359,14 @@ class ModelHost:
     def raise_cached_refusal(self, context: RequestContext) -> None:
         """Raise the engine's last refusal of the caller's account, if it is still valid.
 
-        Call this before rendering the prompt, to save that work for a refused request. A client
-        that resumes a stream is not refused.
+        This is called before the prompt is rendered, to save that work for a refused request. A
+        client that resumes a stream is not refused.
         """
         if context.headers.get(LAST_EVENT_HEADER, ""):
             return
         account = context.caller.account
         if (refusal := self.engine.cached_refusal(account)) is not None:
             raise refusal
-
-    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Store a refusal for `raise_cached_refusal`, if the engine client needs that."""
-        self.engine.cache_refusal(account, refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,78 +398,3 @@ class ListedModel:
     def root(self) -> str:
         """The model's own name, or the path of an adapter as the operator gave it."""
         return self.path or self.card.name
-
-
-@dataclass(frozen=True, slots=True)
-class ModelUse:
-    """One request's use of a model, from its lookup to its end."""
-
-    host: ModelHost
-    #: The model at the time of the lookup. The host may prepare another one later, if its engine
-    #: restarts.
-    model: ServedModel
-    #: Seconds that the request has waited for the model.
-    waited_s: float = 0.0
-    #: The LoRA adapter that the request uses; None: the model alone.
-    adapter: AdapterInfo | None = None
-
-    @property
-    def adapter_options(self) -> RoutedOptions:
-        """The options that name the adapter to the engine."""
-        if self.adapter is None:
-            return {}
-        return {"adapter": self.adapter.name, "adapter_digest": self.adapter.digest}
-
-    def with_current_adapter(self) -> ModelUse:
-        """Return this use with the adapter that has the same name now. Raises UnknownModel if no
-        adapter has it any more."""
-        assert self.adapter is not None
-        name = self.adapter.name
-        if (current := self.host.find_adapter(name)) is None:
-            raise UnknownModel(
-                f"the adapter {name!r} was unloaded while the request was sent", param="model"
-            )
-        return replace(self, adapter=current)
-
-    def check(self) -> None:
-        """Raise EngineNotReady if the engine has restarted with another model since the lookup,
-        because a prompt that was prepared for this one may have other tokens there."""
-        card = self.host.engine.model
-        if card is not None and card.digest != self.model.card.digest:
-            raise EngineNotReady(
-                "the engine was restarted with another model while the request was prepared",
-                retry_after_s=1,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class WaitLimits:
-    """How long a request waits for its model, in seconds; 0: no limit."""
-
-    #: The operator's limit for loading a model.
-    load_timeout_s: float
-    #: The limits of the request itself.
-    queue_timeout_s: float = 0.0
-    timeout_s: float = 0.0
-
-    def deadline(self, name: str, now: float) -> tuple[float, ServingError]:
-        """Return the time until which a request may wait for the model `name`, and the error after
-        that."""
-        waiting = f"the model {name} was not loaded within"
-        errors: list[tuple[float, ServingError]] = [
-            (
-                self.load_timeout_s,
-                EngineNotReady(
-                    f"{waiting} {self.load_timeout_s:g} s (--load-timeout-s)", retry_after_s=10
-                ),
-            ),
-            (
-                self.queue_timeout_s,
-                QueueTimeout(
-                    f"{waiting} the queue_timeout_s of {self.queue_timeout_s:g} s", retry_after_s=10
-                ),
-            ),
-            (self.timeout_s, TimedOut(f"{waiting} the timeout_s of {self.timeout_s:g} s")),
-        ]
-        seconds, error = min((e for e in errors if e[0]), key=lambda each: each[0])
-        return now + seconds, error

@@ -99,11 +99,13 @@ def answer(service: Service, sock: Any, error: BaseException) -> None:
     sock  the client's socket; the caller closes it afterwards
     """
     context = RequestContext(
-        service.metrics,
         method="-",
         path="-",
         route="other",
-        on_close=[access_log.log_request] if service.config.log_requests else [],
+        on_close=[
+            service.metrics.count,
+            *([access_log.log_request] if service.config.log_requests else ()),
+        ],
     )
     fault = fault_of(error)
     body = error_body(fault)

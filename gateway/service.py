@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar, Unpack
+from typing import Protocol, TypeVar
 
 import gevent
 from gevent import get_hub
 
 from gateway.auth.keys import KeyWatch
 from gateway.context import RequestContext
-from gateway.engine.base import EngineClient, NullEngineClient, RoutedOptions
+from gateway.engine.base import EngineClient, NullEngineClient
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.control import SupervisorLink
 from gateway.engine.disaggregated import DisaggregatedClient
@@ -27,17 +27,16 @@ from gateway.engine.model_loads import ModelLoads
 from gateway.engine.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
 from gateway.gateway_start import READY, GatewayStart
-from gateway.generation.group import ChoiceGroup
-from gateway.generation.request import PromptRequest
-from gateway.generation.timeline import Timeline
+from gateway.generation.run import JobRunner
+from gateway.generation.time_limits import TimeLimits, TimeoutFields
 from gateway.http.body import BodyReader
 from gateway.http.body_memory import BodyMemory
 from gateway.http.client_socket import NOT_GUNICORN, describe_writing
 from gateway.http.connections import ClientConnections
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
-from gateway.model_host import ModelHost, ModelUse, WaitLimits
+from gateway.model_host import ModelHost
+from gateway.model_use import ModelUse
 from gateway.observe.metrics import Metrics, ModelEngines
-from gateway.observe.recent import RecentRequests
 from gateway.observe.tracing import tracing_to
 from gateway.observe.watch import WatchPoller
 from gateway.sandbox.clients import TemplateProcesses
@@ -112,15 +111,6 @@ def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
     )
 
 
-class TimeoutFields(Protocol):
-    """The time limits in a request's body, in seconds; None: the operator's limits apply."""
-
-    @property
-    def timeout_s(self) -> float | None: ...
-    @property
-    def queue_timeout_s(self) -> float | None: ...
-
-
 class BackgroundWork(Protocol):
     """Work of this process that no connection waits for."""
 
@@ -129,17 +119,6 @@ class BackgroundWork(Protocol):
         """Look for new work now."""
 
     def close(self) -> None: ...
-
-
-class NoTimeouts:
-    """The time limits of a body that sets none."""
-
-    timeout_s: float | None = None
-    queue_timeout_s: float | None = None
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 class Service:
@@ -180,7 +159,12 @@ class Service:
         self.obstacle: str | None = NOT_GUNICORN
         self.tracing = tracing_to(config.otlp_traces_endpoint)
         self.connections = ClientConnections()
-        self.recent = RecentRequests()
+        self.runner = JobRunner(
+            config,
+            open_answers=self.metrics.open_answers,
+            on_free=self.metrics.free_s.observe,
+            is_draining=lambda: self.is_draining(),
+        )
         self.watch = WatchPoller(
             lambda: [(host.name, host.engine.connections) for host in self.hosts],
             lambda: self.is_draining(),
@@ -190,7 +174,6 @@ class Service:
         self.files = open_file_store(config)
         self.background: list[BackgroundWork] = []
         self.started_at = time.monotonic()
-        self._groups: dict[ChoiceGroup, ModelHost] = {}
         self._watch: gevent.Greenlet[..., None] | None = None
 
     def _new_host(self, model: ModelConfig) -> ModelHost:
@@ -243,7 +226,7 @@ class Service:
         if self.persistence is not None:
             while self.persistence.is_busy and self._watch is not None:
                 if not self.is_draining():
-                    self._end_groups()
+                    self.runner.end_all(self._shutdown_error)
                 gevent.sleep(WATCH_S)
         if self._watch is not None:
             self._watch.kill()
@@ -279,17 +262,13 @@ class Service:
             draining_since = draining_since or time.monotonic()
             self.connections.close_idle()
             if self.ends_at_once or time.monotonic() - draining_since >= self.config.drain_s:
-                self._end_groups()
+                self.runner.end_all(self._shutdown_error)
 
-    def _end_groups(self) -> None:
-        for group, host in list(self._groups.items()):
-            group.fail(self._shutdown_error(host))
-
-    def _shutdown_error(self, host: ModelHost) -> ServingError:
-        """Return the error that ends an open answer of `host` when this process shuts down."""
+    def _shutdown_error(self, engine: EngineClient) -> ServingError:
+        """Return the error that ends an open answer of `engine` when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
-        for connection in host.engine.connections:
+        for connection in engine.connections:
             if isinstance(trouble := connection.client.trouble(), EngineLost):
                 which = f"{connection.role} engine" if connection.role else "engine"
                 return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
@@ -340,25 +319,22 @@ class Service:
                  Otherwise the operator's limits apply
         ability  what a request with a body needs of the model
 
-        Raises the errors of `host`, of `ModelHost.use` and of `check_ability`.
+        Raises the errors of `host`, of `ModelHost.use` and of `check_ability`. With a body, raises
+        the engine's last refusal of the caller, if it is still valid.
         """
         if (draining := self._draining()) is not None:
             raise draining
-        own = body if body is not None else NoTimeouts()
-        limits = WaitLimits(
-            self.config.load_timeout_s,
-            _given(own.queue_timeout_s, self.config.queue_timeout_s),
-            _given(own.timeout_s, self.config.timeout_s),
-        )
-        use = self.host(name).use(context, limits)
+        host = self.host(name)
+        use = host.use(context, TimeLimits.from_request(body, self.config))
         if name is not None and name not in use.model.names:
-            if (adapter := use.host.adapter_of(name)) is None:
+            if (adapter := host.adapter_of(name)) is None:
                 raise self.unknown_model(name)
             if body is not None and ability != "generate":
                 raise InvalidRequest.at("model", f"{name!r} is an adapter, which has no embeddings")
             use = replace(use, adapter=adapter)
         if body is not None:
             check_ability(use.model.card, ability, name or use.model.names[0])
+            host.raise_cached_refusal(context)
         return use
 
     def unknown_model(self, name: str) -> UnknownModel:
@@ -406,32 +382,9 @@ class Service:
         code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
         self.give_up(str(error), code)
 
-    def new_group(
-        self,
-        host: ModelHost,
-        prompt_requests: Sequence[PromptRequest],
-        timeline: Timeline,
-        **options: Unpack[RoutedOptions],
-    ) -> ChoiceGroup:
-        """Return a new group of choices. Nothing is sent to the host's engine before
-        `ChoiceGroup.open`. The caller must pass the group to `forget` after its end."""
-        group = ChoiceGroup(
-            host.engine,
-            prompt_requests,
-            timeline=timeline,
-            on_free=self.metrics.free_s.observe,
-            **options,
-        )
-        self._groups[group] = host
-        return group
-
     def id_bounds(self, num_prompts: int = 1) -> JsonBounds:
         """Return the limits on the JSON of a body that contains `num_prompts` prompts as token
         ids. The body is not read yet, so those of the longest model apply."""
         limits = [host.engine.limits for host in self.hosts]
         longest = max(each.max_len if each else MAX_TOKEN_IDS for each in limits)
         return JsonBounds.with_ids(num_prompts * longest)
-
-    def forget(self, group: ChoiceGroup) -> None:
-        """Remove a group that has ended, so that a shutdown does not abort it again."""
-        self._groups.pop(group, None)

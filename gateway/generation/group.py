@@ -27,7 +27,7 @@ from gevent.event import Event
 
 from gateway.engine.base import Report, RequestSender, RoutedEncodeOptions, RoutedOptions
 from gateway.formats.events import Failed, Finished
-from gateway.generation.request import Choice, PromptRequest
+from gateway.generation.request import Choice, MeasuredParser, PromptRequest
 from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.engine.encoding import EncodeInputs
@@ -106,6 +106,11 @@ class ChoiceGroup:
         self._ended = Event()
 
     # ---- called in the request's greenlet
+
+    def measure_parsing(self) -> None:
+        """Measure the time of the parsers, for `parsing_s`. Call this before `open`."""
+        for choice in self.choices:
+            choice.parser = MeasuredParser(choice.parser)
 
     def open(self) -> None:
         """Send all choices and wait until the engine has accepted them. Raises the engine's refusal
@@ -244,6 +249,13 @@ class ChoiceGroup:
         """The number of accepted and the number of rejected draft tokens."""
         accepted = sum(choice.num_accepted for choice in self.choices)
         return accepted, sum(choice.num_drafts for choice in self.choices) - accepted
+
+    @property
+    def parsing_s(self) -> float | None:
+        """Seconds spent in the parsers of all choices; None if this is not measured."""
+        parsers = [choice.parser for choice in self.choices]
+        spent = [parser.spent_s for parser in parsers if isinstance(parser, MeasuredParser)]
+        return sum(spent) if spent else None
 
     @property
     def num_reasoning_tokens(self) -> int | None:

@@ -6,6 +6,7 @@ and keeps one `Choice` for each answer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,6 +42,29 @@ class OutputParserFactory(Protocol):
 
     def new(self) -> OutputParser:
         """Return the parser of one choice."""
+
+
+class MeasuredParser:
+    """Wraps a parser and measures the time that it takes. It reads the clock twice for each output,
+    so it is used only for requests with `timings`."""
+
+    __slots__ = ("_inner", "spent_s")
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+        #: Time spent in the parser so far.
+        self.spent_s = 0.0
+
+    @property
+    def may_stop(self) -> bool:
+        return self._inner.may_stop
+
+    def push(self, output: Output) -> OutputDelta:
+        started_at = time.perf_counter()
+        try:
+            return self._inner.push(output)
+        finally:
+            self.spent_s += time.perf_counter() - started_at
 
 
 class ToolChoiceCheck(msgspec.Struct, frozen=True):

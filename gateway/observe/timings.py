@@ -7,16 +7,11 @@ several choices, each time is the time of the slowest choice, and the token coun
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.formats.events import OutputDelta
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.record import AnswerRecord, answer_record
-from gateway.generation.request import OutputParser
-from protocol.engine.messages import Output
 
 _DIGITS = 3
 
@@ -61,40 +56,12 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
 
 
-class MeasuredParser:
-    """Wraps a parser and measures the time that it takes. It reads the clock twice for each output,
-    so it is used only for requests with `timings`."""
-
-    __slots__ = ("_inner", "spent_s")
-
-    def __init__(self, inner: OutputParser) -> None:
-        self._inner = inner
-        #: Time spent in the parser so far.
-        self.spent_s = 0.0
-
-    @property
-    def may_stop(self) -> bool:
-        return self._inner.may_stop
-
-    def push(self, output: Output) -> OutputDelta:
-        started_at = time.perf_counter()
-        try:
-            return self._inner.push(output)
-        finally:
-            self.spent_s += time.perf_counter() - started_at
-
-
-def measure(group: ChoiceGroup) -> None:
-    """Measure the parsing of all choices, for `timings_of_group`. Call this before `group.open`."""
-    for choice in group.choices:
-        choice.parser = MeasuredParser(choice.parser)
-
-
 def timings_of_group(group: ChoiceGroup) -> Timings | UnsetType:
     """Return the response's `timings`; UNSET if they were not requested."""
-    parsers = [choice.parser for choice in group.choices]
-    spent = [parser.spent_s for parser in parsers if isinstance(parser, MeasuredParser)]
-    return timings_of(answer_record(group.timeline, group), sum(spent)) if spent else UNSET
+    parsing_s = group.parsing_s
+    if parsing_s is None:
+        return UNSET
+    return timings_of(answer_record(group.timeline, group), parsing_s)
 
 
 def timings_of(record: AnswerRecord, detokenize_s: float) -> Timings:

@@ -1,4 +1,5 @@
-"""A choice group without an engine: the test itself passes the engine's reports to it."""
+"""A choice group without an engine, and a stream without a client. The test itself passes the
+engine's reports to the group, and reads what was written to the stream."""
 
 from __future__ import annotations
 
@@ -11,6 +12,23 @@ from protocol.engine.sampling import SamplingParams
 from tests.support.scripted_engine import scripted_card
 
 TOKENIZER = Tokenizer(scripted_card())
+
+
+class WrittenStream:
+    """A destination of frames that keeps them."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.num_writes = 0
+        self.num_ends = 0
+
+    def write(self, data: bytes) -> None:
+        assert self.num_ends == 0, "nothing follows the end"
+        self.data += data
+        self.num_writes += 1
+
+    def finish(self) -> None:
+        self.num_ends += 1
 
 
 def new_choice_group(

@@ -37,6 +37,7 @@ from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
 from protocol.config.gateway import GatewayConfig
 from protocol.engine.messages import Accepted, Output
+from tests.support.answers import WrittenStream
 from tests.support.http import events_of
 
 CONFIG = GatewayConfig()
@@ -85,11 +86,11 @@ class Played:
 
     answer: ChoiceGroup
     fold: CollectSink
-    frames: list[bytes] = field(default_factory=list)
+    written: WrittenStream = field(default_factory=WrittenStream)
 
     @property
     def events(self) -> list[Any]:
-        return events_of(b"".join(self.frames))
+        return events_of(self.written.data)
 
 
 def play(asks: Sequence[Any], outputs: Sequence[Output], sink_of: Any) -> Played:
@@ -98,7 +99,7 @@ def play(asks: Sequence[Any], outputs: Sequence[Output], sink_of: Any) -> Played
     played = Played(answer, CollectSink(0))
     answer.open()
     played.fold = CollectSink(len(answer.choices))
-    answer.attach(Both(played.fold, sink_of(answer, played.frames.append)))
+    answer.attach(Both(played.fold, sink_of(answer, played.written)))
     tape.play()
     return played
 
@@ -140,13 +141,12 @@ class Trip:
         origin = OpenAIEnvelope(f"{kind}-7", self.model.names[0], self.model.fingerprint)
         includes_ids = bool(body.return_token_ids)
 
-        def sink(answer: ChoiceGroup, write: Any) -> ChunkStream:
+        def sink(answer: ChoiceGroup, written: WrittenStream) -> ChunkStream:
             return ChunkStream(
                 answer,
+                written,
                 dialect(),
                 origin,
-                write=write,
-                finish=lambda: None,
                 includes_usage=True,
                 includes_ids=includes_ids,
             )
@@ -188,8 +188,8 @@ class Trip:
             body, self.model, rendered["request_id"], []
         )
 
-        def sink(answer: ChoiceGroup, write: Any) -> stream.GenerateStream:
-            return stream.GenerateStream(answer, envelope, write=write, finish=lambda: None)
+        def sink(answer: ChoiceGroup, written: WrittenStream) -> stream.GenerateStream:
+            return stream.GenerateStream(answer, written, envelope)
 
         played = play([prepare.to_request(body, self.model)], self.outputs, sink)
         whole = stream.whole_response(played.answer, played.fold, envelope)

@@ -26,6 +26,7 @@ from gateway.generation.request import PromptRequest
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.messages import Output, Outputs
 from protocol.engine.sampling import SamplingParams
+from tests.support.answers import WrittenStream
 from tests.support.calls import watched_calls
 from tests.support.engines import Bench
 from tests.support.plans import GREEDY, slot_init, step_plan
@@ -107,13 +108,12 @@ def stream(
         ZmqEngineClient("ipc:///nowhere"), [PromptRequest([1, 2, 3], [SamplingParams()], readers)]
     )
     (choice,) = answer.choices
-    frames: list[bytes] = []
+    written = WrittenStream()
     sink = ChunkStream(
         answer,
+        written,
         ChatResponseBuilder(readers.tokenizer, None),
         OpenAIEnvelope("chatcmpl-1", "m", "print", created=12),
-        write=frames.append,
-        finish=lambda: None,
     )
     answer.attach(sink)
     steps = [
@@ -129,8 +129,8 @@ def stream(
         if is_slow:
             answer.attach(sink)
     answer.close()
-    assert frames
-    assert is_late or is_slow or len(frames) > len(ids) / 4
+    assert written.data
+    assert is_late or is_slow or written.num_writes > len(ids) / 4
     return len(ids)
 
 

@@ -42,10 +42,9 @@ from gateway.formats.reasoning_tokens import ReasoningCounter, thinking_marks
 from gateway.formats.registry import bind, format_of
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink
-from gateway.observe.timings import measure
 from gateway.text.tokenizer import Tokenizer
 from protocol.wire.errors import Overloaded
-from tests.support.answers import TOKENIZER, new_choice_group
+from tests.support.answers import TOKENIZER, WrittenStream, new_choice_group
 from tests.support.rendering import CONFIG
 from tests.support.scripted_engine import scripted_card, scripted_logprob, thinking_card
 from tests.support.served import served
@@ -114,7 +113,7 @@ def group_of(n: int, prompts: int, *, counted: bool) -> ChoiceGroup:
             choice.reasoning_counter.count = 4
             choice.num_drafts, choice.num_accepted = 5, 3
     if counted:
-        measure(group)
+        group.measure_parsing()
     return group
 
 
@@ -141,14 +140,11 @@ def feed(group: ChoiceGroup, sink: Any, *, calls: bool) -> None:
 
 
 def streamed(group: ChoiceGroup, builder: ResponseBuilder, more: bool, **options: Any) -> bytes:
-    frames: list[bytes] = []
+    written = WrittenStream()
     calls = isinstance(builder, ChatResponseBuilder)
     envelope = envelope_of(has_more=more, completion=not calls)
-    stream = ChunkStream(
-        group, builder, envelope, write=frames.append, finish=lambda: None, **options
-    )
-    feed(group, stream, calls=calls)
-    return b"".join(frames)
+    feed(group, ChunkStream(group, written, builder, envelope, **options), calls=calls)
+    return written.data
 
 
 def whole(group: ChoiceGroup, builder: ResponseBuilder, more: bool, **options: Any) -> bytes:
@@ -213,13 +209,11 @@ def _alone(events: list[Any]) -> bytes:
 
 
 def _failure() -> bytes:
-    frames: list[bytes] = []
+    written = WrittenStream()
     group = group_of(1, 1, counted=False)
-    stream = ChunkStream(
-        group, chat(None), envelope_of(has_more=False), write=frames.append, finish=lambda: None
-    )
+    stream = ChunkStream(group, written, chat(None), envelope_of(has_more=False))
     stream.fail(Overloaded("too much", retry_after_s=2))
-    return b"".join(frames)
+    return written.data
 
 
 # ---- the token endpoint
@@ -252,13 +246,10 @@ def _generated(body: GenerateBody, streams: bool) -> bytes:
     envelope = generate_stream.GenerateEnvelope(
         envelope.id, envelope.model, "print", "digest", body, MODEL.tokenizer, ["mood"], 12
     )
-    frames: list[bytes] = []
     if streams:
-        stream = generate_stream.GenerateStream(
-            group, envelope, write=frames.append, finish=lambda: None
-        )
-        feed(group, stream, calls=False)
-        return b"".join(frames)
+        written = WrittenStream()
+        feed(group, generate_stream.GenerateStream(group, written, envelope), calls=False)
+        return written.data
     collected = CollectSink(1)
     feed(group, collected, calls=False)
     return generate_stream.whole_response(group, collected, envelope)

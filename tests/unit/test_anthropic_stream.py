@@ -62,15 +62,14 @@ def streamed(
 ) -> bytes:
     """Return the stream of an answer that arrives event by event."""
     answer = answer or an_answer()
-    data: list[bytes] = []
-    ends: list[bool] = []
-    writer = EventWriter(answer, envelope, write=data.append, finish=lambda: ends.append(True))
+    written = answers.WrittenStream()
+    writer = EventWriter(answer, written, envelope)
     for event in events:
         writer.delta(answer.choices[0], OutputDelta([event]))
-    assert not ends
+    assert written.num_ends == 0
     writer.end()
-    assert ends == [True]
-    return b"".join(data)
+    assert written.num_ends == 1
+    return written.data
 
 
 def whole(
@@ -230,10 +229,10 @@ def test_the_end_of_a_stream_with_all_members_has_these_bytes() -> None:
 def test_an_error_has_these_bytes(error: ServingError, members: str) -> None:
     body = f'{{"type":"error","error":{{{members}}},"request_id":"1"}}'
     assert error_body(fault_of(error), "1").decode() == body
-    data: list[bytes] = []
-    writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
+    written = answers.WrittenStream()
+    writer = EventWriter(an_answer(), written, ORIGIN)
     writer.fail(error)
-    assert b"".join(data).decode() == f"event: error\ndata: {body}\n\n"
+    assert written.data.decode() == f"event: error\ndata: {body}\n\n"
 
 
 def test_a_complete_message_has_its_blocks_in_order() -> None:
@@ -320,24 +319,23 @@ def test_warnings_about_the_request_precede_those_about_the_answer() -> None:
 
 
 def test_message_start_is_sent_with_the_first_event_and_has_the_final_prompt_counts() -> None:
-    answer, data, starts = an_answer(), list[bytes](), list[str]()
+    answer, written, starts = an_answer(), answers.WrittenStream(), list[str]()
     (choice,) = answer.choices
     choice.num_cached = 0
     writer = EventWriter(
         answer,
+        written,
         AnthropicEnvelope("1", "m", block_tokens=1),
-        write=data.append,
-        finish=lambda: None,
         on_start=lambda: starts.append("start"),
     )
     writer.delta(choice, OutputDelta([], [72]))
-    assert not data
+    assert not written.data
     choice.num_cached = 1  # the engine reports this with the first token
     writer.delta(choice, OutputDelta([Content("H")]))
-    assert (len(data), starts) == (1, ["start"])
+    assert (written.num_writes, starts) == (1, ["start"])
     writer.delta(choice, OutputDelta([Content("i"), Finished("stop")]))
     writer.end()
-    start, ping, *_, last, _ = events = anthropic_events(b"".join(data))
+    start, ping, *_, last, _ = events = anthropic_events(written.data)
     assert ping["type"] == "ping"
     of_prompt = {"input_tokens": 1, "cache_creation_input_tokens": 1, "cache_read_input_tokens": 1}
     assert of_prompt.items() <= start["message"]["usage"].items()
@@ -364,10 +362,10 @@ def test_cache_writes_are_the_tokens_that_the_same_prompt_can_reuse(
 
 
 def test_a_failure_before_the_first_event_is_the_only_event() -> None:
-    data: list[bytes] = []
-    writer = EventWriter(an_answer(), ORIGIN, write=data.append, finish=lambda: None)
+    written = answers.WrittenStream()
+    writer = EventWriter(an_answer(), written, ORIGIN)
     writer.fail(Overloaded("too much"))
-    assert [event["type"] for event in anthropic_events(b"".join(data))] == ["error"]
+    assert [event["type"] for event in anthropic_events(written.data)] == ["error"]
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,14 @@ from protocol.wire.errors import (
     StepFailed,
     UnknownModel,
 )
-from tests.support.answers import TOKENIZER, new_choice_group
+from tests.support.answers import TOKENIZER, WrittenStream, new_choice_group
 from tests.support.http import events_of
 from tests.support.scripted_engine import scripted_logprob
 
 ENVELOPE = OpenAIEnvelope("chatcmpl-1", 'model "m"', "print", created=12)
 
 
-class ReceivedChunks:
+class ReceivedChunks(WrittenStream):
     """A sink that writes a stream, and the bytes that it wrote."""
 
     def __init__(
@@ -71,23 +71,12 @@ class ReceivedChunks:
         model: str = ENVELOPE.model,
         **options: Any,
     ) -> None:
-        self.data = b""
-        self.is_finished = False
+        super().__init__()
         envelope = replace(ENVELOPE, model=model)
-        self.stream = ChunkStream(
-            answer, builder, envelope, write=self._write, finish=self._finish, **options
-        )
-
-    def _write(self, data: bytes) -> None:
-        assert not self.is_finished
-        self.data += data
-
-    def _finish(self) -> None:
-        assert not self.is_finished
-        self.is_finished = True
+        self.stream = ChunkStream(answer, self, builder, envelope, **options)
 
     def events(self) -> list[Any]:
-        assert self.is_finished
+        assert self.num_ends == 1
         return events_of(self.data)
 
 

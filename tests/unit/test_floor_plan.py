@@ -71,9 +71,9 @@ LEVELS: dict[str, Sequence[set[str]]] = {
     "gateway": (
         {"app", "gunicorn_conf", "rejected_requests", "startup_checks", "offline"},
         {"api"},
-        {"service", "model_host", "model_preparation", "context"},
+        {"service", "model_host", "model_preparation"},
         {"store", "observe"},
-        {"generation", "served_model"},
+        {"generation", "context", "model_use", "served_model"},
         {"prompt", "formats", "sandbox"},
         {"engine"},
         {"text", "http", "auth", "thread_pool", "web", "gateway_start"},

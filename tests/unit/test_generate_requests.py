@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
+from gateway.api.openai.field_paths import translate_errors
 from gateway.api.tokens import prepare
 from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.formats.choice_parser import ParserFactory, TokenPassthroughFactory
@@ -232,10 +233,20 @@ def test_a_thinking_budget_works_with_and_without_a_form() -> None:
     assert (both.body, both.thinking, both.budget) == (BODY, THINKS, alone.budget)
 
 
+def param_of(name: str, body: GenerateBody) -> str | None:
+    """Return the field that an error names, if the engine's error names the field `name`."""
+    with (
+        pytest.raises(InvalidRequest) as raised,
+        translate_errors(prepare.request_path, prepare.engine_fields_of(body)),
+    ):
+        raise InvalidRequest("no", param=name)
+    return raised.value.param
+
+
 def test_the_engines_field_names_become_paths_in_the_request() -> None:
     body = body_of({"structured_outputs": FORM})
     found = {
-        name: prepare.rename_field(InvalidRequest("no", param=name), body).param
+        name: param_of(name, body)
         for name in (
             *("prompt", "prompt[3]", "stop_token_ids[3]", "logit_bias.500"),
             *("grammar", "max_tokens", "model"),
@@ -251,7 +262,7 @@ def test_the_engines_field_names_become_paths_in_the_request() -> None:
         "model": "model",
     }
     own = body_of(grammar={"body": {"kind": "json_object"}})
-    assert prepare.rename_field(InvalidRequest("no", param="grammar"), own).param == "grammar"
+    assert param_of("grammar", own) == "grammar"
 
 
 def test_skip_reading_prefix_cache_uses_a_new_namespace() -> None:

@@ -28,6 +28,7 @@ from gateway.http.errors import fault_of
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Output, Usage
 from protocol.wire.errors import ErrorInfo, StepFailed
+from tests.support.answers import WrittenStream
 from tests.support.http import events_of
 from tests.support.scripted_engine import EOS, scripted_card, scripted_logprob
 from tests.support.served import served
@@ -43,22 +44,17 @@ def body_of(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateBo
     return msgspec.convert(said, GenerateBody)
 
 
-class GeneratedChunks:
+class GeneratedChunks(WrittenStream):
     """An answer that is streamed and collected from the same engine outputs."""
 
     def __init__(self, body: GenerateBody, ignored: list[str] | None = None) -> None:
-        self.data = b""
+        super().__init__()
         self.answer = ChoiceGroup(
             ZmqEngineClient("ipc:///nowhere"), [prepare.to_request(body, MODEL)]
         )
         self.envelope = GenerateEnvelope.from_request(body, MODEL, "7", ignored or [])
-        self.stream = GenerateStream(
-            self.answer, self.envelope, write=self._write, finish=lambda: None
-        )
+        self.stream = GenerateStream(self.answer, self, self.envelope)
         self.fold = CollectSink(len(self.answer.choices))
-
-    def _write(self, data: bytes) -> None:
-        self.data += data
 
     def push(self, *outputs: Output, choice: int = 0) -> GeneratedChunks:
         """Pass engine outputs of one choice to the group."""

@@ -117,9 +117,11 @@ def test_requests_with_drafts_are_observed_with_their_acceptance_rate() -> None:
         )
         answer.on_report(answer.choices[0], Accepted(request=0))
         answer.on_report(answer.choices[0], Output(request=0, tokens=[72], usage=usage))
-        context = RequestContext(metrics, method="POST", path="/v1/x", route="/v1/x")
+        context = RequestContext(
+            method="POST", path="/v1/x", route="/v1/x", on_close=[metrics.count]
+        )
         context.timeline = answer.timeline
-        context.start_inference(answer)
+        context.group = answer
         context.close(200)
     text = metrics.text().decode()
     assert "tidegate_draft_acceptance_count 2.0" in text

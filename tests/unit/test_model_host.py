@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.engine.base import NullEngineClient
-from gateway.model_host import ModelHost, ModelUse, WaitLimits
+from gateway.generation.time_limits import TimeLimits
+from gateway.model_host import ModelHost
+from gateway.model_use import ModelUse
 from gateway.sandbox.clients import TemplateProcesses
 from protocol.config.gateway import ModelConfig
 from protocol.engine.model_card import CardFile, write_card
@@ -22,16 +24,16 @@ NOW = 100.0
 @pytest.mark.parametrize(
     ("limits", "until", "kind", "words"),
     [
-        (WaitLimits(600.0), 700.0, EngineNotReady, "600 s (--load-timeout-s)"),
-        (WaitLimits(600.0, 5.0), 105.0, QueueTimeout, "the queue_timeout_s of 5 s"),
-        (WaitLimits(600.0, 5.0, 2.5), 102.5, TimedOut, "the timeout_s of 2.5 s"),
-        (WaitLimits(3.0, 5.0, 9.0), 103.0, EngineNotReady, "3 s (--load-timeout-s)"),
+        (TimeLimits(load_timeout_s=600.0), 700.0, EngineNotReady, "600 s (--load-timeout-s)"),
+        (TimeLimits(0.0, 5.0, 600.0), 105.0, QueueTimeout, "the queue_timeout_s of 5 s"),
+        (TimeLimits(2.5, 5.0, 600.0), 102.5, TimedOut, "the timeout_s of 2.5 s"),
+        (TimeLimits(9.0, 5.0, 3.0), 103.0, EngineNotReady, "3 s (--load-timeout-s)"),
     ],
 )
 def test_a_wait_ends_with_the_first_of_its_limits(
-    limits: WaitLimits, until: float, kind: type[ServingError], words: str
+    limits: TimeLimits, until: float, kind: type[ServingError], words: str
 ) -> None:
-    at, error = limits.deadline("small", NOW)
+    at, error = limits.load_deadline("small", NOW)
     assert (at, type(error)) == (until, kind)
     assert words in error.message
     assert "small" in error.message
@@ -53,7 +55,7 @@ def host_of(folder: Path, **changes: Any) -> ModelHost:
 
 def test_a_request_is_refused_if_its_model_was_replaced_after_the_lookup(tmp_path: Path) -> None:
     host = host_of(tmp_path, digest="new")
-    ModelUse(host, served(scripted_card(digest="new"))).check()
+    ModelUse(host.engine, served(scripted_card(digest="new"))).check()
     with pytest.raises(EngineNotReady, match="restarted with another model") as refused:
-        ModelUse(host, served(scripted_card(digest="old"))).check()
+        ModelUse(host.engine, served(scripted_card(digest="old"))).check()
     assert refused.value.retry_after_s is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.run import RequestTimeouts, client_timeout_s
+from gateway.generation.job import RequestOptions
+from gateway.generation.time_limits import TimeLimits, client_timeout_s
 from protocol.config.gateway import GatewayConfig
 
 READ, ANY = "X-Stainless-Read-Timeout", "X-Stainless-Timeout"
@@ -45,12 +46,12 @@ def test_a_requests_timeout_overrides_the_operators_and_the_clients_limits_both(
     own: float | None, operator: float, client: str, expected: float
 ) -> None:
     config = GatewayConfig(timeout_s=operator, queue_timeout_s=2.0)
-    found = RequestTimeouts.from_request(own, None, config, {READ: client})
-    assert found == RequestTimeouts(expected, 2.0)
-    assert RequestTimeouts.from_request(own, 3.0, config, {READ: client}).queue_timeout_s == 3.0
+    found = TimeLimits.from_request(RequestOptions(timeout_s=own), config, {READ: client})
+    assert found == TimeLimits(expected, 2.0, config.load_timeout_s)
+    options = RequestOptions(timeout_s=own, queue_timeout_s=3.0)
+    assert TimeLimits.from_request(options, config, {READ: client}).queue_timeout_s == 3.0
 
 
 def test_a_timeout_header_does_not_count_for_a_stream() -> None:
-    assert RequestTimeouts.from_request(None, None, GatewayConfig(), None) == RequestTimeouts(
-        0.0, 0.0
-    )
+    limits = TimeLimits.from_request(RequestOptions(), GatewayConfig())
+    assert (limits.timeout_s, limits.queue_timeout_s) == (0.0, 0.0)

@@ -171,9 +171,10 @@ def test_a_chat_path_becomes_a_path_in_the_request(name: str, own: str) -> None:
         before=[message("user", "earlier")],
         instructions="i",
     )
-    error = translation.translate_error(InvalidRequest(f"{name}: wrong", param=name))
-    assert error.param == own
-    assert error.message == f"{own}: wrong"
+    with pytest.raises(InvalidRequest) as raised, translation.translate_errors():
+        raise InvalidRequest(f"{name}: wrong", param=name)
+    assert raised.value.param == own
+    assert raised.value.message == f"{own}: wrong"
 
 
 def test_only_items_without_an_id_get_one() -> None:

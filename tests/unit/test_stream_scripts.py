@@ -34,7 +34,7 @@ from gateway.formats.events import (
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.sinks import CollectSink, Sink
 from protocol.wire.errors import ErrorInfo, Overloaded
-from tests.support.answers import TOKENIZER, new_choice_group
+from tests.support.answers import TOKENIZER, WrittenStream, new_choice_group
 from tests.support.anthropic import anthropic_events, message_of
 from tests.support.event_scripts import SCRIPTS
 from tests.support.http import events_of, fold_chat_response, fold_chat_stream
@@ -47,14 +47,14 @@ Said = tuple[str, str, list[str]]
 class Api:
     """One API.
 
-    sink    makes a sink that passes its stream to `write`, and calls `finish` once
+    sink    makes a sink that writes its stream to a destination
     fold    returns the answer that a stream describes
     whole   returns the answer to the events of one choice that is not streamed
     said    returns reasoning, text and names of called tools of an answer
     error   returns the error that ends a stream
     """
 
-    sink: Callable[[ChoiceGroup, Callable[[bytes], None], Callable[[], None]], Sink]
+    sink: Callable[[ChoiceGroup, WrittenStream], Sink]
     fold: Callable[[bytes], Any]
     whole: Callable[[ChoiceGroup, list[Event]], Any]
     said: Callable[[Any], Said]
@@ -105,10 +105,8 @@ def message_said(answer: Any) -> Said:
 # ---- responses
 
 
-def response_sink(
-    group: ChoiceGroup, write: Callable[[bytes], None], finish: Callable[[], None]
-) -> ResponseSink:
-    written = CollectedFrames(write=write, finish=finish)
+def response_sink(group: ChoiceGroup, destination: WrittenStream) -> ResponseSink:
+    written = CollectedFrames(write=destination.write, finish=destination.finish)
     return ResponseSink(group, ResponseEvents(a_queued_response("resp_1")), written, None)
 
 
@@ -164,8 +162,8 @@ def ollama_said(answer: Any) -> Said:
 
 APIS = {
     "chat": Api(
-        lambda group, write, finish: ChunkStream(
-            group, ChatResponseBuilder(TOKENIZER, None), CHAT, write=write, finish=finish
+        lambda group, written: ChunkStream(
+            group, written, ChatResponseBuilder(TOKENIZER, None), CHAT
         ),
         lambda data: fold_chat_stream(events_of(data)),
         chat_whole,
@@ -173,7 +171,7 @@ APIS = {
         lambda data: events_of(data)[-1]["error"]["code"],
     ),
     "messages": Api(
-        lambda group, write, finish: EventWriter(group, MESSAGES, write=write, finish=finish),
+        lambda group, written: EventWriter(group, written, MESSAGES),
         lambda data: message_of(anthropic_events(data)),
         message_whole,
         message_said,
@@ -187,7 +185,7 @@ APIS = {
         lambda data: typed_events(data)[-1]["response"]["error"]["code"],
     ),
     "ollama": Api(
-        lambda group, write, finish: LineWriter(group, OLLAMA, write=write, finish=finish),
+        lambda group, written: LineWriter(group, written, OLLAMA),
         ollama_fold,
         ollama_whole,
         ollama_said,
@@ -198,21 +196,13 @@ EACH = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 SCRIPT = pytest.mark.parametrize("events", SCRIPTS.values(), ids=SCRIPTS)
 
 
-class Streamed:
+class Streamed(WrittenStream):
     """A stream of one answer, which the test makes."""
 
     def __init__(self, api: Api) -> None:
-        self.data = b""
-        self.num_ends = 0
+        super().__init__()
         self.group = new_choice_group()
-        self.sink = api.sink(self.group, self._write, self._finish)
-
-    def _write(self, data: bytes) -> None:
-        assert self.num_ends == 0, "nothing follows the end"
-        self.data += data
-
-    def _finish(self) -> None:
-        self.num_ends += 1
+        self.sink = api.sink(self.group, self)
 
     def push(self, *events: Event) -> None:
         self.sink.delta(self.group.choices[0], OutputDelta(list(events)))

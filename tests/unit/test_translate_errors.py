@@ -35,3 +35,13 @@ def test_an_error_without_a_field_is_unchanged() -> None:
 def test_an_engine_error_is_unchanged() -> None:
     with pytest.raises(EngineLost, match="stop"), translate_errors(dict[str, str]().__getitem__):
         raise EngineLost("stop")
+
+
+def test_a_field_of_the_engine_is_replaced_in_param_only_because_its_message_is_in_words() -> None:
+    own = {"messages": "input"}.get
+    with (
+        pytest.raises(RequestError) as raised,
+        translate_errors(lambda name: own(name, name), {"prompt": "messages"}),
+    ):
+        raise InvalidRequest("the prompt is 9 tokens", param="prompt")
+    assert (raised.value.message, raised.value.param) == ("the prompt is 9 tokens", "input")

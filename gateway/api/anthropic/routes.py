@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
@@ -17,11 +17,11 @@ from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
 from gateway.formats.events import OutputWarning
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.wire.errors import RequestError
 
 Body = TypeVar("Body", bound=requests.CountBody)
 
@@ -40,24 +40,15 @@ def messages(service: Service, context: RequestContext) -> Response:
     body, translation = _translated(service, context, requests.MessagesBody)
     with translation.translate_errors():
         use = service.use(context, translation.chat.model, translation.chat)
-        use.host.raise_cached_refusal(context)
         preparation, prompt, warnings = _prepare(service, context, translation, use.model)
+    with translation.translate_errors(preparation.engine_fields):
         prompt_request = preparation.prompt_request(prompt)
         envelope = _envelope(context, preparation, prompt, translation, warnings)
-        options = run.RequestOptions.from_body(body, envelope.id)
-        try:
-            if body.stream:
-                return run.stream(
-                    service,
-                    use,
-                    context,
-                    [prompt_request],
-                    options,
-                    lambda group, outlet: _writer(group, outlet, envelope),
-                )
-            group, collected = run.whole(service, use, context, [prompt_request], options)
-        except RequestError as error:
-            raise preparation.rename_field(error) from None
+        options = RequestOptions.from_body(body, envelope.id)
+        job = Job(use, context, [prompt_request], options)
+        if body.stream:
+            return service.runner.stream(job, partial(_writer, envelope=envelope))
+        group, collected = service.runner.whole(job)
     return json_response(whole_message(group, collected.whole[0].events, envelope))
 
 
@@ -124,10 +115,4 @@ def _envelope(
 
 
 def _writer(group: ChoiceGroup, outlet: Outlet, envelope: AnthropicEnvelope) -> EventWriter:
-    return EventWriter(
-        group,
-        envelope,
-        write=outlet.write,
-        finish=outlet.finish,
-        on_start=lambda: outlet.set_keep_alive(PING),
-    )
+    return EventWriter(group, outlet, envelope, on_start=lambda: outlet.set_keep_alive(PING))

@@ -19,11 +19,11 @@ from gateway.api.anthropic import responses
 from gateway.api.anthropic.blocks import BlockKind, ContentBlocks
 from gateway.api.anthropic.responses import AnthropicEnvelope, content_block, encode
 from gateway.formats.events import Event, OutputDelta, ToolCall
+from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
-from gateway.http.errors import fault_of
+from gateway.http.errors import HTTPFault
 from gateway.observe.timings import timings_of_group
-from protocol.wire.errors import ServingError
 
 _DELTAS: Mapping[
     BlockKind,
@@ -42,39 +42,31 @@ def frame(event: responses.StreamEvent) -> bytes:
 PING = frame(responses.AnthropicPing())
 
 
-class EventWriter:
-    """The sink that writes one answer as Anthropic's events.
-
-    write     receives the frames, one or more at a time
-    finish    called after the last frame
-    on_start  called before `message_start` is written
-    """
+class EventWriter(FrameSink):
+    """The sink that writes one answer as Anthropic's events. `on_start` is called before
+    `message_start` is written."""
 
     def __init__(
         self,
         group: ChoiceGroup,
+        destination: FrameDestination,
         envelope: AnthropicEnvelope,
-        *,
-        write: Callable[[bytes], None],
-        finish: Callable[[], None],
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self._group = group
+        super().__init__(group, destination)
         self._envelope = envelope
-        self._write = write
-        self._finish = finish
         self._on_start = on_start
         self._has_started = False
-        self._frames = _BlockFrames()
-        self._blocks = ContentBlocks(self._frames, shows_thinking=envelope.shows_thinking)
+        self._block_frames = _BlockFrames()
+        self._blocks = ContentBlocks(self._block_frames, shows_thinking=envelope.shows_thinking)
 
-    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+    def frames(self, choice: Choice, delta: OutputDelta) -> bytes:
         for item in delta.events:
             self._blocks.push(item)
-        if frames := self._frames.pop():
-            self._write(self._opening() + frames)
+        frames = self._block_frames.pop()
+        return self._opening() + frames if frames else b""
 
-    def end(self) -> None:
+    def closing(self) -> bytes:
         finished = self._blocks.finished
         assert finished is not None, "an answer that has ended has a Finished event"
         last = responses.MessageDelta(
@@ -83,12 +75,10 @@ class EventWriter:
             warnings=self._envelope.all_warnings(self._blocks.warnings),
             timings=timings_of_group(self._group),
         )
-        self._write(self._opening() + frame(last) + frame(responses.MessageStop()))
-        self._finish()
+        return self._opening() + frame(last) + frame(responses.MessageStop())
 
-    def fail(self, error: ServingError) -> None:
-        self._write(frame(responses.error_answer(fault_of(error), self._envelope.request_id)))
-        self._finish()
+    def failed(self, fault: HTTPFault) -> bytes:
+        return frame(responses.error_answer(fault, self._envelope.request_id))
 
     def _opening(self) -> bytes:
         """Return `message_start` and the first `ping`; b"" after the first call."""

@@ -21,7 +21,7 @@ from gateway.api.anthropic.conversation import (
 )
 from gateway.api.anthropic.requests import CountBody
 from gateway.api.openai.checks import check_chat
-from gateway.api.openai.field_paths import translate_errors
+from gateway.api.openai.field_paths import NO_FIELDS, translate_errors
 from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
@@ -58,10 +58,13 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     #: Warnings about the request.
     warnings: list[OutputWarning]
 
-    def translate_errors(self) -> AbstractContextManager[None]:
+    def translate_errors(
+        self, engine_fields: Mapping[str, str] = NO_FIELDS
+    ) -> AbstractContextManager[None]:
         """Return a context manager that translates the field paths in errors raised inside its
-        block: from paths of the chat request to paths of the client's request."""
-        return translate_errors(self.request_path)
+        block: from paths of the chat request to paths of the client's request. `engine_fields` has
+        the chat's paths for the engine's names."""
+        return translate_errors(self.request_path, engine_fields)
 
     def request_path(self, name: str) -> str:
         """Return the path in the client's request for `name`, a field path of the chat request."""

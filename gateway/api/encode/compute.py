@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.api import run
 from gateway.api.encode import prepare
 from gateway.api.encode.prepare import EncodePreparation
 from gateway.api.encode.requests import EmbeddingsBody, EncodeFields
 from gateway.context import RequestContext
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.request import PromptRequest
 from gateway.generation.vectors import VectorParser
-from gateway.model_host import ModelUse
-from gateway.served_model import Ability
+from gateway.model_use import ModelUse
 from gateway.service import Service, offload
 from protocol.wire.arrays import Float32
 from protocol.wire.errors import InvalidRequest
@@ -36,7 +35,7 @@ def embed(
 ) -> Embedded:
     """Return the vectors that a body asks for, of the model `name`. `kind` starts the id."""
     texts, ids = prepare.read_input(body.input)
-    use = use_model(service, context, body, name, "embed")
+    use = service.use(context, name, body, ability="embed")
     preparation = EncodePreparation(body, use.model, offload)
     if body.dimensions is not None and body.dimensions > preparation.encoding.size:
         raise InvalidRequest.at(
@@ -61,19 +60,6 @@ def embed(
     return Embedded(use, prompt_request, vectors)
 
 
-def use_model(
-    service: Service,
-    context: RequestContext,
-    body: EncodeFields,
-    name: str | None,
-    ability: Ability,
-) -> ModelUse:
-    """Return the use of the model `name`. Raises what `Service.use` raises."""
-    use = service.use(context, name, body, ability=ability)
-    use.host.raise_cached_refusal(context)
-    return use
-
-
 def encode(
     service: Service,
     use: ModelUse,
@@ -83,8 +69,8 @@ def encode(
     kind: str,
 ) -> Float32:
     """Return the results of a request, one row for each input. Raises the error that ended it."""
-    options = run.RequestOptions.from_body(body, f"{kind}-{context.request_id}")
-    run.whole(service, use, context, [prompt_request], options)
+    options = RequestOptions.from_body(body, f"{kind}-{context.request_id}")
+    service.runner.whole(Job(use, context, [prompt_request], options))
     parser = prompt_request.parser_factory
     assert isinstance(parser, VectorParser)
     if parser.vectors is None:

@@ -26,7 +26,7 @@ from gateway.generation.request import PromptRequest
 from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import JsonBounds
 from gateway.http.route import Routes, json_response
-from gateway.model_host import ModelUse
+from gateway.model_use import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
 from protocol.engine.encoding import MAX_REQUEST_TOKENS
@@ -98,7 +98,7 @@ def cohere_rerank(service: Service, context: RequestContext) -> Response:
 def _rerank(service: Service, context: RequestContext, *, returns_documents: bool) -> Response:
     body = _read(service, context, RerankBody)
     documents = prepare.read_documents(body.documents)
-    use = compute.use_model(service, context, body, body.model, "score")
+    use = service.use(context, body.model, body, ability="score")
     preparation = EncodePreparation(body, use.model, offload)
     if body.truncate_prompt_tokens is None:
         preparation.truncate(body.max_tokens_per_doc, "max_tokens_per_doc")
@@ -140,7 +140,7 @@ def _rerank(service: Service, context: RequestContext, *, returns_documents: boo
 def score(service: Service, context: RequestContext) -> Response:
     body = _read_score(service, context)
     first, second = _sides(body)
-    use = compute.use_model(service, context, body, body.model, "score")
+    use = service.use(context, body.model, body, ability="score")
     preparation = EncodePreparation(body, use.model, offload)
     names = [f"{second.name}[{place}]" for place in range(len(second.texts))]
     ones = first.texts * len(second.texts) if len(first.texts) == 1 else first.texts

@@ -6,7 +6,7 @@ members of a whole answer. There is no [DONE].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,13 +15,13 @@ from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.responses import error_body
 from gateway.formats.events import Content, Finished, OutputDelta
+from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
 from gateway.http import sse
-from gateway.http.errors import fault_of
+from gateway.http.errors import HTTPFault
 from gateway.observe.timings import Timings, timings_of_group
-from protocol.wire.errors import ServingError
 
 encode = msgspec.json.encode
 StopType = Literal["eos", "word", "limit", "none"]
@@ -134,57 +134,45 @@ def selected(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class InfillStream:
-    """The sink that writes one answer as llama.cpp's events.
-
-    write   receives the frames
-    finish  called after the last frame
-    """
+class InfillStream(FrameSink):
+    """The sink that writes one answer as llama.cpp's events."""
 
     def __init__(
-        self,
-        group: ChoiceGroup,
-        envelope: InfillEnvelope,
-        *,
-        write: Callable[[bytes], None],
-        finish: Callable[[], None],
+        self, group: ChoiceGroup, destination: FrameDestination, envelope: InfillEnvelope
     ) -> None:
-        self._group = group
+        super().__init__(group, destination)
         self._envelope = envelope
-        self._write = write
-        self._finish = finish
         self._num_tokens = 0
         self._has_new_line = False
         self._finished: Finished | None = None
 
-    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+    def frames(self, choice: Choice, delta: OutputDelta) -> bytes:
         text = text_of(delta)
         self._num_tokens += len(delta.token_ids)
         self._has_new_line = self._has_new_line or "\n" in text
         if delta.events and isinstance(delta.events[-1], Finished):
             self._finished = delta.events[-1]
-        if text:
-            chunk = InfillChunk(
-                index=0,
-                content=text,
-                tokens=delta.token_ids,
-                stop=False,
-                tokens_predicted=self._num_tokens,
-                tokens_evaluated=self._group.num_prompt_tokens,
-            )
-            self._write(sse.frame(encode(chunk)))
+        if not text:
+            return b""
+        chunk = InfillChunk(
+            index=0,
+            content=text,
+            tokens=delta.token_ids,
+            stop=False,
+            tokens_predicted=self._num_tokens,
+            tokens_evaluated=self._group.num_prompt_tokens,
+        )
+        return sse.frame(encode(chunk))
 
-    def end(self) -> None:
+    def closing(self) -> bytes:
         assert self._finished is not None, "an answer that has ended has a Finished event"
         last = self._envelope.answer(
             self._group, self._finished, "", [], has_new_line=self._has_new_line
         )
-        self._write(sse.frame(last))
-        self._finish()
+        return sse.frame(last)
 
-    def fail(self, error: ServingError) -> None:
-        self._write(sse.frame(error_body(fault_of(error))))
-        self._finish()
+    def failed(self, fault: HTTPFault) -> bytes:
+        return sse.frame(error_body(fault))
 
 
 def text_of(delta: OutputDelta) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.infill.requests import InfillBody, request_path
 from gateway.api.infill.responses import (
     InfillAnswer,
@@ -20,6 +20,7 @@ from gateway.api.openai.field_paths import ignored_fields, translate_errors
 from gateway.api.openai.prepare import Completion
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
+from gateway.generation.job import Job, RequestOptions
 from gateway.http.route import Routes, Stream, json_response
 from gateway.service import Service
 
@@ -39,7 +40,6 @@ def infill(service: Service, context: RequestContext) -> Response:
         asked = body.completion()
         check_completion(asked)
         use = service.use(context, asked.model, asked)
-        use.host.raise_cached_refusal(context)
         with context.timeline.tokenizing():
             completion = Completion(asked, use.model, max_prompts=1, files=body.files)
         context.ignored = ignored_fields([*unknown, *completion.ignored], asked.strict_params)
@@ -50,18 +50,9 @@ def infill(service: Service, context: RequestContext) -> Response:
             response_fields=body.response_fields or (),
             extensions=context.extensions(),
         )
-        prompts = completion.prompt_requests
-        options = run.RequestOptions.from_body(asked, f"infill-{context.request_id}")
+        options = RequestOptions.from_body(asked, f"infill-{context.request_id}")
+        job = Job(use, context, completion.prompt_requests, options)
         if body.stream:
-            return run.stream(
-                service,
-                use,
-                context,
-                prompts,
-                options,
-                lambda group, outlet: InfillStream(
-                    group, envelope, write=outlet.write, finish=outlet.finish
-                ),
-            )
-        group, collected = run.whole(service, use, context, prompts, options)
+            return service.runner.stream(job, partial(InfillStream, envelope=envelope))
+        group, collected = service.runner.whole(job)
     return json_response(whole_infill(group, collected, envelope))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.ollama import models, responses
 from gateway.api.ollama.requests import (
     NamedModelBody,
@@ -46,15 +46,16 @@ from gateway.api.openai.requests import ChatBody, OpenEndedCompletion
 from gateway.api.server.admin import listed_models
 from gateway.auth.gate import Forbidden
 from gateway.context import RequestContext
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.request import PromptRequest
 from gateway.http.body import convert, unknown_fields
 from gateway.http.route import INFERENCE, READING, Routes, Stream, json_response
 from gateway.http.sse import JSON_LINES
-from gateway.model_host import ModelUse
+from gateway.model_use import ModelUse
 from gateway.served_model import version
 from gateway.service import Service
 from protocol.engine.sampling import check_token_ids
-from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidRequest
 
 Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
 
@@ -111,9 +112,7 @@ def _body(service: Service, context: RequestContext, kind: type[Body]) -> Body:
 def _use(
     service: Service, context: RequestContext, asked: ChatBody | OpenEndedCompletion
 ) -> ModelUse:
-    use = service.use(context, models.served_name(asked.model or "", service.names), asked)
-    use.host.raise_cached_refusal(context)
-    return use
+    return service.use(context, models.served_name(asked.model or "", service.names), asked)
 
 
 def _answer_chat(
@@ -141,13 +140,16 @@ def _answer_chat(
             num_logprobs=asked.num_logprobs,
             waited_s=use.waited_s,
         )
-        try:
-            prompt_request = preparation.prompt_request(prompt)
-            if isinstance(body, OllamaGenerateBody) and body.context:
-                prompt_request = _continued(prompt_request, body.context, use)
-            return _respond(service, use, context, asked, [prompt_request], envelope)
-        except RequestError as error:
-            raise preparation.rename_field(error) from None
+    with translate_errors(path, preparation.engine_fields):
+        prompt_request = preparation.prompt_request(prompt)
+        if isinstance(body, OllamaGenerateBody) and body.context:
+            prompt_request = _continued(prompt_request, body.context, use)
+        job = Job(use, context, [prompt_request], _options(context, asked))
+        return _respond(service, job, envelope, streams=asked.stream)
+
+
+def _options(context: RequestContext, asked: ChatBody | OpenEndedCompletion) -> RequestOptions:
+    return RequestOptions.from_body(asked, f"ollama-{context.request_id}")
 
 
 def _continued(
@@ -180,34 +182,17 @@ def _answer_text(
             num_logprobs=asked.num_logprobs,
             waited_s=use.waited_s,
         )
-        try:
-            return _respond(service, use, context, asked, completion.prompt_requests, envelope)
-        except RequestError as error:
-            raise completion.rename_field(error) from None
+    with translate_errors(request_path, completion.engine_fields):
+        job = Job(use, context, completion.prompt_requests, _options(context, asked))
+        return _respond(service, job, envelope, streams=asked.stream)
 
 
 def _respond(
-    service: Service,
-    use: ModelUse,
-    context: RequestContext,
-    asked: ChatBody | OpenEndedCompletion,
-    prompt_requests: list[PromptRequest],
-    envelope: OllamaEnvelope,
+    service: Service, job: Job, envelope: OllamaEnvelope, *, streams: bool | None
 ) -> Response:
-    options = run.RequestOptions.from_body(asked, f"ollama-{context.request_id}")
-    if asked.stream:
-        return run.stream(
-            service,
-            use,
-            context,
-            prompt_requests,
-            options,
-            lambda group, outlet: LineWriter(
-                group, envelope, write=outlet.write, finish=outlet.finish
-            ),
-            JSON_LINES,
-        )
-    group, collected = run.whole(service, use, context, prompt_requests, options)
+    if streams:
+        return service.runner.stream(job, partial(LineWriter, envelope=envelope), JSON_LINES)
+    group, collected = service.runner.whole(job)
     return json_response(whole_record(group, collected, envelope))
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -41,13 +40,13 @@ from gateway.formats.events import (
     ToolCall,
     ToolCallEnd,
 )
+from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
-from gateway.http.errors import fault_of
+from gateway.http.errors import HTTPFault
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.tokenizer import Tokenizer
-from protocol.wire.errors import ServingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,41 +169,28 @@ class PartReader:
         self._call = None
 
 
-class LineWriter:
-    """The sink that writes one answer as lines.
-
-    write   receives the lines, one or more at a time
-    finish  called after the last line
-    """
+class LineWriter(FrameSink):
+    """The sink that writes one answer as lines."""
 
     def __init__(
-        self,
-        group: ChoiceGroup,
-        envelope: OllamaEnvelope,
-        *,
-        write: Callable[[bytes], None],
-        finish: Callable[[], None],
+        self, group: ChoiceGroup, destination: FrameDestination, envelope: OllamaEnvelope
     ) -> None:
-        self._group = group
+        super().__init__(group, destination)
         self._envelope = envelope
-        self._write = write
-        self._finish = finish
         self._reader = PartReader(keeps_ids=envelope.has_context)
 
-    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+    def frames(self, choice: Choice, delta: OutputDelta) -> bytes:
         part = self._reader.part(delta)
         logprobs = self._envelope.logprobs(delta)
-        if part or logprobs:
-            self._write(encode(self._envelope.line(part, **logprobs)) + b"\n")
+        if not (part or logprobs):
+            return b""
+        return encode(self._envelope.line(part, **logprobs)) + b"\n"
 
-    def end(self) -> None:
-        last = self._envelope.last(self._group, self._reader, AnswerPart())
-        self._write(encode(last) + b"\n")
-        self._finish()
+    def closing(self) -> bytes:
+        return encode(self._envelope.last(self._group, self._reader, AnswerPart())) + b"\n"
 
-    def fail(self, error: ServingError) -> None:
-        self._write(error_body(fault_of(error)) + b"\n")
-        self._finish()
+    def failed(self, fault: HTTPFault) -> bytes:
+        return error_body(fault) + b"\n"
 
 
 def whole_record(group: ChoiceGroup, collected: CollectSink, envelope: OllamaEnvelope) -> bytes:

@@ -126,7 +126,7 @@ def nth_seed(seed: int | None, place: int) -> int | None:
 
 
 def check_counts(
-    prompt_requests: list[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
+    prompt_requests: Sequence[PromptRequest], body: GenerationBody, max_n: int, max_answers: int
 ) -> None:
     """Raise InvalidRequest if `n` exceeds `max_n`, or if the choices of all prompts exceed
     `max_answers`."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gateway.api.openai.field_paths import translate_error
 from gateway.api.openai.parameters import choices_of, read_options, with_stop_tokens
 from gateway.api.openai.requests import (
     BatchBody,
@@ -38,7 +37,7 @@ from gateway.served_model import ServedModel
 from gateway.service import offload
 from protocol.engine.grammar import Body, Grammar
 from protocol.engine.sampling import check_token_ids
-from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidRequest
 
 ANSWER_SHARE = 4
 """If an answer is not limited, one in this many tokens of the context is kept free of the files
@@ -116,18 +115,18 @@ class Preparation:
         """Whether the answer is either tool calls or text that matches `form`."""
         return self.form is not None and self.plan.mode == "auto"
 
-    def rename_field(self, error: RequestError) -> RequestError:
-        """Replace the engine's field name in an error by the path of the chat field. Return the
-        error."""
-        if error.param == "max_tokens":  # the message contains the name, too
-            return translate_error(error, lambda _: self.body.max_tokens_field)
-        fields = {
+    @property
+    def engine_fields(self) -> dict[str, str]:
+        """The engine's names of fields -> the paths of the chat fields."""
+        return {
             "prompt": "messages",
             "grammar": self.form_field,
             "grammar.calls": _schema_field(self.plan),
         }
-        error.param = fields.get(error.param or "", error.param)
-        return error
+
+    def request_path(self, name: str) -> str:
+        """Return the path of a chat field as the client spelled it."""
+        return self.body.max_tokens_field if name == "max_tokens" else name
 
     def prompt(self, messages: Sequence[Any], param: str = "messages") -> Prompt:
         """Render and tokenize a conversation. `param` is the path of `messages` in the body."""
@@ -303,11 +302,10 @@ class Completion:
             body.logprob_token_ids or (),
         )
 
-    def rename_field(self, error: RequestError) -> RequestError:
-        """Replace the engine's field name "grammar" in an error by the request's field. Return the
-        error."""
-        error.param = self._form_field if error.param == "grammar" else error.param
-        return error
+    @property
+    def engine_fields(self) -> dict[str, str]:
+        """The engine's names of fields -> the paths of the completion's fields."""
+        return {"grammar": self._form_field}
 
 
 def _infill_of(model: ServedModel) -> InfillFormat:

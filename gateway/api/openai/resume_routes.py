@@ -8,23 +8,22 @@ after the last event that the client received.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from flask import Response
 from werkzeug.exceptions import NotFound
 
-from gateway.api import run
 from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.context import RequestContext
+from gateway.generation.frame_sink import FrameDestination
 from gateway.generation.group import ChoiceGroup
-from gateway.generation.request import PromptRequest
+from gateway.generation.job import Job
 from gateway.generation.sinks import Sink
 from gateway.http import sse
 from gateway.http.errors import HTTPFault
 from gateway.http.route import Parameter, Routes, Stream
 from gateway.http.sse import LAST_EVENT_HEADER
-from gateway.model_host import ModelUse
 from gateway.service import Service
 from gateway.store.queries import Interruption, NewRun
 from gateway.store.resume import (
@@ -87,17 +86,9 @@ def resume_stream(
     ):
         raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
     tail = RunTail(persistence.store, stream_id, owner, after, persistence.window_s)
-    response = run.stream_from(service, context, tail)
+    response = service.runner.stream_from(context, tail)
     response.headers[RESUME_HEADER] = stream_id
     return response
-
-
-class FrameDestination(Protocol):
-    """Receives the frames of a stream: `write` for each, then `finish`."""
-
-    def write(self, data: bytes) -> None: ...
-    @property
-    def finish(self) -> Callable[[], None]: ...
 
 
 def is_requested(context: RequestContext) -> bool:
@@ -106,15 +97,11 @@ def is_requested(context: RequestContext) -> bool:
 
 
 def start_resumable(
-    service: Service,
-    use: ModelUse,
-    context: RequestContext,
-    prompt_requests: Sequence[PromptRequest],
-    options: run.RequestOptions,
-    make_sink: Callable[[ChoiceGroup, FrameDestination], Sink],
+    service: Service, job: Job, make_sink: Callable[[ChoiceGroup, FrameDestination], Sink]
 ) -> Response:
     """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead.
     Raise InvalidRequest if the server stores no streams."""
+    context, runner = job.context, service.runner
     last_event = read_event_id(context.headers.get(LAST_EVENT_HEADER, ""))
     if last_event is not None:
         return resume_stream(service, context, *last_event)
@@ -132,8 +119,8 @@ def start_resumable(
             group, NumberedFrames(detached.id, detached.write, lambda: detached.close(()))
         )
 
-    run.detached(service, use, context, prompt_requests, options, start)
-    response = run.stream_from(service, context, runs[0], owns_context=False)
+    runner.detached(job, start)
+    response = runner.stream_from(context, runs[0], owns_context=False)
     response.headers[RESUME_HEADER] = runs[0].id
     return response
 

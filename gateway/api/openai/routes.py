@@ -1,7 +1,7 @@
 """The OpenAI routes: chat completions, batches of them, and completions.
 
-A view reads and checks the body. The next steps are the same for all routes: prepare the prompts,
-run the choices, and return a stream of chunks or one JSON object.
+A view reads and checks the body, and prepares the job. Then the job is run, and its answer is
+returned as a stream of chunks or as one JSON object.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import Any
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.openai import checks, prepare, requests, responses
 from gateway.api.openai import resume_routes as resume
-from gateway.api.openai.field_paths import ignored_fields
+from gateway.api.openai.field_paths import ignored_fields, translate_errors, unchanged
 from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.response_builder import (
     ChatResponseBuilder,
@@ -24,19 +23,18 @@ from gateway.api.openai.response_builder import (
 )
 from gateway.api.openai.stream import ChunkStream, chunk_options, whole_response
 from gateway.context import RequestContext
+from gateway.generation.frame_sink import FrameDestination
 from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import (
     KVTransferParams,
     apply_kv_params,
     parse_kv_params,
     response_kv_params,
 )
-from gateway.generation.request import PromptRequest
 from gateway.http.route import Routes, Stream, json_response
-from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
-from protocol.wire.errors import RequestError
 from protocol.worker.kv import KV_FIELD
 
 routes = Routes("OpenAI", responses.ErrorAnswer, scope="inference")
@@ -81,7 +79,6 @@ def _answer_chats(
     """Answer the conversations of a body. `conversations` maps their paths to their messages."""
     use = service.use(context, body.model, body)
     in_batch = isinstance(body, requests.BatchBody)
-    use.host.raise_cached_refusal(context)
     model = use.model
     trusts = service.config.trust_request_chat_template
     preparation = prepare.Preparation(body, model, trusts_template=trusts)
@@ -96,12 +93,11 @@ def _answer_chats(
     if body.return_effective_kwargs:
         effective = [prompt.effective for prompt in prompts]
         envelope.extensions["effective"] = effective if in_batch else effective[0]
-    try:
+    with translate_errors(preparation.request_path, preparation.engine_fields):
         prompt_requests = [preparation.prompt_request(prompt) for prompt in prompts]
         prompt_requests = apply_kv_params(prompt_requests, kv_params, streams=bool(body.stream))
-        return _respond(service, use, context, body, prompt_requests, builder, envelope)
-    except RequestError as error:
-        raise preparation.rename_field(error) from None
+        job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
+        return _respond(service, job, body, builder, envelope)
 
 
 @routes.post(
@@ -116,20 +112,17 @@ def completions(service: Service, context: RequestContext) -> Response:
     body, unknown = service.bodies.parse_known(request, requests.CompletionBody, bounds)
     checks.check_completion(body)
     use = service.use(context, body.model, body)
-    use.host.raise_cached_refusal(context)
     model = use.model
     with context.timeline.tokenizing():
         completion = prepare.Completion(body, model, max_prompts=service.config.max_prompts)
     kv_params = _kv_params(context, [*unknown, *completion.ignored], body, model)
     envelope = _envelope(context, "cmpl", body, model)
-    try:
+    with translate_errors(unchanged, completion.engine_fields):
         prompt_requests = apply_kv_params(
             completion.prompt_requests, kv_params, streams=bool(body.stream)
         )
-        builder = completion.builder()
-        return _respond(service, use, context, body, prompt_requests, builder, envelope)
-    except RequestError as error:
-        raise completion.rename_field(error) from None
+        job = Job(use, context, prompt_requests, RequestOptions.from_body(body, envelope.id))
+        return _respond(service, job, body, completion.builder(), envelope)
 
 
 def _kv_params(
@@ -156,28 +149,24 @@ def _envelope(
 
 def _respond(
     service: Service,
-    use: ModelUse,
-    context: RequestContext,
+    job: Job,
     body: requests.GenerationBody,
-    prompt_requests: list[PromptRequest],
     builder: ResponseBuilder,
     envelope: OpenAIEnvelope,
 ) -> Response:
-    """Run the requests and return the response. If the engine refuses them, raise its error before
-    any header is sent."""
-    config = service.config
-    check_counts(prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts))
-    options = run.RequestOptions.from_body(body, envelope.id)
+    """Run the job and return the response. If the engine refuses it, raise its error before any
+    header is sent."""
+    config, runner = service.config, service.runner
+    check_counts(job.prompts, body, config.max_n, max(config.max_n, config.max_prompts))
     if body.stream:
 
-        def make_sink(group: ChoiceGroup, outlet: resume.FrameDestination) -> ChunkStream:
-            write, finish = outlet.write, outlet.finish
-            more = chunk_options(body)
-            return ChunkStream(group, builder, envelope, write=write, finish=finish, **more)
+        def make_sink(group: ChoiceGroup, destination: FrameDestination) -> ChunkStream:
+            return ChunkStream(group, destination, builder, envelope, **chunk_options(body))
 
-        stream = resume.start_resumable if resume.is_requested(context) else run.stream
-        return stream(service, use, context, prompt_requests, options, make_sink)
-    group, collected = run.whole(service, use, context, prompt_requests, options)
+        if resume.is_requested(job.context):
+            return resume.start_resumable(service, job, make_sink)
+        return runner.stream(job, make_sink)
+    group, collected = runner.whole(job)
     if (params := response_kv_params(group)) is not None:
         envelope.extensions[KV_FIELD] = params
     data = whole_response(
@@ -186,6 +175,6 @@ def _respond(
         builder,
         envelope,
         includes_ids=bool(body.return_token_ids),
-        prompt_logprobs=prompt_logprobs_builder(body, use.model),
+        prompt_logprobs=prompt_logprobs_builder(body, job.use.model),
     )
     return json_response(data)

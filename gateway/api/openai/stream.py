@@ -39,13 +39,13 @@ from gateway.formats.events import (
     merged,
     with_text,
 )
+from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
 from gateway.http import sse
-from gateway.http.errors import fault_of
+from gateway.http.errors import HTTPFault
 from gateway.observe.timings import timings_of_group
-from protocol.wire.errors import ServingError
 
 encode = msgspec.json.encode
 TemplateKey = tuple[int, type[Event], int]
@@ -223,30 +223,24 @@ class AnswerChunks:
 # ---- the stream, the whole response
 
 
-class ChunkStream:
-    """The sink that writes one answer as OpenAI's chunks.
-
-    write   receives the frames, one or more at a time
-    finish  called after the last frame
-    """
+class ChunkStream(FrameSink):
+    """The sink that writes one answer as OpenAI's chunks."""
 
     def __init__(
         self,
         group: ChoiceGroup,
+        destination: FrameDestination,
         builder: ResponseBuilder,
         envelope: OpenAIEnvelope,
-        *,
-        write: Callable[[bytes], None],
-        finish: Callable[[], None],
         **options: Unpack[ChunkOptions],
     ) -> None:
+        super().__init__(group, destination)
         self._builder = builder
-        self._write = write
-        self._finish = finish
         self._chunks = AnswerChunks(group, builder, envelope, **options)
         self._templates: dict[TemplateKey, ChunkTemplate] = {}
 
     def delta(self, choice: Choice, delta: OutputDelta) -> None:
+        """Write a delta of text with a template, and any other delta with `frames`."""
         if len(delta.events) == 1:
             event, index = delta.events[0], 0
             text: str | None = None
@@ -264,8 +258,10 @@ class ChunkStream:
                         frame += encode(logprobs) + template.after_logprobs
                     self._write(frame)
                     return
-        if chunks := self._chunks.push(choice, delta):
-            self._write(b"".join([sse.frame(encode(chunk)) for chunk in chunks]))
+        super().delta(choice, delta)
+
+    def frames(self, choice: Choice, delta: OutputDelta) -> bytes:
+        return b"".join([sse.frame(encode(chunk)) for chunk in self._chunks.push(choice, delta)])
 
     def _new_template(self, key: TemplateKey, choice: Choice, event: Event) -> ChunkTemplate | None:
         """Return the template of a chunk with an event like `event`. Return None if the next chunk
@@ -286,14 +282,12 @@ class ChunkStream:
         template = self._templates[key] = ChunkTemplate(around_text, after_logprobs)
         return template
 
-    def end(self) -> None:
+    def closing(self) -> bytes:
         last = self._chunks.end()
-        self._write((b"" if last is None else sse.frame(encode(last))) + sse.DONE)
-        self._finish()
+        return (b"" if last is None else sse.frame(encode(last))) + sse.DONE
 
-    def fail(self, error: ServingError) -> None:
-        self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
-        self._finish()
+    def failed(self, fault: HTTPFault) -> bytes:
+        return sse.frame(error_body(fault)) + sse.DONE
 
 
 def whole_response(

@@ -14,7 +14,7 @@ from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.anthropic.responses import MessagesErrorAnswer
 from gateway.api.anthropic.translate import clamp_to_model, translate
 from gateway.api.openai import checks, prepare, requests
-from gateway.api.openai.field_paths import ignored_fields
+from gateway.api.openai.field_paths import ignored_fields, translate_errors, unchanged
 from gateway.api.openai.parameters import check_counts
 from gateway.api.openai.responses import ChatCompletion, CompletionResponse, ErrorAnswer
 from gateway.api.render import responses
@@ -29,7 +29,6 @@ from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.route import Routes, json_response
 from gateway.service import Service
-from protocol.wire.errors import RequestError
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
 """Bounds of a body with a generated response. The logprobs of 8,000 tokens with 20 top tokens each
@@ -56,9 +55,9 @@ def render_chat(service: Service, context: RequestContext) -> Response:
     checks.check_chat(body)
     preparation = _preparation(service, context, body)
     _note_ignored(context, [*unknown, *preparation.ignored], body)
-    return _chat(
-        service, context, carried, preparation, preparation.prompt(body.messages), "chatcmpl"
-    )
+    prompt = preparation.prompt(body.messages)
+    with translate_errors(preparation.request_path, preparation.engine_fields):
+        return _chat(service, context, carried, preparation, prompt, "chatcmpl")
 
 
 @routes.post(
@@ -77,10 +76,8 @@ def render_completions(service: Service, context: RequestContext) -> Response:
     check_counts(
         completion.prompt_requests, body, config.max_n, max(config.max_n, config.max_prompts)
     )
-    try:
+    with translate_errors(unchanged, completion.engine_fields):
         return json_response(rendered_completion(completion, model, carried, _id(context, "cmpl")))
-    except RequestError as error:
-        raise completion.rename_field(error) from None
 
 
 @routes.post(
@@ -119,9 +116,9 @@ def render_messages(service: Service, context: RequestContext) -> Response:
         _note_ignored(
             context, [*unknown, *map(translation.request_path, preparation.ignored)], chat
         )
-        return _chat(
-            service, context, carried, preparation, preparation.prompt(chat.messages), "msg"
-        )
+        prompt = preparation.prompt(chat.messages)
+    with translation.translate_errors(preparation.engine_fields):
+        return _chat(service, context, carried, preparation, prompt, "msg")
 
 
 def _preparation(
@@ -141,10 +138,7 @@ def _chat(
 ) -> Response:
     config = service.config
     check_counts([], preparation.body, config.max_n, config.max_n)
-    try:
-        return json_response(rendered_chat(preparation, prompt, carried, _id(context, kind)))
-    except RequestError as error:
-        raise preparation.rename_field(error) from None
+    return json_response(rendered_chat(preparation, prompt, carried, _id(context, kind)))
 
 
 def _read(

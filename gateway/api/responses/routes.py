@@ -18,7 +18,6 @@ import msgspec
 from flask import Response, request
 from werkzeug.exceptions import NotFound
 
-from gateway.api import run
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.responses.events import ResponseEvents
@@ -44,9 +43,8 @@ from gateway.api.responses.stream import (
 from gateway.api.responses.translate import Rendered, rendered
 from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup
-from gateway.generation.request import PromptRequest
+from gateway.generation.job import Job, RequestOptions
 from gateway.http.route import Parameter, Routes, Stream, json_response
-from gateway.model_host import ModelUse
 from gateway.served_model import ServedModel
 from gateway.service import Service
 from gateway.store.database import LEASE_S
@@ -73,7 +71,6 @@ def create(service: Service, context: RequestContext) -> Response:
     stores = _is_stored(service, body)
     items, before = history_of(service, context).read_items(body)
     use = service.use(context, body.model, body)
-    use.host.raise_cached_refusal(context)
     model = use.model
     ready = _rendered(service, context, body, [*before, *items], model)
     prompt_request = ready.prompt_request()
@@ -89,10 +86,9 @@ def create(service: Service, context: RequestContext) -> Response:
         ),
     )
     record = _record(context, response, items) if stores else None
+    job = Job(use, context, [prompt_request], RequestOptions.from_body(body, response.id))
     with ready.translate_errors():
-        return _Creation(
-            service, use, context, body, ready, prompt_request, response, record
-        ).respond()
+        return _Creation(service, job, body, ready, response, record).respond()
 
 
 @routes.post(
@@ -170,11 +166,9 @@ class _Creation:
     """Generates a queued response. `record` is None if the response is not stored."""
 
     service: Service
-    use: ModelUse
-    context: RequestContext
+    job: Job
     body: ResponsesBody
     ready: Rendered
-    prompt_request: PromptRequest
     response: ResponseObject
     record: StoredRecord | None
 
@@ -182,17 +176,17 @@ class _Creation:
         if self.body.background:
             return self._in_background()
         if self.body.stream:
-            return run.stream(
-                *self._run,
+            return self.service.runner.stream(
+                self.job,
                 lambda group, outlet: self._sink(group, StreamFrameWriter(outlet, self._store)),
             )
         frame_writer = WholeResponseWriter()
-        run.run_to_end(*self._run, lambda group: self._sink(group, frame_writer))
+        self.service.runner.run_to_end(self.job, lambda group: self._sink(group, frame_writer))
         return json_response(self._store(frame_writer.response))
 
     def _in_background(self) -> Response:
         """Generate the response even if its client disconnects."""
-        persistence, record = self.service.persistence, self.record
+        persistence, record, runner = self.service.persistence, self.record, self.service.runner
         assert persistence is not None
         assert record is not None
         runs: list[DetachedRun] = []
@@ -204,19 +198,12 @@ class _Creation:
             detached.abort = partial(_cancel, group, sink)
             return sink
 
-        run.detached(*self._run, make_sink)
+        runner.detached(self.job, make_sink)
         (detached,) = runs
         if self.body.stream:
-            return run.stream_from(self.service, self.context, detached, owns_context=False)
+            return runner.stream_from(self.job.context, detached, owns_context=False)
         detached.detach()
         return json_response(record.body)
-
-    @property
-    def _run(
-        self,
-    ) -> tuple[Service, ModelUse, RequestContext, list[PromptRequest], run.RequestOptions]:
-        options = run.RequestOptions.from_body(self.body, self.response.id)
-        return self.service, self.use, self.context, [self.prompt_request], options
 
     def _sink(
         self, group: ChoiceGroup, frame_writer: FrameWriter, *, queued: bool = False
@@ -283,7 +270,7 @@ def read(service: Service, context: RequestContext, response_id: str) -> Respons
         raise InvalidRequest.at("stream", "events are stored for background responses only")
     after = _number("starting_after", default=-1, minimum=0, maximum=1 << 62)
     tail = RunTail(persistence.store, record.id, record.owner, after, persistence.window_s)
-    return run.stream_from(service, context, tail)
+    return service.runner.stream_from(context, tail)
 
 
 @routes.delete(

@@ -11,15 +11,15 @@ paths in errors back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.api.openai.checks import check_chat
-from gateway.api.openai.field_paths import translate_error, translate_errors
+from gateway.api.openai.field_paths import NO_FIELDS, translate_errors
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES
@@ -27,7 +27,7 @@ from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem
 from gateway.api.responses.requests import ResponsesBody
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
-from protocol.wire.errors import ContextTooLong, InvalidRequest, RequestError
+from protocol.wire.errors import ContextTooLong, InvalidRequest
 
 _TRANSLATED = frozenset(
     {
@@ -66,13 +66,13 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     #: Path prefix in the chat -> path prefix in the client's request.
     paths: Mapping[str, str]
 
-    def translate_errors(self) -> AbstractContextManager[None]:
+    def translate_errors(
+        self, engine_fields: Mapping[str, str] = NO_FIELDS
+    ) -> AbstractContextManager[None]:
         """Return a context manager that translates the field paths in errors raised inside its
-        block: from paths of the chat request to paths of the client's request."""
-        return translate_errors(self.request_path)
-
-    def translate_error(self, error: RequestError) -> RequestError:
-        return translate_error(error, self.request_path)
+        block: from paths of the chat request to paths of the client's request. `engine_fields` has
+        the chat's paths for the engine's names."""
+        return translate_errors(self.request_path, engine_fields)
 
     def request_path(self, name: str) -> str:
         """Translate the path `name` of a field of the chat into the field's path in the client's
@@ -293,16 +293,13 @@ class Rendered:
         return [self.translation.request_path(path) for path in self.preparation.ignored]
 
     def prompt_request(self) -> PromptRequest:
-        with self.translation.translate_errors():
+        with self.translate_errors():
             return self.preparation.prompt_request(self.prompt)
 
-    @contextmanager
-    def translate_errors(self) -> Iterator[None]:
-        """Replace the engine's field names in errors that are raised inside the block."""
-        try:
-            yield
-        except RequestError as error:
-            raise self.translation.translate_error(self.preparation.rename_field(error)) from None
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Return a context manager that translates the field paths in errors raised inside its
+        block, also those of the engine."""
+        return self.translation.translate_errors(self.preparation.engine_fields)
 
 
 def rendered(

@@ -337,8 +337,9 @@ def sleep(service: Service, context: RequestContext) -> Response:
     parameters=(_MODEL,),
 )
 def wake_up(service: Service, context: RequestContext) -> Response:
-    use = service.use(context, request.args.get("model"))
-    return json_response(Sleeping(is_sleeping=use.host.is_unloaded))
+    name = request.args.get("model")
+    service.use(context, name)
+    return json_response(Sleeping(is_sleeping=service.host(name).is_unloaded))
 
 
 @routes.get(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.openai.field_paths import ignored_fields, translate_error
+from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import bad_sequences, first, nth_seed
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
@@ -38,7 +38,7 @@ from gateway.http.body import unknown_fields
 from gateway.served_model import ServedModel
 from protocol.engine.grammar import Grammar, check_grammar
 from protocol.engine.sampling import SamplingParams, check_token_ids
-from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidRequest
 from protocol.worker.kv import KV_FIELD
 
 SAMPLING = "sampling_params"
@@ -114,17 +114,17 @@ def namespace_of(body: GenerateBody) -> str:
     return body.cache_salt or ""
 
 
-def rename_field(error: RequestError, body: GenerateBody) -> RequestError:
-    """Replace the engine's field name in an error by the path of the field in the request."""
-    param = error.param or ""
-    field = _FIELD.match(param)[0]  # type: ignore[index]  # matches any text
-    if field in SamplingParams.__struct_fields__:  # the message contains the name, too
-        return translate_error(error, lambda name: f"{SAMPLING}.{name}")
-    if field == "prompt" != param:  # the path of one prompt token
-        return translate_error(error, lambda name: "token_ids" + name.removeprefix(field))
-    fields = {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
-    error.param = fields.get(param, error.param)
-    return error
+def request_path(name: str) -> str:
+    """Return the path in the request for a field of SamplingParams or a token of the prompt."""
+    field = _FIELD.match(name)[0]  # type: ignore[index]  # matches any text
+    if field in SamplingParams.__struct_fields__:
+        return f"{SAMPLING}.{name}"
+    return "token_ids" + name.removeprefix(field) if field == "prompt" else name
+
+
+def engine_fields_of(body: GenerateBody) -> dict[str, str]:
+    """Return the engine's names of fields -> their paths in the request."""
+    return {"prompt": "token_ids", "grammar": "grammar" if body.grammar else STRUCTURED}
 
 
 def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingParams]:

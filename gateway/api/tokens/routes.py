@@ -10,8 +10,8 @@ from functools import partial
 from flask import Response, request
 from msgspec import UNSET, UnsetType
 
-from gateway.api import run
 from gateway.api.openai.checks import check_chat
+from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.responses import Effective, ErrorAnswer
@@ -26,15 +26,13 @@ from gateway.api.tokens.responses import (
 )
 from gateway.api.tokens.stream import GenerateEnvelope, GenerateStream, whole_response
 from gateway.context import REQUEST_ID_HEADER, RequestContext
-from gateway.generation.group import ChoiceGroup
+from gateway.generation.job import Job, RequestOptions
 from gateway.generation.kv_params import parse_kv_params
 from gateway.http.body import convert
-from gateway.http.client_socket import Outlet
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
 from protocol.engine.sampling import check_token_ids
-from protocol.wire.errors import RequestError
 
 routes = Routes("Tokens", ErrorAnswer, scope="inference")
 
@@ -95,29 +93,19 @@ def generate(service: Service, context: RequestContext) -> Response:
         unknown = prepare.list_unknown_fields(fields)
     prepare.check(body, service.config.max_n)
     use = service.use(context, body.model, body)
-    use.host.raise_cached_refusal(context)
     model = use.model
     kv_params = parse_kv_params(body.kv_transfer_params, model.limits)
     context.ignored = prepare.list_ignored_fields(unknown, body, kv_params)
     if body.request_id is not None and not context.headers.get(REQUEST_ID_HEADER, ""):
         context.request_id = body.request_id
     envelope = GenerateEnvelope.from_request(body, model, context.request_id, context.ignored)
-    options = run.RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
-    try:
-        prompt_requests = [prepare.to_request(body, model, kv_params)]
+    options = RequestOptions.from_body(body, envelope.id, prepare.namespace_of(body))
+    with translate_errors(prepare.request_path, prepare.engine_fields_of(body)):
+        job = Job(use, context, [prepare.to_request(body, model, kv_params)], options)
         if body.stream:
-            make_sink = partial(_generate_stream, envelope=envelope)
-            return run.stream(service, use, context, prompt_requests, options, make_sink)
-        group, collected = run.whole(service, use, context, prompt_requests, options)
-    except RequestError as error:
-        raise prepare.rename_field(error, body) from None
+            return service.runner.stream(job, partial(GenerateStream, envelope=envelope))
+        group, collected = service.runner.whole(job)
     return json_response(whole_response(group, collected, envelope))
-
-
-def _generate_stream(
-    group: ChoiceGroup, outlet: Outlet, *, envelope: GenerateEnvelope
-) -> GenerateStream:
-    return GenerateStream(group, envelope, write=outlet.write, finish=outlet.finish)
 
 
 @routes.post(

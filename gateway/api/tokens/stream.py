@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,17 +34,17 @@ from gateway.api.tokens.responses import (
 )
 from gateway.formats.events import Content, Event, Finished, OutputDelta
 from gateway.generation import kv_params
+from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.request import Choice
 from gateway.generation.sinks import CollectSink
 from gateway.http import sse
-from gateway.http.errors import fault_of
+from gateway.http.errors import HTTPFault
 from gateway.observe.timings import timings_of_group
 from gateway.served_model import ServedModel
 from gateway.text.logprobs import chat_logprobs, json_logprob, prompt_token_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.logprobs import TokenLogprobs
-from protocol.wire.errors import ServingError
 
 encode = msgspec.json.encode
 _HOLE = [-1]
@@ -196,26 +196,15 @@ def _usage(group: ChoiceGroup, num_tokens: int, num_cached: int) -> GenerateUsag
     )
 
 
-class GenerateStream:
-    """The sink that writes one answer as chunks.
-
-    write   receives the frames, one or more at a time
-    finish  called after the last frame
-    """
+class GenerateStream(FrameSink):
+    """The sink that writes one answer as chunks."""
 
     def __init__(
-        self,
-        group: ChoiceGroup,
-        envelope: GenerateEnvelope,
-        *,
-        write: Callable[[bytes], None],
-        finish: Callable[[], None],
+        self, group: ChoiceGroup, destination: FrameDestination, envelope: GenerateEnvelope
     ) -> None:
+        super().__init__(group, destination)
         body = envelope.body
-        self._group = group
         self._envelope = envelope
-        self._write = write
-        self._finish = finish
         self._has_started = False
         #: Number of tokens sent of each choice. Counted only if each chunk has a usage.
         self._num_sent = [0] * len(group.choices)
@@ -226,25 +215,24 @@ class GenerateStream:
         )
         self._templates = [self._template(choice) for choice in group.choices]
 
-    def delta(self, choice: Choice, delta: OutputDelta) -> None:
+    def frames(self, choice: Choice, delta: OutputDelta) -> bytes:
         last = delta.events[-1] if delta.events else None
         if self._is_plain and self._has_started and (last is None or type(last) is Content):
-            self._write(encode(delta.token_ids).join(self._templates[choice.index]))
-        elif isinstance(last, Finished) or delta.token_ids or text_of(delta.events):
-            self._write(self._chunk(choice, delta, is_last=isinstance(last, Finished)))
+            return encode(delta.token_ids).join(self._templates[choice.index])
+        if isinstance(last, Finished) or delta.token_ids or text_of(delta.events):
+            return self._chunk(choice, delta, is_last=isinstance(last, Finished))
+        return b""
 
-    def end(self) -> None:
+    def closing(self) -> bytes:
         more: dict[str, Any] = {"timings": timings_of_group(self._group)}
         if includes_usage(self._envelope.body.stream_options):
             more |= {"usage": usage_of(self._group), "kv_transfer_params": None}
         is_empty = more == {"timings": UNSET}
         last = b"" if is_empty else self._frame([], **more, weights_digest=self._envelope.digest)
-        self._write(last + sse.DONE)
-        self._finish()
+        return last + sse.DONE
 
-    def fail(self, error: ServingError) -> None:
-        self._write(sse.frame(error_body(fault_of(error))) + sse.DONE)
-        self._finish()
+    def failed(self, fault: HTTPFault) -> bytes:
+        return sse.frame(error_body(fault)) + sse.DONE
 
     def _chunk(self, choice: Choice, delta: OutputDelta, *, is_last: bool) -> bytes:
         envelope, more = self._envelope, dict[str, Any]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flask import Response, request
 
-from gateway.api import run
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.watch.responses import TimelineAnswer
 from gateway.api.watch.timelines import timeline_answer
@@ -57,7 +56,7 @@ def timeline(service: Service, context: RequestContext, request_id: str) -> Resp
 )
 def watch(service: Service, context: RequestContext) -> Response:
     stream = WatchStream(service.watch, _max_frames(request.args.get("frames")))
-    return run.stream_from(service, context, stream)
+    return service.runner.stream_from(context, stream)
 
 
 def _max_frames(text: str | None) -> int:
@@ -71,7 +70,7 @@ def _max_frames(text: str | None) -> int:
 
 
 class WatchStream:
-    """The frames for one client, as `run.FrameSource` and as `Watcher`."""
+    """The frames for one client, as `FrameSource` and as `Watcher`."""
 
     def __init__(self, poller: WatchPoller, max_frames: int) -> None:
         self._poller = poller

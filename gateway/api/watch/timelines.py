@@ -44,7 +44,7 @@ def timeline_answer(service: Service, caller: Caller, name: str) -> TimelineAnsw
     sources = list(_ask_all(service, label))
     kept = _kept(service, sources)
     is_admin = "admin" in caller.scopes
-    times = service.recent.find(label)
+    times = service.runner.recent.find(label)
     found = [
         (source, timeline)
         for source in sources
