@@ -21,10 +21,10 @@ from gateway.context import RequestContext
 from gateway.engine.base import EngineClient, NullEngineClient, RoutedOptions
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.control import SupervisorLink
-from gateway.engine.disaggregated import DisaggregatedClient
-from gateway.engine.engine_list import EngineList
 from gateway.engine.model_loads import ModelLoads
-from gateway.engine.replicas import ReplicatedClient
+from gateway.fleet.disaggregated import DisaggregatedClient
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
 from gateway.gateway_start import READY, GatewayStart
 from gateway.generation.group import ChoiceGroup

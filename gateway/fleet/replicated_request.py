@@ -14,9 +14,9 @@ from gateway.engine.base import (
     RoutedOptions,
     Subscriber,
 )
-from gateway.engine.failover import Failover
-from gateway.engine.replica_set import ConnectedReplica
-from gateway.engine.routing import PrefixHash, ReplicaLoad
+from gateway.fleet.failover import Failover
+from gateway.fleet.replica_set import ConnectedReplica
+from gateway.fleet.routing import PrefixHash, ReplicaLoad
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Refused, Usage
 from protocol.engine.sampling import SamplingParams

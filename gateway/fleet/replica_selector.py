@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.engine.base import RoutedOptions
-from gateway.engine.replica_set import ReplicaSet
-from gateway.engine.replicated_request import ReplicatedRequest
-from gateway.engine.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
+from gateway.fleet.replica_set import ReplicaSet
+from gateway.fleet.replicated_request import ReplicatedRequest
+from gateway.fleet.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
 from protocol.wire.arrays import Int32
 
 

@@ -28,7 +28,6 @@ from typing import Any, Unpack, cast
 from gevent import get_hub
 from msgspec.structs import replace
 
-from gateway.engine.adapters import load_in_all, unload_in_all
 from gateway.engine.base import (
     Report,
     RoutedEncodeOptions,
@@ -37,17 +36,18 @@ from gateway.engine.base import (
     remaining_s,
 )
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.engine.engine_list import EngineList
-from gateway.engine.failover import (
+from gateway.fleet.adapters import load_in_all, unload_in_all
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.failover import (
     FailoverAction,
     FailoverEvent,
     FailoverState,
     usage_after_moves,
 )
-from gateway.engine.replica_selector import ReplicaSelector, cache_space
-from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
-from gateway.engine.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
-from gateway.engine.routing import Reason
+from gateway.fleet.replica_selector import ReplicaSelector, cache_space
+from gateway.fleet.replica_set import ConnectedReplica, ReplicaSet
+from gateway.fleet.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
+from gateway.fleet.routing import Reason
 from protocol.engine.adapters import AdapterInfo
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused

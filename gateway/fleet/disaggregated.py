@@ -25,7 +25,6 @@ from typing import Any, Unpack
 import msgspec
 from gevent import get_hub
 
-from gateway.engine.adapters import load_in_all, unload_in_all
 from gateway.engine.base import (
     Report,
     RoutedEncodeOptions,
@@ -34,7 +33,8 @@ from gateway.engine.base import (
     remaining_s,
 )
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.engine.handoff import (
+from gateway.fleet.adapters import load_in_all, unload_in_all
+from gateway.fleet.handoff import (
     Handoff,
     HandoffAction,
     HandoffEvent,
@@ -42,9 +42,9 @@ from gateway.engine.handoff import (
     merge_usage,
     was_recomputed,
 )
-from gateway.engine.paired_numerics import PairedNumerics
-from gateway.engine.pool import EnginePool
-from gateway.engine.remote_prefill import RemotePrefill
+from gateway.fleet.paired_numerics import PairedNumerics
+from gateway.fleet.pool import EnginePool
+from gateway.fleet.remote_prefill import RemotePrefill
 from protocol.engine.adapters import AdapterInfo
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused

@@ -16,10 +16,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.engine.engine_list import EngineList
-from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.refusal_cache import RefusalCache
-from gateway.engine.routing import PrefixRouter
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.paired_numerics import PairedNumerics
+from gateway.fleet.routing import PrefixRouter
 from protocol.engine.account_limits import LIMITS, has_part
 from protocol.engine.messages import Account, Limits
 from protocol.engine.model_card import ModelCard
