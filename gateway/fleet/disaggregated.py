@@ -1,15 +1,19 @@
 """The engine client of a disaggregated server: prefill engines (P) and decode engines (D).
 
-Callers see one engine. This module chooses the engines and sends the requests; the states of a
-request are in `handoff.py`. The rules:
+Callers see one engine. The decode engines are an `EngineFleet`: it has the open requests, chooses a
+D for each, and moves requests from a D that refuses them or is lost to another one. This module
+adds the handover of prompts from another fleet, the prefill engines; the states of one handover are
+in `handoff.py`. The rules:
 
 - P computes a prompt once for all its choices, if they are sent in one turn of the event loop;
+- a prompt goes to the P that probably has its prefix in its cache; if that P refuses the prompt or
+  is lost, another one computes it;
 - P's lease of the K/V is renewed until D has sent its first token; then the K/V is released;
-- if P refuses, fails or is lost, D computes the whole prompt, or the request fails: the operator
-  chooses which (`recomputes`);
-- if no P is ready, D computes the whole prompt in any case;
-- if no D is ready, requests fail;
-- only engines with the same model as the first ready D are used.
+- if no P can compute the prompt, D computes it, or the request fails: the operator chooses which
+  (`recomputes`); if no P is ready to begin with, D computes it in any case;
+- a request whose D is lost continues on another D: from P's K/V if it is still there, otherwise
+  that D computes the prompt and the answer so far;
+- only engines with the same model as most decode engines are used.
 """
 
 from __future__ import annotations
@@ -20,20 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
-import msgspec
 from gevent import get_hub
+from msgspec.structs import replace
 
-from gateway.engine.base import (
-    Report,
-    RoutedEncodeOptions,
-    RoutedOptions,
-    Subscriber,
-    remaining_s,
-)
+from gateway.engine.base import Report, RoutedEncodeOptions, RoutedOptions, Subscriber
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.fleet.adapters import load_in_all, unload_in_all
+from gateway.fleet.engine_fleet import MAX_LOSSES, EngineFleet, FleetOptions
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.failover import FailoverState
 from gateway.fleet.handoff import (
     Handoff,
     HandoffAction,
@@ -43,19 +43,15 @@ from gateway.fleet.handoff import (
     was_recomputed,
 )
 from gateway.fleet.paired_numerics import PairedNumerics
-from gateway.fleet.pool import EnginePool
-from gateway.fleet.remote_prefill import RemotePrefill
-from protocol.engine.adapters import AdapterInfo
+from gateway.fleet.remote_prefill import PrefillFleet, RemotePrefill
+from gateway.fleet.replica_set import ReplicaSet
+from gateway.fleet.replicated_request import ReplicatedRequest
 from protocol.engine.encoding import EncodeInputs
-from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused
+from protocol.engine.messages import Aborted, Accepted, Output, Refused
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams
-from protocol.engine.session import GenerateOptions
-from protocol.engine.stats import EngineStats
-from protocol.engine.timeline import AbortReason
 from protocol.wire.arrays import Int32
 from protocol.wire.errors import (
-    EngineError,
     EngineLost,
     ErrorInfo,
     InvalidRequest,
@@ -68,8 +64,6 @@ from protocol.worker.kv import KV_FIELD
 
 log = logging.getLogger(__name__)
 
-RENEW_EVERY_S = 0.25
-"""Interval at which leases are checked and renewed. A lease lasts at least a second."""
 LIMIT_CODES = (LimitReached.code, QueueTimeout.code, TimedOut.code)
 """Codes of errors that enforce a limit. D must not compute a prompt that P refused with these."""
 MIN_PROMPT = 2
@@ -77,36 +71,28 @@ MIN_PROMPT = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A caller's open request, with the requests that were sent to P and D for it."""
+class SplitRequest(ReplicatedRequest):
+    """A caller's open request. Its `subscriber` is this module's; `caller` is that of the caller.
 
-    #: The number that `generate` returned to the caller.
-    number: int
-    prompt: Int32
-    params: SamplingParams
-    subscriber: Subscriber
-    options: GenerateOptions
-    handoff: Handoff
+    While P computes the prompt, the request is open but was sent to no D.
+    """
+
+    caller: Subscriber = field(default=lambda report: None)
+    handoff: Handoff = field(default_factory=lambda: Handoff(HandoffState.DECODING))
     #: The computation of the prompt at P; None: D computes the prompt.
     prefill: RemotePrefill | None = None
-    #: The decode engine; None before the request was sent to D.
-    d: ZmqEngineClient | None = None
-    #: The request's number at D.
-    d_request: int = 0
-    #: The arguments of `abort`. `on_freed` is called after D has released the request's resources.
-    abort_reason: AbortReason = ""
-    on_freed: Callable[[], None] | None = None
-    arrived_at: float = field(default_factory=time.monotonic)
 
 
-class DisaggregatedClient:
+class DisaggregatedClient(EngineFleet[SplitRequest]):
     """The `EngineClient` that sends prompts to prefill engines (P) and decodes on decode engines
     (D).
 
-    prefill, decode  clients of the engines
+    prefill, decode  addresses of the engines
+    new_client       returns a client for an address
     min_tokens       shortest prompt that P computes
-    recomputes       D computes the prompt if P fails or its handle cannot be used; otherwise the
-                     request fails. It always fails if P enforced a limit (LIMIT_CODES)
+    recomputes       D computes the prompt if P fails, if its handle cannot be used, or if the D
+                     that had the K/V is lost; otherwise the request fails. It always fails if P
+                     enforced a limit (LIMIT_CODES)
     on_handover      called for each request that D continued from P's K/V
     on_fallback      called with the cause for each request (one choice) whose prompt D computes
                      instead of P; prompts that P never computes, such as short ones, do not count
@@ -114,103 +100,52 @@ class DisaggregatedClient:
 
     def __init__(
         self,
-        prefill: Sequence[ZmqEngineClient],
-        decode: Sequence[ZmqEngineClient],
+        prefill: EngineList,
+        decode: EngineList,
+        new_client: Callable[[str], ZmqEngineClient],
+        options: FleetOptions,
         *,
         min_tokens: int,
         recomputes: bool,
         on_handover: Callable[[], None],
         on_fallback: Callable[[str], None],
     ) -> None:
-        self.connections = [
-            *(ConnectedEngine("prefill", engine) for engine in prefill),
-            *(ConnectedEngine("decode", engine) for engine in decode),
-        ]
-        self._p, self._d = EnginePool("prefill", prefill), EnginePool("decode", decode)
+        numerics = PairedNumerics("engines that share K/V")
+        decode_engines = ReplicaSet(decode, new_client, "decode", numerics)
+        super().__init__(decode_engines, SplitRequest, options)
+        self._p = PrefillFleet(ReplicaSet(prefill, new_client, "prefill", numerics), options)
         self._min_tokens = max(min_tokens, MIN_PROMPT)
         self._recomputes = recomputes
         self._on_handover, self._on_fallback = on_handover, on_fallback
-        self._requests: dict[int, _Request] = {}
         self._prefills: set[RemotePrefill] = set()
         self._unsent: list[RemotePrefill] = []
-        self._next_number = 1
         self._has_warned = False  # that no prefill engine is ready
-        self._numerics = PairedNumerics()
-        self._compared: dict[str, ModelCard] = {}  # address -> the card that was compared last
-        self._clock: Any = None
 
-    # ---- lifecycle
+    # ---- lifecycle and state
 
     def start(self) -> None:
-        if self._clock is None:
-            for connection in self.connections:
-                connection.client.start()
-            self._clock = get_hub().loop.timer(RENEW_EVERY_S, repeat=RENEW_EVERY_S)
-            self._clock.start(self._renew_leases)
+        super().start()
+        self._p.start()
 
     def close(self) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-            self._clock.close()
-            self._clock = None
-        for number in list(self._requests):
-            self.abort(number, "client_lost")
-        for connection in self.connections:
-            connection.client.close()
+        super().close()
+        self._p.close()
 
-    # ---- state: that of the first ready decode engine
+    def _tick(self) -> None:
+        super()._tick()
+        now = time.monotonic()
+        for prefill in self._prefills:
+            prefill.renew_lease(now)
 
     @property
-    def is_ready(self) -> bool:
-        return self._d.is_ready
-
-    def trouble(self) -> ServingError | None:
-        return None if self.is_ready else self._d.first.trouble()
+    def connections(self) -> list[ConnectedEngine]:
+        return [*self._p.connections, *super().connections]
 
     @property
     def model(self) -> ModelCard | None:
-        """Return the card of the first ready D, without `numerics` if the engines differ in it."""
-        card = self._d.first.model
-        self._compare_numerics()
-        return None if card is None else self._numerics.promised(card)
-
-    @property
-    def limits(self) -> Limits | None:
-        return self._d.first.limits
-
-    @property
-    def adapters(self) -> Sequence[AdapterInfo]:
-        return self._d.first.adapters
-
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        self.start()
-        return load_in_all(self._ready_engines, name, path)
-
-    def unload_adapter(self, name: str) -> AdapterInfo:
-        self.start()
-        return unload_in_all(self._ready_engines, name)
-
-    @property
-    def _ready_engines(self) -> list[ZmqEngineClient]:
-        return [each.client for each in self.connections if each.client.session.is_ready]
-
-    @property
-    def epoch(self) -> str | None:
-        return self._d.first.epoch
-
-    @property
-    def silence_s(self) -> float | None:
-        return self._d.first.silence_s
-
-    @property
-    def stats(self) -> EngineStats | None:
-        return self._d.first.stats
-
-    def cached_refusal(self, account: Account | None) -> None:
-        """Return None: each engine has its own queue, so the next one may accept the request."""
-
-    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Do nothing; see `cached_refusal`."""
+        """Return the card of a usable D, without `numerics` if the engines differ in it."""
+        self._p.refresh()
+        return super().model
 
     # ---- requests
 
@@ -226,19 +161,21 @@ class DisaggregatedClient:
         if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
             message = f"{KV_FIELD}: not supported, this server manages K/V transfer itself"
             raise InvalidRequest(message, param=KV_FIELD)
-        options.pop("session", "")
-        self.start()
-        self._choose_d()  # raises now rather than after P has computed the prompt
-        ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
-        prefill = self._prefill(ids, options) if self._can_prefill(ids, params) else None
-        handoff = Handoff(HandoffState.DECODING if prefill is None else HandoffState.COMPUTING)
-        request = _Request(self._next_number, ids, params, subscriber, options, handoff, prefill)
-        self._next_number += 1
-        if prefill is None:
-            self._send_to_d(request)
+        session = options.get("session", "")
+        request = self._new_request(prompt, params, subscriber, options)
+        request.caller, request.subscriber = subscriber, partial(self._on_decoded, request)
+        if not self._can_prefill(request):
+            self._open(request)
+            return request.number
+        if (trouble := self.trouble()) is not None:  # now rather than after P's computation
+            raise trouble
+        request.prefill = self._prefill(request, session)
+        if request.prefill is None:
+            self._open(request)
         else:
-            prefill.readers.add(request.number)
-        self._requests[request.number] = request
+            request.handoff = Handoff(HandoffState.COMPUTING)
+            request.prefill.readers.add(request.number)
+            self._requests[request.number] = request
         return request.number
 
     def encode(
@@ -253,100 +190,60 @@ class DisaggregatedClient:
             param="model",
         )
 
-    def abort(
-        self,
-        request: int,
-        reason: AbortReason,
-        *,
-        on_freed: Callable[[], None] | None = None,
-    ) -> None:
-        found = self._requests.get(request)
-        if found is not None:
-            found.abort_reason, found.on_freed = reason, on_freed
-            self._on_event(found, HandoffEvent.ABORT)
-
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         """Abort requests by label; see `EngineClient.abort_by_label`.
 
         The prefill engines are called first. If P hands a request over in the meantime, the request
         is open at D when D is called, so it is aborted there.
         """
-        self.start()
-        aborted: set[str] = set()
-        for engine in self._p.engines:
-            with contextlib.suppress(EngineError):  # a lost engine has no open requests
-                aborted.update(engine.abort_by_label(labels).aborted)
-        self._choose_d()
-        for engine in self._d.engines:
-            if engine.is_ready:
-                aborted.update(engine.abort_by_label(labels).aborted)
+        at_p: set[str] = set()
+        with contextlib.suppress(ServingError):  # lost engines have no open requests
+            at_p.update(self._p.abort_by_label(labels).aborted)
+        at_d = super().abort_by_label(labels)
         return Aborted(
             request=0,
-            aborted=[label for label in labels if label in aborted],
-            unknown=[label for label in labels if label not in aborted],
+            aborted=[label for label in labels if label in at_p or label in at_d.aborted],
+            unknown=[label for label in at_d.unknown if label not in at_p],
         )
 
-    # ---- choosing engines
+    def _on_abort(self, request: SplitRequest) -> None:
+        self._on_handoff(request, HandoffEvent.ABORT)
 
-    def _compare_numerics(self) -> None:
-        """Compare the engines whose cards have arrived since the last call."""
-        for connection in self.connections:
-            engine, card = connection.client, connection.client.model
-            if card is not None and card is not self._compared.get(engine.address):
-                self._compared[engine.address] = card
-                self._numerics.add(f"the {connection.role} engine {engine.address}", card)
+    # ---- the prefill
 
-    def _can_prefill(self, prompt: Int32, params: SamplingParams) -> bool:
+    def _can_prefill(self, request: SplitRequest) -> bool:
         """Return whether P may compute this prompt. D itself computes short prompts, prompts whose
         logprobs are requested, and the prompts of requests without output (`max_tokens` 0)."""
+        params = request.params
         return (
-            len(prompt) >= self._min_tokens
+            len(request.prompt) >= self._min_tokens
             and params.prompt_logprobs is None
             and params.max_tokens != 0
         )
 
-    def _prefill(self, prompt: Int32, options: GenerateOptions) -> RemotePrefill | None:
-        """Return the prefill that all choices of `prompt` share; None if no P is ready."""
+    def _prefill(self, request: SplitRequest, session: str) -> RemotePrefill | None:
+        """Return the prefill that all choices of the prompt share; None if no P is ready."""
+        options: RoutedOptions = {**request.options, "session": session}
         for unsent in self._unsent:
-            if unsent.is_for(prompt, options):
+            if unsent.is_for(request.prompt, options):
                 return unsent
-        try:
-            engine = self._p.choose(self.model, self._waiting_tokens)
-        except EngineError as error:
+        if (trouble := self._p.trouble_for(request.digest)) is not None:
             self._on_fallback("no_prefill")
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "no prefill engine is ready, so decode engines compute prompts (%s)", error
+                    "no prefill engine is ready, so decode engines compute prompts (%s)", trouble
                 )
             return None
         self._has_warned = False
         if not self._unsent:
             get_hub().loop.run_callback(self._send_prefills)  # at the end of this turn
-        prefill = RemotePrefill(engine, prompt, options, self._on_prefill_end)
+        prefill = RemotePrefill(
+            self._p, request.prompt, request.digest, options, self._on_prefill_end
+        )
         self._unsent.append(prefill)
         self._prefills.add(prefill)
         return prefill
-
-    def _choose_d(self) -> ZmqEngineClient:
-        """Return the least busy decode engine (D). Raises the errors of `EnginePool.choose`."""
-        return self._d.choose(self.model, self._load)
-
-    def _waiting_tokens(self, p: ZmqEngineClient) -> int:
-        """Return the load of P in tokens.
-
-        It is the sum of the waiting tokens in P's last heartbeat and of the prompts that this
-        process has sent to P, because the heartbeat may not include these yet.
-        """
-        ours = (len(prefill.prompt) for prefill in self._prefills if prefill.p is p)
-        return sum(ours) + (p.stats.waiting_tokens if p.stats else 0)
-
-    def _load(self, d: ZmqEngineClient) -> int:
-        """Return the load of D in requests, computed as in `_waiting_tokens`."""
-        ours = sum(request.d is d for request in self._requests.values())
-        return ours + (d.stats.running + d.stats.waiting if d.stats else 0)
-
-    # ---- events
 
     def _send_prefills(self) -> None:
         """Send the prefills of this turn of the event loop. This is called at the end of the turn,
@@ -357,127 +254,126 @@ class DisaggregatedClient:
             if not prefill.readers:
                 self._prefills.discard(prefill)
 
-    def _renew_leases(self) -> None:
-        now = time.monotonic()
-        for prefill in self._prefills:
-            prefill.renew_lease(now)
-
     def _on_prefill_end(self, prefill: RemotePrefill, report: Report) -> None:
-        """Handle P's last report, for each choice that needs the K/V."""
+        """Handle the last report on a prompt, for each choice that needs the K/V."""
         event, cause = HandoffEvent.COMPUTED, ""
         if not prefill.handle:
-            event, cause = self._failure_event(report)
+            event, cause = self._failure_event(prefill, report)
         for number in sorted(prefill.readers):
+            request = self._requests.get(number)
+            if request is None:  # it was aborted because another choice has just failed
+                continue
             if cause:
                 self._on_fallback(cause)
-            self._on_event(self._requests[number], event, report)
+            request.num_lost_before = prefill.num_losses
+            self._on_handoff(request, event, report)
 
-    def _failure_event(self, report: Report) -> tuple[HandoffEvent, str]:
-        """Return the event for a report of P that has no handle, and the cause of a fallback. The
+    def _failure_event(self, prefill: RemotePrefill, report: Report) -> tuple[HandoffEvent, str]:
+        """Return the event for a last report without a handle, and the cause of a fallback. The
         cause is "" if D does not compute the prompt instead."""
         error = _error_of(report)
         if error is None or not self._recomputes:  # aborted by label, or the policy is to fail
             return HandoffEvent.STOPPED, ""
-        if error.code in LIMIT_CODES:
+        if error.code in LIMIT_CODES or prefill.num_losses >= MAX_LOSSES:
             return HandoffEvent.STOPPED, ""
         if error.code == EngineLost.code:
             return HandoffEvent.MISSED, "lost"
         return HandoffEvent.MISSED, "refused" if isinstance(report, Refused) else "failed"
 
-    def _on_report(self, request: _Request, report: Report) -> None:
-        """Apply a report of the decode engine (D) to the request."""
-        match report:
-            case Accepted():
-                self._on_event(request, HandoffEvent.ACCEPTED, report)
-            case Refused(error=error) if self._recomputes and _is_about_handle(request, error):
-                log.warning("a decode engine refused a handle: %s", error.message)
-                self._on_fallback("handle")
-                self._on_event(request, HandoffEvent.UNUSABLE, report)
-            case Output():
-                merged = self._with_merged_usage(request, report)
-                event = HandoffEvent.TOKENS if report.finish is None else HandoffEvent.FINISHED
-                self._on_event(request, event, merged)
-            case _:
-                self._on_event(request, HandoffEvent.FINISHED, report)
+    # ---- reports of D
 
-    def _with_merged_usage(self, request: _Request, output: Output) -> Output:
+    def _on_decoded(self, request: SplitRequest, report: Report) -> None:
+        """Handle what the decode engines report of a request, wherever it was moved."""
+        if not isinstance(report, Output):
+            is_reply = isinstance(report, Accepted)
+            event = HandoffEvent.ACCEPTED if is_reply else HandoffEvent.FINISHED
+            self._on_handoff(request, event, report)
+            return
+        merged = self._with_merged_usage(request, report)
+        if report.finish is not None:
+            self._on_handoff(request, HandoffEvent.FINISHED, merged)
+        elif request.handoff.state is HandoffState.DECODING:  # the usual case, without the table
+            request.caller(merged)
+        else:
+            self._on_handoff(request, HandoffEvent.TOKENS, merged)
+
+    def _with_merged_usage(self, request: SplitRequest, output: Output) -> Output:
         """Return `output` with the usage of P and D together. D's first usage also shows whether D
         used P's K/V. So this method also counts the request as a handover or a fallback."""
         prefill, usage = request.prefill, output.usage
         if prefill is None or usage is None:
             return output
-        if request.handoff.state is HandoffState.ACCEPTED and request.d is not None:
-            limits = request.d.limits
+        if request.handoff.state is HandoffState.ACCEPTED and request.replica is not None:
+            limits = request.replica.client.limits
             if limits is not None and was_recomputed(usage, limits.block_tokens):
                 self._on_fallback("fetch")
             else:
                 self._on_handover()
-        return msgspec.structs.replace(output, usage=merge_usage(usage, prefill.usage))
+        return replace(output, usage=merge_usage(usage, prefill.usage))
+
+    def _on_refused(self, request: SplitRequest, refused: Refused) -> None:
+        """Handle a refusal of D. If D cannot use the handle, it computes the prompt."""
+        is_about_handle = request.is_prefilled and refused.error.param == KV_FIELD
+        if not (is_about_handle and self._recomputes):
+            super()._on_refused(request, refused)
+            return
+        log.warning("a decode engine refused a handle: %s", refused.error.message)
+        self._on_fallback("handle")
+        self._on_handoff(request, HandoffEvent.UNUSABLE)
+
+    def _on_loss(self, request: SplitRequest, output: Output) -> None:
+        """Handle the loss of D. K/V of a request that has sent tokens was lost with it."""
+        if request.is_prefilled and request.handoff.state is HandoffState.DECODING:
+            request.options["kv_handle"] = ""
+            if not self._recomputes and not request.is_stopped:
+                self._give_up(request, "no other engine may compute its prompt (kv_on_failure)")
+                return
+        super()._on_loss(request, output)
 
     # ---- actions
 
-    def _on_event(
-        self, request: _Request, event: HandoffEvent, report: Report | None = None
+    def _on_handoff(
+        self, request: SplitRequest, event: HandoffEvent, report: Report | None = None
     ) -> None:
-        """Change the request's state and perform the actions that follow."""
+        """Change the state of the handover and perform the actions that follow."""
         actions = request.handoff.on(event)
         if request.handoff.state is HandoffState.ENDED:
             self._requests.pop(request.number, None)
         for action in actions:
             self._perform(action, request, report)
 
-    def _perform(self, action: HandoffAction, request: _Request, report: Report | None) -> None:
+    def _perform(self, action: HandoffAction, request: SplitRequest, report: Report | None) -> None:
         prefill = request.prefill
         match action:
             case HandoffAction.CONTINUE if prefill is not None:
-                self._send_or_fail(request, prefill.handle)
+                request.options["kv_handle"] = prefill.handle
+                self._send_to_d(request)
             case HandoffAction.COMPUTE_ALL:
                 request.prefill = None
-                self._send_or_fail(request, "")
+                request.options["kv_handle"] = ""
+                self._send_to_d(request)
             case HandoffAction.EMIT if report is not None:
-                request.subscriber(report)
+                request.caller(report)
             case HandoffAction.RELEASE if prefill is not None:
                 prefill.remove_reader(request.number, request.abort_reason)
                 if not prefill.readers:
                     self._prefills.discard(prefill)
-            case HandoffAction.ABORT if request.d is not None:
-                request.d.abort(request.d_request, request.abort_reason, on_freed=request.on_freed)
+            case HandoffAction.ABORT:
+                super()._on_abort(request)
 
-    def _send_or_fail(self, request: _Request, handle: str) -> None:
-        """Send the request to D. If that is not possible, end it with the error."""
+    def _send_to_d(self, request: SplitRequest) -> None:
+        """Send the request to a D. If that is not possible, end it with the error, or let it wait
+        if a D that was lost had accepted it."""
+        if request.failover.state is FailoverState.MOVED:
+            if not self._place(request):
+                self._on_unplaced(request)
+            return
+        request.is_late, request.sent_at = True, time.monotonic()
         try:
-            self._send_to_d(request, handle)
-        except EngineError as error:
+            self._open(request)
+        except ServingError as error:
             end = Output(request=request.number, finish="error", error=error.info())
-            self._on_event(request, HandoffEvent.FINISHED, end)
-
-    def _send_to_d(self, request: _Request, handle: str = "") -> None:
-        """Send the request to the least busy D. `handle` is "" if D must compute the prompt."""
-        d = self._choose_d()
-        options: GenerateOptions = {
-            **request.options,
-            **self._time_left(request, has_started=bool(handle)),
-        }
-        options["kv_handle"] = handle
-        on_report = partial(self._on_report, request)
-        request.d_request = d.generate(request.prompt, request.params, on_report, **options)
-        request.d = d
-
-    def _time_left(self, request: _Request, *, has_started: bool) -> GenerateOptions:
-        """Return the timeouts for D: those of the request less the time since its arrival. If P has
-        computed the prompt, the request has started. It then has no queue timeout."""
-        elapsed_s = time.monotonic() - request.arrived_at
-        timeout_s = request.options.get("timeout_s", 0.0)
-        queue_timeout_s = 0.0 if has_started else request.options.get("queue_timeout_s", 0.0)
-        return {
-            "timeout_s": remaining_s(timeout_s, elapsed_s),
-            "queue_timeout_s": remaining_s(queue_timeout_s, elapsed_s),
-        }
-
-
-def _is_about_handle(request: _Request, error: ErrorInfo) -> bool:
-    """Return whether D refused the request because it cannot use the handle."""
-    return request.handoff.state is HandoffState.REQUESTED and error.param == KV_FIELD
+            self._on_handoff(request, HandoffEvent.FINISHED, end)
 
 
 def _error_of(report: Report) -> ErrorInfo | None:

@@ -22,6 +22,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, Unpack
 
@@ -64,31 +65,33 @@ MAX_LOSSES = 3
 Routed = TypeVar("Routed", bound=ReplicatedRequest)
 
 
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How long requests wait for an engine, and what is called for the metrics."""
+
+    #: How long a request whose engine was lost may wait for another one; 0: it does not wait.
+    failover_s: float
+    #: Called with the reason for the choice of the engine that computes a prompt.
+    on_routed: Callable[[Reason], None]
+    #: Called for each request that is moved: with "refused", "lost" (before its first token) or
+    #: "continued".
+    on_moved: Callable[[str], None]
+
+
 class EngineFleet(FleetState, Generic[Routed]):
     """Sends each request to one of several equal engines, and moves it if that engine is lost.
 
     replicas      the engines
     request_type  the class of the open requests
-    failover_s    how long a request whose replica was lost may wait for another one
-    on_routed     called with the reason for the choice of a replica
-    on_moved      called for each request that is moved: with "refused", "lost" (before its first
-                  token) or "continued"
     """
 
     def __init__(
-        self,
-        replicas: ReplicaSet,
-        request_type: type[Routed],
-        *,
-        failover_s: float,
-        on_routed: Callable[[Reason], None],
-        on_moved: Callable[[str], None],
+        self, replicas: ReplicaSet, request_type: type[Routed], options: FleetOptions
     ) -> None:
         super().__init__(replicas)
         self._request_type = request_type
-        self._failover_s = failover_s
-        self._selector = ReplicaSelector(self._replicas, on_routed)
-        self._on_moved = on_moved
+        self._failover_s, self._on_moved = options.failover_s, options.on_moved
+        self._selector = ReplicaSelector(self._replicas, options.on_routed)
         self._requests: dict[int, Routed] = {}  # the open ones
         self._last_number = 0
         self._polled_at = float("-inf")
@@ -121,7 +124,7 @@ class EngineFleet(FleetState, Generic[Routed]):
             if request.failover.state is not FailoverState.STRANDED:
                 continue
             if now - request.stranded_at > self._failover_s:
-                self._give_up(request, f"no other engine was ready within {self._failover_s:g} s")
+                self._end_stranded(request)
             elif self._replicas.router.usable:
                 request.tried.clear()
                 self._on_event(request, FailoverEvent.RETRY)
@@ -208,8 +211,11 @@ class EngineFleet(FleetState, Generic[Routed]):
         found = self._requests.get(request)
         if found is not None:
             found.abort_reason, found.on_freed = reason, on_freed
-            found.on_answered(is_accepted=False)
-            self._on_event(found, FailoverEvent.ABORT)
+            self._on_abort(found)
+
+    def _on_abort(self, request: Routed) -> None:
+        request.on_answered(is_accepted=False)
+        self._on_event(request, FailoverEvent.ABORT)
 
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         """Abort requests by label; see `EngineClient.abort_by_label`. Requests of this process that
@@ -268,13 +274,14 @@ class EngineFleet(FleetState, Generic[Routed]):
         account = options.get("account")
         if account is not None:
             options["account"] = self._replicas.part_of(account, replica)
-        if request.num_losses:
+        if request.num_losses or request.is_late:
             elapsed_s = now - request.arrived_at
             options["timeout_s"] = remaining_s(options.get("timeout_s", 0.0), elapsed_s)
-            queue_s = 0.0 if request.answer else options.get("queue_timeout_s", 0.0)
+            has_started = request.answer or request.is_prefilled
+            queue_s = 0.0 if has_started else options.get("queue_timeout_s", 0.0)
             options["queue_timeout_s"] = remaining_s(queue_s, elapsed_s)
-            if request.failover.state is not FailoverState.SENT:
-                options["answer"] = Int32.of(request.answer)
+        if request.num_losses and request.failover.state is not FailoverState.SENT:
+            options["answer"] = Int32.of(request.answer)
         return options
 
     # ---- events
@@ -312,7 +319,7 @@ class EngineFleet(FleetState, Generic[Routed]):
         """Return `output` with the usage of a request that was moved."""
         if output.usage is None or not request.num_losses:
             return output
-        elapsed_s = time.monotonic() - request.arrived_at
+        elapsed_s = time.monotonic() - request.sent_at
         return replace(
             output, usage=usage_after_moves(output.usage, request.first_usage, elapsed_s)
         )
@@ -345,7 +352,7 @@ class EngineFleet(FleetState, Generic[Routed]):
         self._replicas.refresh()
         if request.is_stopped:
             self._stop(request)
-        elif request.num_losses >= MAX_LOSSES:
+        elif request.num_losses + request.num_lost_before >= MAX_LOSSES:
             self._give_up(request, f"{MAX_LOSSES} engines were lost while they computed it")
         else:
             self._on_event(request, FailoverEvent.LOST)
@@ -355,6 +362,9 @@ class EngineFleet(FleetState, Generic[Routed]):
         request.has_been_stopped = True
         end = Output(request=request.number, finish="abort")
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
+
+    def _end_stranded(self, request: Routed) -> None:
+        self._give_up(request, f"no other engine was ready within {self._failover_s:g} s")
 
     def _give_up(self, request: Routed, why: str) -> None:
         end = Output(
@@ -391,7 +401,13 @@ class EngineFleet(FleetState, Generic[Routed]):
         if self._place(request):
             cause = "refused" if event is FailoverEvent.BUSY else "lost"
             self._on_moved("continued" if was_open and request.answer else cause)
-            return
+        else:
+            self._on_unplaced(request)
+
+    def _on_unplaced(self, request: Routed) -> None:
+        """Handle a request that a replica had, and that no other one takes now."""
         request.replica = None
         request.stranded_at = request.stranded_at or time.monotonic()
         self._on_event(request, FailoverEvent.UNPLACED)
+        if request.failover.state is FailoverState.STRANDED and not self._failover_s:
+            self._end_stranded(request)

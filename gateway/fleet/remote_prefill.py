@@ -10,38 +10,77 @@ is released at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from gateway.engine.base import Report
+from gateway.engine.base import Report, RoutedOptions, Subscriber
 from gateway.engine.client import ZmqEngineClient
-from protocol.engine.messages import Accepted, Output, Usage
+from gateway.fleet.engine_fleet import EngineFleet, FleetOptions
+from gateway.fleet.replica_set import ReplicaSet
+from gateway.fleet.replicated_request import ReplicatedRequest
+from protocol.engine.messages import Accepted, Output, Refused, Usage
 from protocol.engine.sampling import SamplingParams
-from protocol.engine.session import GenerateOptions
 from protocol.engine.timeline import AbortReason
 from protocol.wire.arrays import Int32
-from protocol.wire.errors import EngineError
+from protocol.wire.errors import EngineError, EngineNotReady, ServingError
 
 RENEWALS_PER_LEASE = 3
 """Renewals per duration of a lease. With 3, two renewals in a row may fail."""
 NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its cluster key"
 
 
+class PrefillFleet(EngineFleet[ReplicatedRequest]):
+    """The prefill engines of a server. A prompt whose engine is lost waits for no other one,
+    because decode engines can compute it."""
+
+    def __init__(self, engines: ReplicaSet, options: FleetOptions) -> None:
+        super().__init__(engines, ReplicatedRequest, replace(options, failover_s=0.0))
+
+    def refresh(self) -> None:
+        """Read the states of the engines."""
+        self._replicas.refresh()
+
+    def trouble_for(self, digest: str) -> ServingError | None:
+        """Return why no request for this model can be sent now; None if one can."""
+        self.refresh()
+        if len(self._replicas.usable) > len(self._replicas.unfit_to_continue(digest)):
+            return None
+        return self.trouble() or EngineNotReady("the prefill engines have another model")
+
+    def open(
+        self, prompt: Int32, digest: str, on_report: Subscriber, options: RoutedOptions
+    ) -> ReplicatedRequest:
+        """Send the prompt to an engine with the model `digest`. Raises as `generate` does."""
+        request = self._new_request(prompt, SamplingParams(), on_report, options)
+        request.digest = digest
+        self._open(request)
+        return request
+
+    def stop(self, request: ReplicatedRequest, reason: AbortReason) -> None:
+        """Abort an open request. Its subscriber still gets the last output."""
+        request.is_stopped = True
+        if request.replica is not None:
+            request.replica.client.stop(request.inner, reason)
+
+
 class RemotePrefill:
     """One prompt that a prefill engine computes, and the choices that read its K/V.
 
-    p        the prefill engine
+    fleet    the prefill engines
+    digest   digest of the model
     options  the options of a choice's request. The grammar is not sent to P: only D uses it
-    on_end   called with P's last report, unless all readers were removed before it
+    on_end   called with the last report, unless all readers were removed before it
     """
 
     def __init__(
         self,
-        p: ZmqEngineClient,
+        fleet: PrefillFleet,
         prompt: Int32,
-        options: GenerateOptions,
+        digest: str,
+        options: RoutedOptions,
         on_end: Callable[[RemotePrefill, Report], None],
     ) -> None:
-        self.p = p
         self.prompt = prompt
+        self._fleet, self._digest = fleet, digest
         self._shared = _shared(options)
         self._is_first = options.get("is_first", True)
         #: Numbers of the choices' requests that need the K/V.
@@ -50,13 +89,21 @@ class RemotePrefill:
         self.handle = ""
         #: P's usage; None before P's last report.
         self.usage: Usage | None = None
+        #: The request to the prefill engines; None if it was not sent.
+        self._request: ReplicatedRequest | None = None
         #: Whether P has the request and has not sent its last report.
-        self.is_open = False
+        self._is_open = False
+        #: The engine that keeps the K/V of `handle`.
+        self._p: ZmqEngineClient | None = None
         self._on_end = on_end
-        self._request = 0
         self._renewed_at = 0.0
 
-    def is_for(self, prompt: Int32, options: GenerateOptions) -> bool:
+    @property
+    def num_losses(self) -> int:
+        """How many prefill engines were lost while they computed the prompt."""
+        return 0 if self._request is None else self._request.num_losses
+
+    def is_for(self, prompt: Int32, options: RoutedOptions) -> bool:
         """Return whether this prefill can serve a request with `prompt` and `options`.
 
         It can if the request is another choice of the same prompt. Such choices have the identical
@@ -68,17 +115,16 @@ class RemotePrefill:
         """Send the request to P, unless there are no readers. All readers must have been added."""
         if not self.readers:
             return
-        self.is_open = True
+        self._is_open = True
+        options: RoutedOptions = {
+            **self._shared,
+            "kv_readers": len(self.readers),
+            "is_first": self._is_first,
+        }
         try:
-            options: GenerateOptions = {
-                **self._shared,
-                "kv_readers": len(self.readers),
-                "is_first": self._is_first,
-            }
-            params = SamplingParams()
-            self._request = self.p.generate(self.prompt, params, self._on_report, **options)
-        except EngineError as error:
-            self._on_report(Output(request=0, finish="error", error=error.info()))
+            self._request = self._fleet.open(self.prompt, self._digest, self._on_report, options)
+        except ServingError as error:
+            self._on_report(Refused(request=0, error=error.info()))
 
     def remove_reader(self, reader: int, reason: AbortReason) -> None:
         """Remove a choice that needs the prompt's K/V. After the last one, release the K/V or stop
@@ -86,39 +132,40 @@ class RemotePrefill:
         self.readers.discard(reader)
         if self.readers:
             return
-        if self.handle:
-            self.p.release_kv([self.handle])
-        elif self.is_open:
-            self.p.stop(self._request, reason)
+        if self._p is not None:
+            self._p.release_kv([self.handle])
+        elif self._is_open and self._request is not None:
+            self._fleet.stop(self._request, reason)
 
     def renew_lease(self, now: float) -> None:
         """Renew the lease, if P has started one and the last renewal was at least
         1 / RENEWALS_PER_LEASE of its duration ago. Call this several times a second."""
-        limits = self.p.limits
-        if not self.handle or limits is None:
+        if self._p is None or (limits := self._p.limits) is None:
             return
         if now - self._renewed_at >= limits.kv_lease_s / RENEWALS_PER_LEASE:
             self._renewed_at = now
-            self.p.keep_kv([self.handle])
+            self._p.keep_kv([self.handle])
 
     def _on_report(self, report: Report) -> None:
-        """Handle a report of P. Only the last one matters: P sends no tokens."""
+        """Handle a report of the prefill engines. Only the last one matters: they send no
+        tokens."""
         if isinstance(report, Accepted) or (isinstance(report, Output) and not report.finish):
             return
-        self.is_open = False
+        self._is_open = False
         if isinstance(report, Output):
-            self.handle = report.kv_handle
-            self.usage = report.usage
+            self.handle, self.usage = report.kv_handle, report.usage
+            if self.handle and self._request is not None and self._request.replica is not None:
+                self._p = self._request.replica.client
             if not self.handle and report.error is None and report.finish != "abort":
                 error = EngineError(NO_HANDLE).info()
                 report = Output(request=report.request, finish="error", error=error)
         if self.readers:
             self._on_end(self, report)
-        elif self.handle:
-            self.p.release_kv([self.handle])
+        elif self._p is not None:
+            self._p.release_kv([self.handle])
 
 
-def _shared(options: GenerateOptions) -> GenerateOptions:
+def _shared(options: RoutedOptions) -> RoutedOptions:
     """Return the options that are equal for all choices of a prompt. They are sent to P."""
     shared = options.copy()
     shared.pop("grammar", None)

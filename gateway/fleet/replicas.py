@@ -7,12 +7,11 @@ from typing import Unpack, cast
 
 from gateway.engine.base import RoutedEncodeOptions, RoutedOptions, Subscriber
 from gateway.engine.client import ZmqEngineClient
-from gateway.fleet.engine_fleet import EngineFleet
+from gateway.fleet.engine_fleet import EngineFleet, FleetOptions
 from gateway.fleet.engine_list import EngineList
 from gateway.fleet.paired_numerics import PairedNumerics
 from gateway.fleet.replica_set import ReplicaSet
 from gateway.fleet.replicated_request import ReplicatedRequest
-from gateway.fleet.routing import Reason
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32
@@ -25,26 +24,17 @@ class ReplicatedClient(EngineFleet[ReplicatedRequest]):
 
     engines      the addresses of the replicas, which may change
     new_client   returns a client for an address
-
-    The other arguments are those of `EngineFleet`.
     """
 
     def __init__(
         self,
         engines: EngineList,
         new_client: Callable[[str], ZmqEngineClient],
-        *,
-        failover_s: float,
-        on_routed: Callable[[Reason], None],
-        on_moved: Callable[[str], None],
+        options: FleetOptions,
     ) -> None:
-        super().__init__(
-            ReplicaSet(engines, new_client, "replica", PairedNumerics("replicas")),
-            ReplicatedRequest,
-            failover_s=failover_s,
-            on_routed=on_routed,
-            on_moved=on_moved,
-        )
+        numerics = PairedNumerics("replicas")
+        replicas = ReplicaSet(engines, new_client, "replica", numerics)
+        super().__init__(replicas, ReplicatedRequest, options)
 
     def generate(
         self,
