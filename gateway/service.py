@@ -291,11 +291,14 @@ class Service:
         """Return the error that ends an open answer of `host` when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
-        for connection in host.engine.connections:
-            if isinstance(trouble := connection.client.trouble(), EngineLost):
-                which = f"{connection.role} engine" if connection.role else "engine"
-                return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
-        return Draining("the server stops after a failure, before the answer was complete")
+        found = ((each, each.client.trouble()) for each in host.engine.connections)
+        lost = [(each, trouble) for each, trouble in found if isinstance(trouble, EngineLost)]
+        if not lost:
+            return Draining("the server stops after a failure, before the answer was complete")
+        # The engine that was silent first is the cause: the others were stopped because of it.
+        connection, trouble = max(lost, key=lambda pair: pair[0].client.silence_s or 0.0)
+        which = f"{connection.role} engine" if connection.role else "engine"
+        return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
 
     # ---- models
 
