@@ -21,10 +21,11 @@ from gateway.context import RequestContext
 from gateway.engine.base import EngineClient, NullEngineClient
 from gateway.engine.client import ZmqEngineClient
 from gateway.engine.control import SupervisorLink
-from gateway.engine.disaggregated import DisaggregatedClient
-from gateway.engine.engine_list import EngineList
 from gateway.engine.model_loads import ModelLoads
-from gateway.engine.replicas import ReplicatedClient
+from gateway.fleet.disaggregated import DisaggregatedClient
+from gateway.fleet.engine_fleet import FleetOptions
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.replicas import ReplicatedClient
 from gateway.formats.model_format import WrongOption
 from gateway.gateway_start import READY, GatewayStart
 from gateway.generation.run import JobRunner
@@ -74,24 +75,25 @@ def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) 
         return NullEngineClient(model.card)
     key = read_cluster_key(config.cluster_key)
     client = partial(ZmqEngineClient, key=key, on_wire_error=metrics.wire_errors.inc)
-    if model.decode:
-        return DisaggregatedClient(
-            [client(address) for address in model.prefill],
-            [client(address) for address in model.decode],
-            min_tokens=config.split_min_tokens,
-            recomputes=config.kv_on_failure == "recompute",
-            on_handover=metrics.handovers.inc,
-            on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
-        )
-    if model.engines or model.engines_file:
-        return ReplicatedClient(
-            EngineList(model.engines, model.engines_file, key),
-            client,
-            failover_s=config.failover_s,
-            on_routed=lambda reason: metrics.routed.labels(reason).inc(),
-            on_moved=lambda cause: metrics.moved.labels(cause).inc(),
-        )
-    return client(model.engine or checked_engine_address(config.port))
+    if not (model.decode or model.engines or model.engines_file):
+        return client(model.engine or checked_engine_address(config.port))
+    options = FleetOptions(
+        failover_s=config.failover_s,
+        on_routed=lambda reason: metrics.routed.labels(reason).inc(),
+        on_moved=lambda cause: metrics.moved.labels(cause).inc(),
+    )
+    if not model.decode:
+        return ReplicatedClient(EngineList(model.engines, model.engines_file, key), client, options)
+    return DisaggregatedClient(
+        EngineList(model.prefill, key=key),
+        EngineList(model.decode, key=key),
+        client,
+        options,
+        min_tokens=config.split_min_tokens,
+        recomputes=config.kv_on_failure == "recompute",
+        on_handover=metrics.handovers.inc,
+        on_fallback=lambda cause: metrics.fallbacks.labels(cause).inc(),
+    )
 
 
 def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
@@ -268,11 +270,14 @@ class Service:
         """Return the error that ends an open answer of `engine` when this process shuts down."""
         if not self.ends_at_once:
             return Draining("this server was shut down before the answer was complete")
-        for connection in engine.connections:
-            if isinstance(trouble := connection.client.trouble(), EngineLost):
-                which = f"{connection.role} engine" if connection.role else "engine"
-                return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
-        return Draining("the server stops after a failure, before the answer was complete")
+        found = ((each, each.client.trouble()) for each in engine.connections)
+        lost = [(each, trouble) for each, trouble in found if isinstance(trouble, EngineLost)]
+        if not lost:
+            return Draining("the server stops after a failure, before the answer was complete")
+        # The engine that was silent first is the cause: the others were stopped because of it.
+        connection, trouble = max(lost, key=lambda pair: pair[0].client.silence_s or 0.0)
+        which = f"{connection.role} engine" if connection.role else "engine"
+        return EngineLost(f"the server stops: the {which} was lost: {trouble.message}")
 
     # ---- models
 

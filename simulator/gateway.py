@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from gateway.engine.refusal_cache import RefusalCache
-from gateway.engine.routing import PrefixRouter, ReplicaLoad, prefix_hashes
+from gateway.fleet.routing import PrefixRouter, ReplicaLoad, prefix_hashes
 from protocol.engine.stats import EngineLoad
 from protocol.tools.simulation import SimulationConfig
 from protocol.wire.arrays import Int32

@@ -45,7 +45,7 @@ def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: 
     room   most tokens that fit after the prompt
     """
     check_token_ids(tokens, model.vocab_size, "answer")
-    if message.kv_readers or message.kv_handle:
+    if tokens and (message.kv_readers or message.kv_handle):
         raise InvalidRequest("answer cannot be combined with K/V transfer", param="answer")
     max_tokens = message.params.max_tokens
     most = room if max_tokens is None else min(max_tokens, room)

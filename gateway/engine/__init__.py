@@ -1,1 +1,1 @@
-"""Connections to engines."""
+"""The connection to one engine, and what every engine client has in common."""

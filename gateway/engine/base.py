@@ -1,7 +1,7 @@
 """The interface of every engine client, the types of its callbacks, and `NullEngineClient`.
 
-Other implementations: `client.py` (one engine), `replicas.py` (several engines of one model) and
-`disaggregated.py` (prefill and decode engines).
+Other implementations: `client.py` (one engine), `gateway/fleet/replicas.py` (several engines of one
+model) and `gateway/fleet/disaggregated.py` (prefill and decode engines).
 """
 
 from __future__ import annotations

@@ -162,12 +162,12 @@ class GatewaySeries:
         )
         self.routed = self._counter(
             "tidegate_routed_requests",
-            "Prompts sent to one of several replicas, by the reason for its choice",
+            "Prompts sent to one of several engines, by the reason for its choice",
             "reason",
         )
         self.moved = self._counter(
             "tidegate_moved_requests",
-            "Engine requests that were sent to another replica, by cause",
+            "Engine requests that were sent to another engine, by cause",
             "cause",
         )
         self.wire_errors = self._counter(

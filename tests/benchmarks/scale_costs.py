@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
-from gateway.engine.routing import PrefixHash, PrefixRouter, prefix_hashes
+from gateway.fleet.routing import PrefixHash, PrefixRouter, prefix_hashes
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.engine.messages import (

@@ -15,7 +15,7 @@ import pytest
 from tests.benchmarks.memory_slope import measure
 from tests.benchmarks.small_requests import FINISHED, LEFT, REFUSED
 from tests.support.tiny_checkpoint import FITTING, write_babbling_llama, write_roomy_llama
-from tests.torture.failover import failover_rows
+from tests.torture.failover import failover_rows, split_rows
 from tests.torture.kill_storm import ABORTED, FAILED, end_of_stream, storm
 from tests.torture.signals import (
     CELLS,
@@ -165,4 +165,12 @@ def test_streams_of_a_killed_replica_end_as_they_would_have_alone(
     folder = write_babbling_llama(tmp_path_factory.mktemp("babbling"), **FITTING)
     ways = ("kill engine", "kill worker")
     for row in failover_rows(folder, "auto", ways, runs=1, streams=24, seed=3):
+        assert not row.complaints(SLACK), row
+
+
+def test_streams_of_a_killed_decode_engine_end_as_they_would_have_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_babbling_llama(tmp_path_factory.mktemp("babbling"), **FITTING)
+    for row in split_rows(folder, "auto", ("kill decode",), runs=1, streams=24, seed=3):
         assert not row.complaints(SLACK), row

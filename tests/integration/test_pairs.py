@@ -3,11 +3,10 @@ engines fail."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import requests
@@ -15,9 +14,10 @@ import requests
 from protocol.engine.messages import Generate
 from protocol.engine.stats import EngineStats
 from protocol.wire.errors import ErrorInfo
-from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, metric_of, send_post
+from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (
+    Reply,
+    Script,
     ScriptedEngine,
     TokenReply,
     handle_of,
@@ -26,44 +26,19 @@ from tests.support.scripted_engine import (
     scripted_card,
     text_reply,
 )
+from tests.support.scripted_split import (
+    COMPLETIONS,
+    NEVER,
+    PROMPT,
+    SHORT,
+    EnginePair,
+    PairRequest,
+    names,
+    started,
+    states,
+    without_handle,
+)
 from tests.support.waiting import eventually
-
-COMPLETIONS = "/v1/completions"
-PROMPT = "a prompt that is worth it, and more than that, since all of it is long"
-SHORT = "short"
-NEVER = TokenReply([[]] * 20_000)
-
-
-class EnginePair:
-    """Two prefill engines (`p`), two decode engines (`d`), and their gateway."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        def engines(role: str) -> list[ScriptedEngine]:
-            return [ScriptedEngine(f"ipc://{folder}/{role}{number}") for number in range(2)]
-
-        self.p, self.d = engines("p"), engines("d")
-        self.gateway = GatewayProcess(
-            prefill=[engine.address for engine in self.p],
-            decode=[engine.address for engine in self.d],
-            split_min_tokens=16,
-            **config,
-        )
-
-    def complete(self, prompt: str | list[str] = PROMPT, **fields: Any) -> requests.Response:
-        return self.gateway.post(COMPLETIONS, {"prompt": prompt, **fields})
-
-    def asked(self, engines: list[ScriptedEngine]) -> list[Generate]:
-        return [generate for engine in engines for generate in engine.generates]
-
-    def metric(self, line: str) -> float:
-        return metric_of(self.gateway.url, line)
-
-    def forget(self) -> None:
-        for engine in (*self.p, *self.d):
-            for received in (engine.generates, engine.kept, engine.released):
-                received.clear()
-            engine.aborts.clear()
-            engine.abort_reasons.clear()
 
 
 @pytest.fixture(scope="module")
@@ -88,38 +63,6 @@ def pair(shared: EnginePair) -> Iterator[EnginePair]:
 def own(tmp_path: Path) -> Iterator[EnginePair]:
     with ExitStack() as stack:
         yield started(EnginePair(tmp_path), stack)
-
-
-class PairRequest:
-    """A request that a thread sends during the `with` block. `response` is set after the block."""
-
-    def __init__(self, pair: EnginePair, **fields: Any) -> None:
-        self.response: requests.Response
-        self._thread = threading.Thread(target=self._ask, args=(pair, fields))
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._thread.join()
-
-    def _ask(self, pair: EnginePair, fields: dict[str, Any]) -> None:
-        self.response = pair.complete(**fields)
-
-
-def started(pair: EnginePair, stack: ExitStack) -> EnginePair:
-    parts: list[ScriptedEngine | GatewayProcess] = [*pair.p, *pair.d, pair.gateway]
-    for engine in parts:
-        stack.enter_context(engine)
-    pair.gateway.await_ready()
-    assert eventually(lambda: all(state["ready"] for state in states(pair)))
-    return pair
-
-
-def states(pair: EnginePair) -> list[dict[str, Any]]:
-    facts = requests.get(pair.gateway.url + "/readyz", timeout=5).json()
-    return [*facts["prefill"], *facts["decode"]]
 
 
 # ---- the way it should go
@@ -151,14 +94,25 @@ def test_prompts_that_differ_are_computed_apart_on_both(pair: EnginePair) -> Non
     def numbers_asked(engines: list[ScriptedEngine]) -> list[int]:
         return [len(engine.generates) for engine in engines]
 
+    def counting(d: ScriptedEngine) -> Script:
+        """Return a script that counts the open requests, as a real engine does."""
+
+        def script(generate: Generate) -> Reply:
+            d.stats = EngineStats(running=1 + len(d.generates))
+            return NEVER
+
+        return script
+
     for d in pair.d:
-        d.is_paused = True  # who has answered one already is free for the other
-    with PairRequest(pair, prompt=[PROMPT, PROMPT + "!"], max_tokens=1) as asked:
-        are_asked = eventually(lambda: numbers_asked(pair.d) == [1, 1])
+        d.script = counting(d)
+    try:
+        with PairRequest(pair, prompt=["1 " + PROMPT, "2 " + PROMPT], max_tokens=1):
+            are_asked = eventually(lambda: numbers_asked(pair.d) == [1, 1])
+            pair.gateway.post("/inference/v1/abort_requests", {"request_ids": names(pair.d)})
+    finally:
         for d in pair.d:
-            d.is_paused = False
+            d.stats = EngineStats(running=1)
     assert are_asked, numbers_asked(pair.d)
-    assert asked.response.status_code == 200
     assert numbers_asked(pair.p) == [1, 1]
 
 
@@ -241,12 +195,8 @@ def test_d_computes_a_prompt_that_p_does_not(pair: EnginePair, answer: Any, caus
 
 
 def test_a_handle_that_d_refuses_is_done_without(pair: EnginePair) -> None:
-    def refuses(generate: Generate) -> Any:
-        error = ErrorInfo(code="invalid_request", message="?", param="kv_transfer_params")
-        return error if generate.kv_handle else text_reply("Hello")
-
     for d in pair.d:
-        d.script = refuses
+        d.script = without_handle
     assert pair.complete().json()["choices"][0]["text"] == "Hello"
     (produce,) = pair.asked(pair.p)
     assert {c.kv_handle for c in pair.asked(pair.d)} == {handle_of(produce), ""}
@@ -348,29 +298,32 @@ def test_requests_continue_without_a_dead_p_and_use_it_again_later(
         assert own.complete(max_tokens=2).status_code == 200
     assert own.metric('tidegate_handover_fallbacks_total{cause="no_prefill"}') == 2
     assert own.gateway.log.count("no prefill engine") == 1
-    with ScriptedEngine(own.p[0].address) as back:
+    with ScriptedEngine(own.p[0].address):
         assert eventually(lambda: states(own)[0]["ready"])
+        before = own.metric("tidegate_handovers_total")
         assert own.complete(max_tokens=2).status_code == 200
-        assert len(back.generates) == 1
+        assert own.metric("tidegate_handovers_total") == before + 1
 
 
-def test_without_a_d_open_requests_fail_and_new_ones_are_refused(own: EnginePair) -> None:
-    for d in own.d:
-        d.script = lambda generate: NEVER
-    with PairRequest(own) as asked:
-        assert eventually(lambda: own.asked(own.d))
-        (produce,) = own.asked(own.p)
+def test_without_a_d_open_requests_fail_and_new_ones_are_refused(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        own = started(EnginePair(tmp_path, failover_s=0.5), stack)
         for d in own.d:
-            d.kill()
-    error = asked.response.json()["error"]
-    assert (asked.response.status_code, error["code"]) == (503, "engine_lost")
-    assert eventually(lambda: [h for p in own.p for h in p.released] == [handle_of(produce)])
-    facts = own.gateway.await_status("/readyz", 503).json()
-    assert not facts["ready"]
-    assert "broke" in facts["why"]
-    refused = own.complete()
-    assert refused.status_code == 503
-    assert "ipc://" not in refused.text
+            d.script = lambda generate: NEVER
+        with PairRequest(own) as asked:
+            assert eventually(lambda: own.asked(own.d))
+            (produce,) = own.asked(own.p)
+            for d in own.d:
+                d.kill()
+        error = asked.response.json()["error"]
+        assert (asked.response.status_code, error["code"]) == (503, "engine_lost")
+        assert eventually(lambda: [h for p in own.p for h in p.released] == [handle_of(produce)])
+        facts = own.gateway.await_status("/readyz", 503).json()
+        assert not facts["ready"]
+        assert "broke" in facts["why"]
+        refused = own.complete()
+        assert refused.status_code == 503
+        assert "ipc://" not in refused.text
 
 
 def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
@@ -379,20 +332,24 @@ def test_the_policy_may_be_an_error(tmp_path: Path) -> None:
         for p in pair.p:
             p.computes = lambda generate: ErrorInfo(code="overloaded", message="busy")
         assert pair.complete().status_code == 429
+        assert pair.complete(n=2).status_code == 429
         for p in pair.p:
             p.computes = lambda generate: TokenReply(
                 [[]], "error", None, ErrorInfo(code="step_failed", message="NaN")
             )
-        assert pair.complete().status_code == 500
+        assert [pair.complete(n=n).status_code for n in (1, 2)] == [500, 500]
         assert pair.asked(pair.d) == []
+    assert "Traceback" not in pair.gateway.log
 
 
 def test_an_engine_with_another_model_is_not_used(tmp_path: Path) -> None:
     with ExitStack() as stack:
         pair = EnginePair(tmp_path)
-        other = scripted_card(digest="f" * 16)
-        pair.p[0].card = pair.p[1].card = pair.d[1].card = other
-        started(pair, stack)
+        late = pair.d.pop()  # both models are on one D each, and the first one is served
+        late.card = pair.p[0].card = pair.p[1].card = scripted_card(digest="f" * 16)
+        started(pair, stack, unstarted=1)
+        pair.d.append(stack.enter_context(late))
+        assert eventually(lambda: all(state["ready"] for state in states(pair)))
         assert [pair.complete(max_tokens=2).status_code for _ in range(3)] == [200] * 3
         assert (len(pair.asked(pair.p)), len(pair.d[0].generates)) == (0, 3)
     assert "another model" in pair.gateway.log

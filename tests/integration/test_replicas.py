@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 import requests
 
-from gateway.engine.replicas import MAX_LOSSES
+from gateway.fleet.engine_fleet import MAX_LOSSES
 from protocol.engine.adapters import AdapterInfo
 from protocol.engine.messages import AbortByLabel, Generate
 from protocol.engine.stats import EngineStats

@@ -62,7 +62,8 @@ class Cluster:
             self.d = stack.enter_context(self.engine("decode", addresses[1]))
             serve = ["-P", "-m", "tools", "serve", "--port", str(self.port)]
             where = ["--prefill", addresses[0], "--decode", addresses[1], "--cluster-key", self.key]
-            gateway = Program([*serve, *where, "--split-min-tokens", "2"])
+            options = ["--split-min-tokens", "2", "--failover-s", "1"]
+            gateway = Program([*serve, *where, *options])
             self.gateway = stack.enter_context(gateway)
             self.p.await_ready()
             self.d.await_ready()

@@ -1,6 +1,6 @@
 """A router in front of two real engines. The test decides when each request moves on from P to D.
 
-The router's decisions are those of `gateway.engine.handoff`.
+The router's decisions are those of `gateway.fleet.handoff`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gateway.engine.handoff import Handoff, HandoffAction, HandoffEvent, HandoffState
+from gateway.fleet.handoff import Handoff, HandoffAction, HandoffEvent, HandoffState
 from protocol.engine.messages import Accepted, Goodbye, KeepKV, Message, Output, Refused, ReleaseKV
 from protocol.engine.sampling import SamplingParams
 from protocol.engine.session import RequestReport, Session

@@ -164,8 +164,8 @@ def fate_of(cell: Cell) -> Fate:
     found = FATES[key]
     if cell.moment == START:
         return AT_START.get(key, found)
-    if found is COMES_BACK and (cell.kind, cell.moment) == (SPLIT_RESTARTS, PREFILL):
-        return Fate(is_unready=True)  # the decode engine may be back before the prompt is computed
+    if found is COMES_BACK and cell.kind == SPLIT_RESTARTS:
+        return Fate(is_unready=True)  # requests wait for the decode engine, and continue
     return WITHOUT_RESTART.get(key, found) if cell.kind in (PLAIN, SPLIT) else found
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engine.engine_list import EngineList
-from gateway.engine.failover import (
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.failover import (
     FAILOVER_MACHINE,
     Failover,
     FailoverAction,

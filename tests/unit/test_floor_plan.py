@@ -34,7 +34,7 @@ LIBRARIES = {
 ROOMS = list(LIBRARIES)
 ROOMS_OF_OTHERS = {"simulator": {"engine_core", "gateway"}}
 """Rooms that a room imports besides itself and `protocol`. No room imports the simulator."""
-SIMULATED = {"gateway.engine.routing", "gateway.engine.refusal_cache"}
+SIMULATED = {"gateway.fleet.routing", "gateway.engine.refusal_cache"}
 """The only modules of the gateway that the simulator imports. They are pure."""
 UNSAFE = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
 """Formats that run code while they are read."""
@@ -75,6 +75,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"store", "observe"},
         {"generation", "context", "model_use", "served_model"},
         {"prompt", "formats", "sandbox"},
+        {"fleet"},
         {"engine"},
         {"text", "http", "auth", "thread_pool", "web", "gateway_start"},
     ),

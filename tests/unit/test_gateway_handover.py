@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.engine.handoff import (
+from gateway.fleet.handoff import (
     HANDOFF_MACHINE,
     Handoff,
     HandoffAction,
@@ -13,7 +13,7 @@ from gateway.engine.handoff import (
     merge_usage,
     was_recomputed,
 )
-from gateway.engine.paired_numerics import PairedNumerics
+from gateway.fleet.paired_numerics import PairedNumerics
 from protocol.engine.messages import Times, Usage
 from tests.support.scripted_engine import scripted_card
 

@@ -465,3 +465,14 @@ def test_a_fetch_ends_in_one_of_three_states() -> None:
 def test_each_event_that_ends_a_lease_has_a_cause() -> None:
     assert leases.LEASE_MACHINE.final == {leases.LeaseState.OVER}
     assert set(leases.CAUSES) == set(leases.LeaseEvent) - {leases.LeaseEvent.RENEW}
+
+
+def test_a_request_moved_before_its_first_token_is_handed_over_as_a_new_one() -> None:
+    pair = HandoffPair(p={"max_waiting": 1}, d={"max_waiting": 1})
+    handles = [pair.prefill(PROMPT[:8]), pair.prefill(answer=[])]
+    pair.d.add(PROMPT[:8], kv_handle=handles[0], max_tokens=4)
+    number = pair.decode(handles[1], answer=[], max_tokens=4)
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 4)
+    assert pair.d.usage(number).fetched_tokens == len(PROMPT) - 1
+    assert pair.is_free()

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engine.routing import (
+from gateway.fleet.routing import (
     MAX_HOLDERS,
     RUNNING_TOKENS,
     SCAN_LIMIT,

@@ -19,8 +19,8 @@ from engine_core.kv.fetches import Fetch
 from engine_core.kv.leases import KVLease
 from engine_core.requests.adapter import EngineAdapter
 from engine_core.requests.stage_timer import EngineClock
-from gateway.engine.failover import Failover
-from gateway.engine.handoff import Handoff, HandoffState
+from gateway.fleet.failover import Failover
+from gateway.fleet.handoff import Handoff, HandoffState
 from protocol.engine.messages import Generate
 from protocol.machine import ActingMachine, IllegalMove, Machine
 from protocol.wire.arrays import Int32

@@ -1,4 +1,4 @@
-"""One open request of a server with replicas: what was sent, where it is, and its answer so far."""
+"""One open request of several engines: what was sent, where it is, and its answer so far."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gateway.engine.base import (
     RoutedOptions,
     Subscriber,
 )
-from gateway.engine.failover import Failover
-from gateway.engine.replica_set import ConnectedReplica
-from gateway.engine.routing import PrefixHash, ReplicaLoad
+from gateway.fleet.failover import Failover
+from gateway.fleet.replica_set import ConnectedReplica
+from gateway.fleet.routing import PrefixHash, ReplicaLoad
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Refused, Usage
 from protocol.engine.sampling import SamplingParams
@@ -76,6 +76,8 @@ class ReplicatedRequest:
     #: Tokens of the answer that the caller has received.
     answer: list[int] = field(default_factory=list)
     num_losses: int = 0
+    #: How many engines were lost before while they computed its prompt only.
+    num_lost_before: int = 0
     first_usage: Usage | None = None
     #: The report that is emitted if no replica takes the request.
     refusal: Report | None = None
@@ -84,6 +86,9 @@ class ReplicatedRequest:
     #: Whether it was therefore ended here, because no replica had it.
     has_been_stopped: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
+    #: When the request was first sent to a replica, and whether that was later than its arrival.
+    sent_at: float = field(default_factory=time.monotonic)
+    is_late: bool = False
     stranded_at: float = 0.0
     #: The arguments of `abort`.
     abort_reason: AbortReason = ""
@@ -92,6 +97,11 @@ class ReplicatedRequest:
     @property
     def labels(self) -> set[str]:
         return set(self.options.get("labels", []))
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether a prefill engine has computed the prompt, and still keeps its K/V."""
+        return bool(self.options.get("kv_handle"))
 
     def on_answered(self, *, is_accepted: bool) -> None:
         """Update the load of the replica that the request was sent to."""

@@ -1,8 +1,10 @@
 """State machine of one request that is served by a prefill engine P and a decode engine D.
 
-P computes the prompt and D continues from P's K/V; the client sees one request. This module has no
-side effects: `Handoff.on(event)` changes the state as `HANDOFF_MACHINE` says, and returns actions,
-which `disaggregated.py` performs in order. The table ensures these invariants:
+P computes the prompt and D continues from P's K/V; the client sees one request. If there are
+several engines of a role, a request that was moved from one P or D to another (`failover.py`) is
+the same request here. This module has no side effects: `Handoff.on(event)` changes the state as
+`HANDOFF_MACHINE` says, and returns actions, which `disaggregated.py` performs in order. The table
+ensures these invariants:
 
 - D gets at most two requests: one with P's handle and, if D cannot use the handle, one without;
 - if a request uses P, RELEASE is performed exactly once, however the request ends;
@@ -61,6 +63,7 @@ HANDOFF_MACHINE = ActingMachine(
         (_S.REQUESTED, _E.UNUSABLE): (_S.DECODING, (_A.RELEASE, _A.COMPUTE_ALL)),
         (_S.REQUESTED, _E.FINISHED): (_S.ENDED, (_A.RELEASE, _A.EMIT)),
         (_S.REQUESTED, _E.ABORT): (_S.ENDED, (_A.ABORT, _A.RELEASE)),
+        (_S.ACCEPTED, _E.UNUSABLE): (_S.DECODING, (_A.RELEASE, _A.COMPUTE_ALL)),
         (_S.ACCEPTED, _E.TOKENS): (_S.DECODING, (_A.RELEASE, _A.EMIT)),
         (_S.ACCEPTED, _E.FINISHED): (_S.ENDED, (_A.RELEASE, _A.EMIT)),
         (_S.ACCEPTED, _E.ABORT): (_S.ENDED, (_A.ABORT, _A.RELEASE)),

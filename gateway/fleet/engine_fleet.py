@@ -1,8 +1,9 @@
-"""The engine client of a server whose model is served by several engines, its replicas.
+"""Several equal engines that are used as one: their open requests, and the moves between them.
 
-Callers see one engine. This module sends each prompt to a replica (`replica_selector.py`) and moves
-requests away from replicas that refuse them or are lost; the states of a request are in
-`failover.py`. The rules:
+The engines are the replicas of a model (`replicas.py`), or those with one role in a split server
+(`disaggregated.py`). Callers see one engine. This module sends each prompt to a replica
+(`replica_selector.py`) and moves requests away from replicas that refuse them or are lost; the
+states of a request are in `failover.py`. The rules:
 
 - all choices of a prompt are sent to one replica, which computes the prompt once;
 - a replica that is not ready, or drains, gets no new requests; those that it has go on;
@@ -18,56 +19,40 @@ requests away from replicas that refuse them or are lost; the states of a reques
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, Generic, TypeVar, Unpack
 
 from gevent import get_hub
 from msgspec.structs import replace
 
-from gateway.engine.adapters import load_in_all, unload_in_all
-from gateway.engine.base import (
-    Report,
-    RoutedEncodeOptions,
-    RoutedOptions,
-    Subscriber,
-    remaining_s,
-)
-from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.engine.engine_list import EngineList
-from gateway.engine.failover import (
+from gateway.engine.base import Report, RoutedOptions, Subscriber, remaining_s
+from gateway.fleet.failover import (
     FailoverAction,
     FailoverEvent,
     FailoverState,
     usage_after_moves,
 )
-from gateway.engine.replica_selector import ReplicaSelector, cache_space
-from gateway.engine.replica_set import ConnectedReplica, ReplicaSet
-from gateway.engine.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
-from gateway.engine.routing import Reason
-from protocol.engine.adapters import AdapterInfo
-from protocol.engine.encoding import EncodeInputs
-from protocol.engine.messages import Aborted, Accepted, Account, Limits, Output, Refused
-from protocol.engine.model_card import ModelCard
+from gateway.fleet.fleet_state import FleetState
+from gateway.fleet.replica_selector import ReplicaSelector, cache_space
+from gateway.fleet.replica_set import ConnectedReplica, ReplicaSet
+from gateway.fleet.replicated_request import BUSY_CODES, ReplicatedRequest, shorter_wait
+from gateway.fleet.routing import Reason
+from protocol.engine.messages import Aborted, Accepted, Output, Refused
 from protocol.engine.sampling import SamplingParams
-from protocol.engine.stats import EngineStats
 from protocol.engine.timeline import AbortReason
 from protocol.wire.arrays import Int32
 from protocol.wire.errors import (
     EngineError,
     EngineLost,
     EngineNotReady,
-    InvalidRequest,
     ServingError,
     StaleAdapter,
     error_from,
 )
-from protocol.worker.kv import KV_FIELD
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Interval at which stranded requests are tried again."""
@@ -77,32 +62,38 @@ MAX_LOSSES = 3
 """A request that loses this many replicas is ended, because it may itself be what ends them."""
 
 
-class ReplicatedClient:
-    """The `EngineClient` over several replicas of one model.
+Routed = TypeVar("Routed", bound=ReplicatedRequest)
 
-    engines      the addresses of the replicas, which may change
-    new_client   returns a client for an address
-    failover_s   how long a request whose replica was lost may wait for another one
-    on_routed    called with the reason for the choice of a replica
-    on_moved     called for each request that is moved: with "refused", "lost" (before its first
-                 token) or "continued"
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How long requests wait for an engine, and what is called for the metrics."""
+
+    #: How long a request whose engine was lost may wait for another one; 0: it does not wait.
+    failover_s: float
+    #: Called with the reason for the choice of the engine that computes a prompt.
+    on_routed: Callable[[Reason], None]
+    #: Called for each request that is moved: with "refused", "lost" (before its first token) or
+    #: "continued".
+    on_moved: Callable[[str], None]
+
+
+class EngineFleet(FleetState, Generic[Routed]):
+    """Sends each request to one of several equal engines, and moves it if that engine is lost.
+
+    replicas      the engines
+    request_type  the class of the open requests
     """
 
     def __init__(
-        self,
-        engines: EngineList,
-        new_client: Callable[[str], ZmqEngineClient],
-        *,
-        failover_s: float,
-        on_routed: Callable[[Reason], None],
-        on_moved: Callable[[str], None],
+        self, replicas: ReplicaSet, request_type: type[Routed], options: FleetOptions
     ) -> None:
-        self._replicas = ReplicaSet(engines, new_client)
-        self._failover_s = failover_s
-        self._selector = ReplicaSelector(self._replicas, on_routed)
-        self._on_moved = on_moved
-        self._requests: dict[int, ReplicatedRequest] = {}
-        self._next_number = 1
+        super().__init__(replicas)
+        self._request_type = request_type
+        self._failover_s, self._on_moved = options.failover_s, options.on_moved
+        self._selector = ReplicaSelector(self._replicas, options.on_routed)
+        self._requests: dict[int, Routed] = {}  # the open ones
+        self._last_number = 0
         self._polled_at = float("-inf")
         self._clock: Any = None
 
@@ -133,73 +124,10 @@ class ReplicatedClient:
             if request.failover.state is not FailoverState.STRANDED:
                 continue
             if now - request.stranded_at > self._failover_s:
-                self._give_up(request, f"no other engine was ready within {self._failover_s:g} s")
+                self._end_stranded(request)
             elif self._replicas.router.usable:
                 request.tried.clear()
                 self._on_event(request, FailoverEvent.RETRY)
-
-    # ---- state: that of the replicas together
-
-    @property
-    def connections(self) -> list[ConnectedEngine]:
-        return self._replicas.connections
-
-    @property
-    def is_ready(self) -> bool:
-        return self.trouble() is None
-
-    def trouble(self) -> ServingError | None:
-        return self._replicas.trouble()
-
-    @property
-    def model(self) -> ModelCard | None:
-        return self._replicas.model
-
-    @property
-    def limits(self) -> Limits | None:
-        return self._replicas.limits
-
-    @property
-    def adapters(self) -> Sequence[AdapterInfo]:
-        """The adapters that any usable replica has. If several replicas have an adapter of the same
-        name, it is that of the first replica."""
-        replicas = self._replicas.usable
-        infos = [info for each in replicas for info in reversed(each.client.adapters)]
-        return [*{info.name: info for info in reversed(infos)}.values()]
-
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        self.start()
-        return load_in_all(self._ready_engines, name, path)
-
-    def unload_adapter(self, name: str) -> AdapterInfo:
-        self.start()
-        return unload_in_all(self._ready_engines, name)
-
-    @property
-    def _ready_engines(self) -> list[ZmqEngineClient]:
-        return [each.client for each in self._replicas if each.client.session.is_ready]
-
-    @property
-    def epoch(self) -> str | None:
-        """The epoch of a usable replica."""
-        shown = self._replicas.shown
-        return None if shown is None else shown.epoch
-
-    @property
-    def silence_s(self) -> float | None:
-        return self._replicas.silence_s
-
-    @property
-    def stats(self) -> EngineStats | None:
-        """The statistics of the replica that has `epoch`."""
-        shown = self._replicas.shown
-        return None if shown is None else shown.stats
-
-    def cached_refusal(self, account: Account | None) -> ServingError | None:
-        return self._replicas.cached_refusal(account)
-
-    def cache_refusal(self, account: Account | None, refusal: ServingError) -> None:
-        """Do nothing: each replica's refusals are stored when the replica sends them."""
 
     # ---- requests
 
@@ -210,12 +138,19 @@ class ReplicatedClient:
         subscriber: Subscriber,
         **options: Unpack[RoutedOptions],
     ) -> int:
-        """Send a request to a replica and return its number; see `RequestSender.generate`. Raises
-        InvalidRequest if `options` contain K/V options, because no other replica could continue
-        such a request."""
-        if options.pop("kv_readers", 0) or options.pop("kv_handle", ""):
-            message = f"{KV_FIELD}: not supported by a server with several engines"
-            raise InvalidRequest(message, param=KV_FIELD)
+        """Send a request to a replica and return its number; see `RequestSender.generate`."""
+        request = self._new_request(prompt, params, subscriber, options)
+        self._open(request)
+        return request.number
+
+    def _new_request(
+        self,
+        prompt: Sequence[int] | Int32,
+        params: SamplingParams,
+        subscriber: Subscriber,
+        options: RoutedOptions,
+    ) -> Routed:
+        """Return a new request, which is sent by `_open`."""
         self.start()
         self._replicas.refresh()
         ids = prompt if isinstance(prompt, Int32) else Int32.of(prompt)
@@ -223,8 +158,8 @@ class ReplicatedClient:
             params = replace(params, seed=secrets.randbits(63))
         self._pin_adapter(options)
         namespace, session = cache_space(options), options.pop("session", "")
-        request = ReplicatedRequest(
-            number=self._next_number,
+        return self._request_type(
+            number=self._new_number(),
             prompt=ids,
             params=params,
             subscriber=subscriber,
@@ -233,7 +168,11 @@ class ReplicatedClient:
             session=f"{namespace}/{session}" if session else "",
             digest=self._replicas.digest,
         )
-        return self._opened(request)
+
+    def _new_number(self) -> int:
+        """Return a number that no request of this client has had."""
+        self._last_number += 1
+        return self._last_number
 
     def _pin_adapter(self, options: RoutedOptions) -> None:
         """Set the digest of the adapter in `options`, so that another replica continues with the
@@ -243,40 +182,13 @@ class ReplicatedClient:
             digests = (info.digest for info in self.adapters if info.name == name)
             options["adapter_digest"] = next(digests, "")
 
-    def encode(
-        self,
-        inputs: EncodeInputs,
-        subscriber: Subscriber,
-        **options: Unpack[RoutedEncodeOptions],
-    ) -> int:
-        """Send a request that encodes to a replica; see `RequestSender.encode`. If the replica is
-        lost, another one computes the whole request again."""
-        self.start()
-        self._replicas.refresh()
-        session = options.pop("session", "")
-        return self._opened(
-            ReplicatedRequest(
-                number=self._next_number,
-                prompt=inputs.tokens,
-                params=SamplingParams(max_tokens=0),
-                subscriber=subscriber,
-                options=cast(RoutedOptions, options),
-                hashes=[],
-                session=f"/{session}" if session else "",
-                digest=self._replicas.digest,
-                inputs=inputs,
-            )
-        )
-
-    def _opened(self, request: ReplicatedRequest) -> int:
-        """Send a new request to a replica, and return its number."""
+    def _open(self, request: Routed) -> None:
+        """Send a new request to a replica. Raises a ServingError if none takes it."""
         if not self._place(request):
             raise self._unplaced_error(request)
-        self._next_number += 1
         self._requests[request.number] = request
-        return request.number
 
-    def _unplaced_error(self, request: ReplicatedRequest) -> ServingError:
+    def _unplaced_error(self, request: Routed) -> ServingError:
         """Return the error of a new request that was sent to no replica."""
         if isinstance(request.refusal, Refused):
             return error_from(request.refusal.error)
@@ -299,8 +211,11 @@ class ReplicatedClient:
         found = self._requests.get(request)
         if found is not None:
             found.abort_reason, found.on_freed = reason, on_freed
-            found.on_answered(is_accepted=False)
-            self._on_event(found, FailoverEvent.ABORT)
+            self._on_abort(found)
+
+    def _on_abort(self, request: Routed) -> None:
+        request.on_answered(is_accepted=False)
+        self._on_event(request, FailoverEvent.ABORT)
 
     def abort_by_label(self, labels: Sequence[str]) -> Aborted:
         """Abort requests by label; see `EngineClient.abort_by_label`. Requests of this process that
@@ -329,7 +244,7 @@ class ReplicatedClient:
 
     # ---- sending a request to a replica
 
-    def _place(self, request: ReplicatedRequest) -> bool:
+    def _place(self, request: Routed) -> bool:
         """Send the request to the best replica that was not tried. Return False if none takes it.
 
         This is also called in gevent's hub, so it does not block.
@@ -352,27 +267,26 @@ class ReplicatedClient:
             return True
         return False
 
-    def _options_for(
-        self, request: ReplicatedRequest, replica: ConnectedReplica, now: float
-    ) -> RoutedOptions:
+    def _options_for(self, request: Routed, replica: ConnectedReplica, now: float) -> RoutedOptions:
         """Return the options for this replica: with its part of the account's limits, the time that
         is left, and the answer so far if another replica had accepted the request."""
         options: RoutedOptions = {**request.options}
         account = options.get("account")
         if account is not None:
             options["account"] = self._replicas.part_of(account, replica)
-        if request.num_losses:
+        if request.num_losses or request.is_late:
             elapsed_s = now - request.arrived_at
             options["timeout_s"] = remaining_s(options.get("timeout_s", 0.0), elapsed_s)
-            queue_s = 0.0 if request.answer else options.get("queue_timeout_s", 0.0)
+            has_started = request.answer or request.is_prefilled
+            queue_s = 0.0 if has_started else options.get("queue_timeout_s", 0.0)
             options["queue_timeout_s"] = remaining_s(queue_s, elapsed_s)
-            if request.failover.state is not FailoverState.SENT:
-                options["answer"] = Int32.of(request.answer)
+        if request.num_losses and request.failover.state is not FailoverState.SENT:
+            options["answer"] = Int32.of(request.answer)
         return options
 
     # ---- events
 
-    def _on_report(self, request: ReplicatedRequest, report: Report) -> None:
+    def _on_report(self, request: Routed, report: Report) -> None:
         """Handle a report of the replica that has the request."""
         if type(report) is Output:
             if report.finish is None:
@@ -391,7 +305,7 @@ class ReplicatedClient:
             request.on_answered(is_accepted=False)
             self._on_refused(request, report)
 
-    def _on_tokens(self, request: ReplicatedRequest, output: Output) -> None:
+    def _on_tokens(self, request: Routed, output: Output) -> None:
         if output.usage is not None:
             output = self._merged(request, output)
             request.first_usage = request.first_usage or output.usage
@@ -401,16 +315,16 @@ class ReplicatedClient:
         else:
             self._on_event(request, FailoverEvent.TOKENS, output)
 
-    def _merged(self, request: ReplicatedRequest, output: Output) -> Output:
+    def _merged(self, request: Routed, output: Output) -> Output:
         """Return `output` with the usage of a request that was moved."""
         if output.usage is None or not request.num_losses:
             return output
-        elapsed_s = time.monotonic() - request.arrived_at
+        elapsed_s = time.monotonic() - request.sent_at
         return replace(
             output, usage=usage_after_moves(output.usage, request.first_usage, elapsed_s)
         )
 
-    def _on_refused(self, request: ReplicatedRequest, refused: Refused) -> None:
+    def _on_refused(self, request: Routed, refused: Refused) -> None:
         replica, is_accepted = request.replica, request.failover.state is FailoverState.MOVED
         assert replica is not None
         if request.options.get("is_first", True):
@@ -427,7 +341,7 @@ class ReplicatedClient:
         request.refusal = shorter_wait(request.refusal, refused)
         self._on_event(request, FailoverEvent.BUSY)
 
-    def _on_loss(self, request: ReplicatedRequest, output: Output) -> None:
+    def _on_loss(self, request: Routed, output: Output) -> None:
         """Move the request of a replica that was lost."""
         replica = request.replica
         request.num_losses += 1
@@ -438,18 +352,21 @@ class ReplicatedClient:
         self._replicas.refresh()
         if request.is_stopped:
             self._stop(request)
-        elif request.num_losses >= MAX_LOSSES:
+        elif request.num_losses + request.num_lost_before >= MAX_LOSSES:
             self._give_up(request, f"{MAX_LOSSES} engines were lost while they computed it")
         else:
             self._on_event(request, FailoverEvent.LOST)
 
-    def _stop(self, request: ReplicatedRequest) -> None:
+    def _stop(self, request: Routed) -> None:
         """End a request that was aborted by label and that no replica has."""
         request.has_been_stopped = True
         end = Output(request=request.number, finish="abort")
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
-    def _give_up(self, request: ReplicatedRequest, why: str) -> None:
+    def _end_stranded(self, request: Routed) -> None:
+        self._give_up(request, f"no other engine was ready within {self._failover_s:g} s")
+
+    def _give_up(self, request: Routed, why: str) -> None:
         end = Output(
             request=request.number,
             finish="error",
@@ -458,7 +375,7 @@ class ReplicatedClient:
         self._on_event(request, FailoverEvent.GIVEN_UP, end)
 
     def _on_event(
-        self, request: ReplicatedRequest, event: FailoverEvent, report: Report | None = None
+        self, request: Routed, event: FailoverEvent, report: Report | None = None
     ) -> None:
         """Change the request's state and perform the action that follows."""
         action = request.failover.on(event)
@@ -478,13 +395,19 @@ class ReplicatedClient:
             case FailoverAction.FREE if request.on_freed is not None:
                 request.on_freed()
 
-    def _move(self, request: ReplicatedRequest, event: FailoverEvent) -> None:
+    def _move(self, request: Routed, event: FailoverEvent) -> None:
         """Send the request to another replica."""
         was_open = request.failover.state is FailoverState.MOVED
         if self._place(request):
             cause = "refused" if event is FailoverEvent.BUSY else "lost"
             self._on_moved("continued" if was_open and request.answer else cause)
-            return
+        else:
+            self._on_unplaced(request)
+
+    def _on_unplaced(self, request: Routed) -> None:
+        """Handle a request that a replica had, and that no other one takes now."""
         request.replica = None
         request.stranded_at = request.stranded_at or time.monotonic()
         self._on_event(request, FailoverEvent.UNPLACED)
+        if request.failover.state is FailoverState.STRANDED and not self._failover_s:
+            self._end_stranded(request)

@@ -2,8 +2,8 @@
 
 A request is sent to one replica. If that replica cannot take it, or is lost, the request is sent to
 another one; the client sees one request. This module has no side effects: `Failover.on(event)`
-changes the state as `FAILOVER_MACHINE` says, and returns an action, which `replicas.py` performs.
-The table ensures these invariants:
+changes the state as `FAILOVER_MACHINE` says, and returns an action, which `engine_fleet.py`
+performs. The table ensures these invariants:
 
 - a request is open at no more than one replica;
 - its client gets one reply, either Accepted or Refused, and then its outputs up to one end;

@@ -1,7 +1,9 @@
-"""The replicas of one model: which are usable, which model they serve, and how busy they are.
+"""Engines that are replicas of each other: which are usable, their model, and how busy they are.
 
-A replica is usable if it is ready, does not drain, and is still in the list of engines. The router
-(`routing.py`) chooses among the usable ones. `replicas.py` sends requests to them.
+The engines of one model are replicas, or the prefill engines of a split server are, and so are its
+decode engines. A replica is usable if it is ready, does not drain, and is still in the list of
+engines. The router (`routing.py`) chooses among the usable ones. `engine_fleet.py` sends requests
+to them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from gateway.engine.client import ConnectedEngine, ZmqEngineClient
-from gateway.engine.engine_list import EngineList
-from gateway.engine.paired_numerics import PairedNumerics
 from gateway.engine.refusal_cache import RefusalCache
-from gateway.engine.routing import PrefixRouter
+from gateway.fleet.engine_list import EngineList
+from gateway.fleet.paired_numerics import PairedNumerics
+from gateway.fleet.routing import PrefixRouter
 from protocol.engine.account_limits import LIMITS, has_part
 from protocol.engine.messages import Account, Limits
 from protocol.engine.model_card import ModelCard
@@ -58,17 +60,26 @@ class ReplicaSet:
 
     engines      the addresses of the replicas, which may change
     new_client   returns a client for an address
+    role         "replica", "prefill" or "decode"
+    numerics     compares the replicas with each other, and with those of another set that has it
     """
 
-    def __init__(self, engines: EngineList, new_client: Callable[[str], ZmqEngineClient]) -> None:
+    def __init__(
+        self,
+        engines: EngineList,
+        new_client: Callable[[str], ZmqEngineClient],
+        role: str,
+        numerics: PairedNumerics,
+    ) -> None:
         self.router = PrefixRouter()
         #: Digest of the model that is served: that of most usable replicas. While replicas are
         #: replaced by ones with another model, requests for the old model stay on the old ones.
         self.digest = ""
         self._engines, self._new_client = engines, new_client
+        self._role, self._name = role, role if role == "replica" else f"{role} engine"
         self._replicas: dict[str, ConnectedReplica] = {}  # by address
         self._by_number: dict[int, ConnectedReplica] = {}
-        self._numerics = PairedNumerics("replicas")
+        self._numerics = numerics
         self._compared: dict[str, ModelCard] = {}  # address -> the card that was compared last
         #: A replica that serves `digest`; the last one while none is usable.
         self._first: ConnectedReplica | None = None
@@ -100,14 +111,14 @@ class ReplicaSet:
                 replica = self._replicas[address] = ConnectedReplica(client)
                 client.on_load = partial(self._on_load, replica)
                 if self._is_started:
-                    log.info("a new replica: %s", address)
+                    log.info("a new %s: %s", self._name, address)
                     client.start()
             replica.is_retired = False
         for address, replica in list(self._replicas.items()):
             if address in wanted:
                 continue
             if not replica.is_retired:
-                log.info("the replica %s gets no new requests", address)
+                log.info("the %s %s gets no new requests", self._name, address)
                 replica.is_retired = True
             if replica not in in_use:
                 self._forget(replica)
@@ -153,7 +164,7 @@ class ReplicaSet:
         card = client.model
         if card is not None and card is not self._compared.get(client.address):
             self._compared[client.address] = card
-            self._numerics.add(f"the replica {client.address}", card)
+            self._numerics.add(f"the {self._name} {client.address}", card)
         return is_usable
 
     def _forget(self, replica: ConnectedReplica) -> None:
@@ -181,7 +192,7 @@ class ReplicaSet:
 
     @property
     def connections(self) -> list[ConnectedEngine]:
-        return [ConnectedEngine("replica", replica.client) for replica in self]
+        return [ConnectedEngine(self._role, replica.client) for replica in self]
 
     # ---- what is reported of all replicas together
 

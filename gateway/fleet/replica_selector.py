@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.engine.base import RoutedOptions
-from gateway.engine.replica_set import ReplicaSet
-from gateway.engine.replicated_request import ReplicatedRequest
-from gateway.engine.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
+from gateway.fleet.replica_set import ReplicaSet
+from gateway.fleet.replicated_request import ReplicatedRequest
+from gateway.fleet.routing import PrefixHash, Reason, RoutingDecision, prefix_hashes
 from protocol.wire.arrays import Int32
 
 
@@ -15,24 +15,30 @@ class ReplicaSelector:
     """Selects replicas with the router of `replicas`.
 
     The choices of a prompt arrive one after the other. They are sent to the replica of the first
-    one, which computes the prompt once.
+    one, which computes the prompt once. A request whose prompt was computed by a prefill engine
+    goes to the least busy replica instead.
 
-    on_routed   called with the reason for the selection of a replica
+    on_routed   called with the reason for the selection of a replica that computes the prompt
     """
 
     def __init__(self, replicas: ReplicaSet, on_routed: Callable[[Reason], None]) -> None:
         self._replicas = replicas
         self._on_routed = on_routed
-        #: The last prompt, its namespace, and where it was sent, for its other choices.
-        self._last: tuple[Int32, str, list[PrefixHash], RoutingDecision] | None = None
+        #: The last prompt, its namespace and hashes, for its other choices.
+        self._hashed: tuple[Int32, str, list[PrefixHash]] | None = None
+        #: The last prompt that was sent, and where.
+        self._last: tuple[Int32, RoutingDecision] | None = None
 
     def hashes(self, prompt: Int32, namespace: str) -> list[PrefixHash]:
         """Return the hashes of a new request's prompt in a namespace (`cache_space`)."""
-        if self._last is not None and self._last[0] is prompt and self._last[1] == namespace:
-            return self._last[2]
+        last = self._hashed
+        if last is not None and last[0] is prompt and last[1] == namespace:
+            return last[2]
         shown = self._replicas.shown
         limits = None if shown is None else shown.limits
-        return [] if limits is None else prefix_hashes(prompt, namespace, limits.block_tokens)
+        found = [] if limits is None else prefix_hashes(prompt, namespace, limits.block_tokens)
+        self._hashed = prompt, namespace, found
+        return found
 
     def select(self, request: ReplicatedRequest) -> RoutingDecision | None:
         """Return the best replica that was not tried, or None if there is none."""
@@ -42,8 +48,10 @@ class ReplicaSelector:
             excluded = self._replicas.unfit(request.digest, request.options.get("account"))
         excluded |= request.tried | self._without_adapter(request)
         router = self._replicas.router
+        if request.is_prefilled:
+            return router.choose((), session=request.session, exclude=excluded)
         if self._last is not None and self._last[0] is request.prompt and not request.tried:
-            decision = self._last[3]
+            decision = self._last[1]
             if router.is_usable(decision.replica) and decision.replica not in excluded:
                 return decision
         found = router.choose(request.hashes, session=request.session, exclude=excluded)
@@ -68,9 +76,10 @@ class ReplicaSelector:
         is_repeated = (
             self._last is not None
             and self._last[0] is request.prompt
-            and self._last[3].replica == decision.replica
+            and self._last[1].replica == decision.replica
         )
-        num_cached = len(request.prompt) if is_repeated else decision.num_cached
+        is_computed = is_repeated or request.is_prefilled
+        num_cached = len(request.prompt) if is_computed else decision.num_cached
         request.num_uncached = len(request.prompt) + len(request.answer) - num_cached
         self._replicas.router.on_sent(
             request.hashes,
@@ -80,8 +89,7 @@ class ReplicaSelector:
             session=request.session,
         )
         request.unanswered = self._replicas.router.loads[decision.replica]
-        namespace = cache_space(request.options)
-        self._last = request.prompt, namespace, request.hashes, decision
+        self._last = request.prompt, decision
 
 
 def cache_space(options: RoutedOptions) -> str:
