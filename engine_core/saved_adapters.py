@@ -145,8 +145,9 @@ class AdapterRestore:
 
     @property
     def is_busy(self) -> bool:
-        """Whether saved changes are being repeated. Clients must wait, so that no request for an
-        adapter is answered with 404, or computed with another adapter of the same name."""
+        """Whether the engine is still loading and unloading adapters as the engine before the
+        restart did. Until that is done, clients must wait. Otherwise a request for an adapter could
+        be answered with 404, or computed with another adapter of the same name."""
         return bool(self._open)
 
     def start(self, engine: Engine) -> None:

@@ -38,7 +38,8 @@ class StepMeasurements:
 
 @dataclass(slots=True)
 class PlanCollector:
-    """Collects the work of each plan of a replay."""
+    """Stands in for the worker when a journal is replayed. It computes nothing, but stores how much
+    each step had to compute (StepWork)."""
 
     works: list[StepWork] = field(default_factory=list)
 

@@ -127,12 +127,13 @@ def merge(options: Mapping[str, Any], found: FileSettings) -> FileSettings:
 def parse(
     text: str, flags: Sequence[Flag], *, name: str, folder: Path, several: bool = True
 ) -> FileSettings:
-    """Return the settings in `text`. Raises ValueError, naming the file, the line and the name, if
-    a name is unknown or a value is not accepted.
+    """Return the checked settings in `text`, which is TOML. Raises ValueError, naming the file, the
+    line and the setting, if a setting is unknown or its value is not accepted.
 
+    flags     the options that the file may set
     name      name of the file, for errors
-    folder    its directory, where relative paths start
-    several   `model` may be a list
+    folder    the file's directory, where relative paths start
+    several   whether `model` may be a list
     """
     try:
         content = tomllib.loads(text)

@@ -41,8 +41,9 @@ class GrammarProbe:
         self._vocab_size = vocab_size
 
     def find_fault(self, inner: LLMatcher) -> str | None:
-        """Return why the compiled grammar `inner` cannot be enforced; None if no fault was found.
-        `inner` is not changed. The walks stop after MAX_S seconds."""
+        """Try the compiled grammar `inner` with random answers. Return why it cannot be enforced,
+        or None if no fault was found. `inner` is not changed. The search stops after MAX_S
+        seconds."""
         deadline = perf_counter() + MAX_S
         for seed in range(NUM_WALKS):
             fault = self._walk(inner.deep_copy(), Random(seed), deadline)

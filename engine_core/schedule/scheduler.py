@@ -143,7 +143,9 @@ class Scheduler:
 
     @property
     def lack(self) -> Lack:
-        """The resource that the last step could not give to the first request in the queue."""
+        """Why the last step could not admit the first request in the queue: "slot" if no slot was
+        free, "blocks" if too few blocks were free. "" if neither prevented it, or the queue is
+        empty."""
         if self._blocked_newcomer is None:
             return ""
         return "blocks" if self._has_slot else "slot"

@@ -71,10 +71,8 @@ class DraftOverhead:
         self._times: dict[int, StepTimes] = {}
 
     def __getitem__(self, rows: int) -> float:
-        """Return the factor on the predicted cost of a step of `rows` rows with drafts.
-
-        It is 1.0 if the overhead is unknown.
-        """
+        """Return the overhead of drafts in a step of `rows` rows: by how much to multiply the
+        step's predicted cost if it has drafts. It is 1.0 until enough steps were timed."""
         times = self._times.get(rows.bit_length())
         return 1.0 if times is None else times.overhead
 

@@ -62,9 +62,10 @@ FromGroup = (
 class WorkerLink:
     """The workers of one engine, and the socket that they connect to.
 
-    The loop polls `socket`, and `death`: a descriptor that becomes readable when a process ends. A
-    peer becomes a member by its first message: a worker of this machine by any that names its rank,
-    one of another machine by WorkerJoins. Messages of other peers are dropped and counted in
+    The engine's loop polls `socket` for messages, and `death`, a descriptor that becomes readable
+    when a worker process ends. A peer joins the group by its first message. A worker of this
+    machine joins with its first report (TokenizerRead, WorkerReady or WorkerFailed), a worker of
+    another machine with WorkerJoins. Messages of all other peers are dropped and counted in
     `num_foreign_messages`.
     """
 

@@ -104,7 +104,10 @@ class Caller:
         return [name, self._owned(name)] if self.name else [name]
 
     def abort_label(self, name: str) -> str:
-        """Return the label by which this caller may abort the request with the public id `name`."""
+        """Return the label by which this caller may abort the request with the public id `name`, or
+        find its timeline. It is the id itself for a caller with the scope `admin`. For others it
+        contains the caller's owner name, so that they find only their own requests (see
+        `labels`)."""
         return name if "admin" in self.scopes else self._owned(name)
 
     def _owned(self, name: str) -> str:

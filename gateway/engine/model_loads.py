@@ -107,7 +107,8 @@ class ModelLoads:
         self._loads[name].num_kept += 1
 
     def release(self, name: str) -> None:
-        """Count a request that waits no more. If it may be given to the engines, `open` it."""
+        """Count the end of a request's wait for the model, whether the model became ready or the
+        request failed. If the request goes on to the engines, the caller must call `open` too."""
         load = self._loads[name]
         load.num_kept -= 1
         if not load.num_kept:

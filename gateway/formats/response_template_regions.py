@@ -81,13 +81,14 @@ class RegionOpening(msgspec.Struct, frozen=True):
 
 
 class TemplateRegion(msgspec.Struct, frozen=True):
-    """One field of a template.
+    """A kind of region in an answer, which the template calls a field: reasoning, text or tool
+    calls.
 
     kind   "thinking", "content" or "tool_calls"
-    open   its openings; if empty, the field is all text outside the others
-    close  literals that close it; if empty, it lasts to the end
-    calls  the syntax of the body, if it is tool calls
-    name   the pattern's group that matches the tool's name; "" if the body has the name
+    open   ways to open the region; if empty, the region is all text outside the other regions
+    close  literals that close the region; if empty, it lasts to the end of the answer
+    calls  the syntax of the calls in a "tool_calls" region
+    name   the pattern's group that matches the tool's name; "" if the body of a call has the name
     """
 
     kind: str

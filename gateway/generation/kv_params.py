@@ -48,10 +48,12 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 
 def parse_kv_params(given: Mapping[str, Any] | None, limits: Limits) -> KVTransferParams | None:
-    """Return the checked parameters; None if the field is absent or has no effect.
+    """Return the checked `kv_transfer_params` of a request; None if they are absent or have no
+    effect.
 
     `do_remote_decode` has no effect if the engine cannot keep K/V (`limits.kv_lease_s` is 0). The
-    response's field is then null, so the router lets the other server compute the prompt.
+    `kv_transfer_params` of the response are then null, so the router lets the second server compute
+    the prompt itself.
 
     Raises InvalidRequest, naming the invalid field.
     """

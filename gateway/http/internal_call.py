@@ -1,8 +1,8 @@
 """Requests that this process makes to its own application, without a socket.
 
-Such a request takes the same way as one over HTTP: the same route, checks, hooks and error
-handlers. So its answer is the one that a client would get. Only the gate differs, because the
-caller is known already.
+An internal request takes the same path as one over HTTP: the same route, checks, hooks and error
+handlers. So its answer is the one that a client would get. Only the authentication differs: the
+caller is passed in and not found by an API key.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def _mixed(home: Path, thorough: bool) -> Iterator[PackageProblem]:
 
 
 def _installed(home: Path) -> Mapping[str, int]:
-    """Return the size of each source file in the installer's list, by path."""
+    """Return the files that pip's RECORD lists for our packages, as path -> size in bytes. Only
+    source files are included. Return {} if there is no RECORD, as in a source tree."""
     for record in home.glob(f"tidegate-*{_INFO}/RECORD"):
         rows = (line.rsplit(",", 2) for line in record.read_text().splitlines())
         return {

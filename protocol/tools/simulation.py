@@ -172,7 +172,8 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
 
     @property
     def end_s(self) -> float:
-        """The time after which no request arrives."""
+        """Seconds from the start of the workload after which no request arrives; infinite for a
+        whole trace."""
         return self.duration_s or (inf if self.trace else DURATION_S)
 
     def __post_init__(self) -> None:

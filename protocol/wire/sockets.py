@@ -96,7 +96,7 @@ def engine_address(port: int = 8000) -> str:
 
 
 def checked_engine_address(port: int = 8000) -> str:
-    """Return `engine_address` for a client that is about to connect to it.
+    """Return `engine_address(port)`, after checking that it is safe to connect to.
 
     Raises PermissionError if the directory of this user's servers exists and is not private: its
     sockets may be those of another user, who would receive the prompts.

@@ -41,7 +41,8 @@ def result_table(result: SimulationResult) -> list[list[str]]:
 
 
 def search_table(results: Sequence[SimulationResult]) -> list[list[str]]:
-    """Return a row for each number of replicas that was tried, in order."""
+    """Return a table of the search for the number of replicas: a heading, and a row for each number
+    that was tried, in that order."""
     rows = [["replicas", "GPUs", "engine", "first token p50, ms", "p99", "refused", "busy", "met"]]
     for result in results:
         ttft = result.figures.ttft

@@ -155,7 +155,7 @@ def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]] | None:
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
-    """Return the object in `body`; an empty one if `body` is no JSON object."""
+    """Return the JSON object in `body`; an empty dict if `body` is anything else."""
     with contextlib.suppress(ValueError):
         facts = json.loads(body)
         return facts if isinstance(facts, dict) else {}

@@ -109,7 +109,8 @@ def _read_table(table: Mapping[str, Any], folder: Path) -> NamedModel:
 
 
 def _option(key: str, value: Any) -> Any:
-    """Return the checked value of an option."""
+    """Return `value` as the type of the option `key`. Raises ValueError, naming the key, if a model
+    has no such option or the value is not valid."""
     kinds = _kinds()
     if key not in kinds:
         raise ValueError(f"unknown key {key!r}")

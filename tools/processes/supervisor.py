@@ -288,7 +288,8 @@ class Supervisor:
         return [child for child in self._children.values() if child.state in states]
 
     def _others(self, child: ChildRecord) -> list[ChildRecord]:
-        """Return the other children of the group that serve or will serve."""
+        """Return the other children in the group of `child` that serve, or will serve after a start
+        or a restart."""
         group = (each for each in self._children.values() if each.group == child.group)
         return [each for each in group if each is not child and each.is_promised]
 

@@ -158,8 +158,12 @@ class StepBenchmark:
         self.runner.step(self._plan(release=releases))
 
     def _init(self, slot: int, batch: int, known: int, context: int) -> SlotInit:
-        """Return the binding of a request whose blocks alternate with those of the other requests,
-        as if all requests had grown together."""
+        """Return the SlotInit of a synthetic request: `known` tokens, of which `context` are
+        computed.
+
+        Its blocks are not adjacent: they alternate with those of the other `batch` - 1 requests, as
+        if all requests had grown together.
+        """
         columns = -(-(known + 1) // self._ready.block_tokens)
         num_blocks = columns * num_column_blocks(self._ready.kv_groups)
         return SlotInit(

@@ -182,8 +182,8 @@ def _wrong(key: str, value: Any, wanted: str) -> UnusableModel:
 
 
 def documented() -> str:
-    """Return a part of docs/models.md as Markdown: keys that are applied, keys without an effect,
-    and keys that are named in the log."""
+    """Return the tables for docs/models.md, as Markdown: the keys of generation_config.json that
+    are applied, those without an effect, and those that are only named in the log."""
     lines = [
         *("| applied | sets |", "|---|---|"),
         *(f"| {_code(names)} | {meaning} |" for names, meaning in _APPLIED.items()),

@@ -1,8 +1,11 @@
-"""Encodes with a decoder: the hidden state of an input's last token, or the mean of all, gives its
-vector or its score. Each token sees the tokens before it, as in generation.
+"""Computes vectors and scores of inputs with a decoder model, as for embeddings and reranking.
+
+The vector or score of an input comes from the hidden state of its last token, or from the mean over
+all its tokens. Each token attends only to itself and the tokens before it, as in generation.
 
 The model's own forward pass computes the step, with a small K/V cache that only this step uses. All
-layers share one layer's memory in it, because a layer reads only what it has just written.
+layers share the memory of one layer in this cache, because a layer reads only what it has just
+written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reads the header of an encoder's GGUF file. Needs no torch.
 
-The metadata keys are translated to those of config.json, and the reader of the family reads the
-result. Tensor names and tokens are those of llama.cpp's converter.
+The file's metadata keys are translated to those of config.json. The model family's reader of
+config.json then reads the result. Tensors are named, and tokens are spelt, as by llama.cpp's
+converter.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class CLayer(Structure):
 
 
 class CLowRankPart(Structure):
-    """The term of one module of a linear. `up` [rank, outputs] has the model's dtype."""
+    """The LoRA update of one module, such as `q_proj`, in a linear that may compute several modules
+    (`LowRankPart` in lora/adapter.py). `up` [rank, outputs] has the model's dtype."""
 
     _fields_ = [
         ("up", c_void_p),

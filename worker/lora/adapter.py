@@ -214,7 +214,11 @@ def _content(files: list[Path]) -> str:
 def _modules(
     files: SafetensorsFiles, config: LoraConfig, targets: Mapping[str, Target], max_rank: int
 ) -> dict[str, Target]:
-    """Return the adapted modules, after checking all tensors of the file."""
+    """Return the modules that an adapter changes, by name, after checking all tensors of its file.
+
+    Raises UnusableAdapter, naming the tensor, if a tensor is missing, is unknown, or has a wrong
+    shape or type, or if a rank exceeds `max_rank`.
+    """
     found: dict[str, Target] = {}
     known = set()
     for name in files.tensors:

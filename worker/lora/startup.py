@@ -53,8 +53,9 @@ def load_adapters(
 
 
 def kept_bytes(config: WorkerConfig, spec: ModelFacts, dtype: torch.dtype) -> int:
-    """Return the memory to keep free for adapters that are loaded later, in bytes: that of adapters
-    with the largest rank for all modules, in the rows that are free at the start."""
+    """Return how many bytes to keep free for adapters that are loaded while the server runs. Each
+    free row of the adapter table is counted as the largest possible adapter: `max_lora_rank`, for
+    all modules. Return 0 without `lora_dir`, because no adapter can be loaded then."""
     if not config.lora_dir:
         return 0
     rows = config.adapter_rows - len(config.lora)

@@ -110,8 +110,8 @@ class LineSlots:
 
 
 class LineSlot:
-    """The slot and the memory of one line. Both are given back while the line waits to be tried
-    again. Initially, neither is held.
+    """What one line of a batch needs to be computed: a slot, and memory for the line. Initially, it
+    holds neither. It gives both back while the line waits for a retry.
 
     owner      whose share of the memory the line uses
     num_bytes  length of the line

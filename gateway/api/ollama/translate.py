@@ -44,7 +44,8 @@ _ZERO = re.compile(r"[^1-9]*")
 
 
 def request_path(name: str) -> str:
-    """Return the path in the client's request for a field path of the chat or completion."""
+    """Translate a field path of the chat or completion into the field's path in the client's Ollama
+    request, such as `max_tokens` into `options.num_predict`. Return any other path unchanged."""
     for pattern, own in _PATHS.items():
         name = re.sub(pattern, own, name)
     return name

@@ -40,7 +40,7 @@ class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
-    """A derendered chunk of a chat completion.
+    """A chunk of a chat completion, made from one chunk of token ids.
 
     kv_transfer_params  copied from the chunk of POST /inference/v1/generate
     """
@@ -49,7 +49,7 @@ class DerenderedChatPart(ChatChunk, frozen=True, kw_only=True):
 
 
 class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
-    """A derendered chunk of a text completion.
+    """A chunk of a text completion, made from one chunk of token ids.
 
     kv_transfer_params  copied from the chunk of POST /inference/v1/generate
     """
@@ -58,7 +58,7 @@ class DerenderedCompletionPart(CompletionChunk, frozen=True, kw_only=True):
 
 
 class DerenderedChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A derendered chunk.
+    """The answer to a request that derenders one chunk of a chat: a chunk of the chat completion.
 
     chunk         null if there is nothing to send yet
     stream_state  opaque value; send it with the next chunk
@@ -69,7 +69,7 @@ class DerenderedChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DerenderedCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A derendered chunk.
+    """The answer to a request that derenders one chunk of a text completion.
 
     chunk         null if there is nothing to send yet
     stream_state  opaque value; send it with the next chunk

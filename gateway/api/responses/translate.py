@@ -204,8 +204,16 @@ class ItemConversation:
         return own
 
     def _assistant(self, kind: str, at: str) -> tuple[dict[str, Any], str]:
-        """Return the assistant's open message and its path in the chat. Open a new message if none
-        is open, or if one text directly follows another."""
+        """Return the message to which the assistant's next item is added, and the message's path in
+        the chat.
+
+        This is the assistant's open message. A new message is opened if none is open, or if `kind`
+        and the previous item are both "content", because consecutive assistant messages stay
+        separate.
+
+        kind  "reasoning", "content" or "call"
+        at    the item's path in the client's request
+        """
         if self._last is None or (kind == self._last == "content"):
             self._add({"role": "assistant", "content": ""}, at)
         self._last = kind

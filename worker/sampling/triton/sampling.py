@@ -327,7 +327,8 @@ def choose_tokens(
 
 @triton.jit
 def append_token(token_ids, max_len, lens, slot, position, token):
-    """Write a token at its position of a slot, whose last token it becomes."""
+    """Append a token to the text of `slot`: write it at `position`, and set the slot's length to
+    `position` + 1."""
     tl.store(token_ids + slot * max_len + position, token.to(tl.int32))
     tl.store(lens + slot, (position + 1).to(tl.int32))
 
