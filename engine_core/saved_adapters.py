@@ -82,7 +82,8 @@ class AdapterFile:
         self._origin = origin
 
     def read(self) -> SavedAdapters:
-        """Return what the previous engine saved, if it had the same origin."""
+        """Return the changes in the file. Return no changes if there is no file, if it cannot be
+        read, or if it is from an engine that was started differently (`EngineOrigin`)."""
         try:
             content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
         except FileNotFoundError:
@@ -114,7 +115,8 @@ class AdapterFile:
 
 
 class AdapterRestore:
-    """Repeats the saved changes after a restart, and saves those of this engine.
+    """Loads and unloads adapters as the engine before a restart did, and saves later changes for
+    the next restart.
 
     file   None: nothing is saved
     """
@@ -166,7 +168,8 @@ class AdapterRestore:
         self._request_next(engine)
 
     def _request_next(self, engine: Engine) -> None:
-        """Request the next changes, if there are some, unless earlier ones are open."""
+        """Request the next group of saved changes, unless replies to an earlier group are still
+        missing."""
         while self._stages and not self._open:
             if engine.is_draining:  # it refuses loads; keep the file for the next engine
                 self._stages.clear()
@@ -184,8 +187,9 @@ class AdapterRestore:
                     self._close(refusal)
 
     def on_reply(self, engine: Engine, client: bytes, reply: AdapterReply) -> bool:
-        """Request the next saved change after a reply to the last one. Return whether `reply` was
-        for this object. An adapter that cannot be loaded is skipped."""
+        """Handle a reply to a saved change, and request the next group after the last reply of a
+        group. An adapter that cannot be loaded is skipped. Return False, and do nothing, if
+        `client` is a real client, which must get the reply itself."""
         if client != RESTORER:
             return False
         self._close(reply)

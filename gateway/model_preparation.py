@@ -91,7 +91,8 @@ class ModelPreparation:
             return served
 
     def has_failed(self, card: ModelCard | None) -> bool:
-        """Return whether the last card that could not be prepared is this one."""
+        """Return whether preparing the model card `card` has failed. Only the last failure is
+        remembered."""
         return self._unservable is not None and self._unservable[0] is card
 
     def _prepare(self, card: ModelCard, limits: Limits) -> ServedModel:

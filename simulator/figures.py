@@ -181,7 +181,7 @@ class LoadRecorder:
         self.second(request.at).ttft.add(ttft_s)
 
     def on_gaps(self, seconds: float, num: int) -> None:
-        """Record that `num` answers got a token `seconds` after the one before."""
+        """Record that `num` answers got a token `seconds` after the preceding token."""
         self.counts.gap.add(seconds, num)
 
     def on_preempted(self) -> None:

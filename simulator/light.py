@@ -265,7 +265,8 @@ class LightReplica:
         return request
 
     def _preempt(self) -> None:
-        """Preempt the youngest requests until the others can grow."""
+        """Preempt the youngest requests until there are enough free blocks for the next token of
+        every other one."""
         while not self._cache.can_grow(self._decodes) and len(self._running) > 1:
             _, request = self._running.popitem()
             if request.first_step:

@@ -1,7 +1,7 @@
 """Reads measured step times: from a journal, or from the output of `tidegate bench step --json`.
 
-A journal (`tidegate serve --journal`) contains every plan of a real server, and the time of every
-step, with all that delays a step there. It is replayed to get the plans.
+A journal (`tidegate serve --journal`) contains every plan of a real server and the time of every
+step, including all delays there. The journal is replayed to get the plans.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def read_measurements(path: str) -> StepMeasurements:
 
 
 def read_journal(path: Path) -> StepMeasurements:
-    """Return the steps of a journal that starts with its engine."""
+    """Return the steps of a journal that begins when its engine starts. Raises ValueError, naming
+    the file, if the journal cannot be replayed."""
     plans = PlanCollector()
     try:
         records = [*read(path)]

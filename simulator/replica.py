@@ -238,7 +238,8 @@ class EngineReplica:
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    """Return what the rows of a plan compute."""
+    """Return how much a step computes: its decodes, prompt chunks, and the positions that they
+    read."""
     starts, counts = plan.row_starts.tolist(), plan.row_tokens.tolist()
     num = plan.num_decodes
     context = sum(starts[:num]) + num

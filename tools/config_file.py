@@ -217,7 +217,9 @@ def local_model(model: str, folder: Path) -> str:
 
 
 def _models(value: Any, folder: Path, file: str, *, several: bool) -> dict[str, Any]:
-    """Return the options that `model` in the file stands for."""
+    """Return the option that the setting `model` of a file stands for: MODEL with the paths of
+    local models, or MODELS with the path of the file itself if it has tables [[model]]. Raises
+    ValueError if the setting is malformed."""
     if not several:
         if not isinstance(value, str):
             raise ValueError("model must be text")

@@ -143,9 +143,8 @@ class Scheduler:
 
     @property
     def lack(self) -> Lack:
-        """Why the last step could not admit the first request in the queue: "slot" if no slot was
-        free, "blocks" if too few blocks were free. "" if neither prevented it, or the queue is
-        empty."""
+        """The resource that kept the last step from admitting the first request in the queue:
+        "slot" or "blocks". "" if no resource did, or the queue is empty."""
         if self._blocked_newcomer is None:
             return ""
         return "blocks" if self._has_slot else "slot"

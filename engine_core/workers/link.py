@@ -125,8 +125,8 @@ class WorkerLink:
         return next((each.pid for each in self._processes if each.is_stopped), None)
 
     def send(self, message: ToWorker) -> None:
-        """Send a message to all workers. It is dropped for those that have disconnected. The loop
-        detects that by `death` and `check_connections`."""
+        """Send a message to all workers. Workers that have disconnected do not get it, and no error
+        is raised: `death` and `check_connections` detect their loss."""
         assert self._identities, "no worker has sent a message"
         frames = codec.encode(message)
         for identity in self._identities.values():
@@ -159,8 +159,9 @@ class WorkerLink:
         return None
 
     def _read(self, identity: bytes, frames: list[bytes]) -> FromWorker | None:
-        """Decode a message. Return None if its sender is not a worker of this group, and the
-        message does not make it one."""
+        """Decode a message, and add its sender to the group if this is a worker's first message.
+        Return None if the sender does not belong to the group. Raises WorkerLost if a worker's
+        message is malformed."""
         rank = self._ranks.get(identity)
         try:
             message = self._decoder.decode(frames)
@@ -269,8 +270,8 @@ class WorkerLink:
         return self._processes[0].exit_error()
 
     def _failure(self, rank: int, failed: WorkerFailed) -> WorkerLost:
-        """Return the error for the failure of a worker. If the worker has failed because it has
-        lost another rank, wait for the cause of that."""
+        """Return the error for the failure of a worker. If the worker failed only because it lost
+        another rank, wait up to ROOT_CAUSE_S for that rank's error, and return it instead."""
         victims = {rank: failed}
         end = time.monotonic() + ROOT_CAUSE_S
         while failed.is_consequence and len(victims) < self._size and time.monotonic() < end:
@@ -294,8 +295,8 @@ class WorkerLink:
         return WorkerLost(name + failed.message, failed.exit_code)
 
     def _ended(self, victims: dict[int, WorkerFailed]) -> WorkerProcess | None:
-        """Return an ended worker process that is not among the `victims`, preferably one that was
-        killed; None if there is none."""
+        """Return a worker process that has ended without reporting a failure; None if there is
+        none. Prefer one that was killed. `victims` are the failures that were reported, by rank."""
         ended = [each for each in self._processes if each.has_ended and each.rank not in victims]
         return max(ended, key=lambda process: process.was_killed, default=None)
 

@@ -49,7 +49,8 @@ class _Load:
 
 
 class ModelLoads:
-    """The models by the names that the supervisor uses.
+    """The states of the supervisor's models, by name, and the requests of this gateway process for
+    them.
 
     Requests for a model wait for it only if it is loaded on first use, or was unloaded or failed
     before. If it is still loading since the start of the server, they are refused until it is
@@ -178,7 +179,7 @@ class ModelLoads:
             _refuse(load, state.error or "its engines failed")
 
     def on_disconnected(self) -> None:
-        """Forget what this connection has sent. The next one starts with a report."""
+        """Forget what was sent on the lost connection. The next connection starts with a report."""
         self.version = self._reported = 0
         for load in self._loads.values():
             load.is_requested = False

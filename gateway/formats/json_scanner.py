@@ -324,7 +324,8 @@ class LiteralScan(msgspec.Struct):
         self._ended()
 
     def _after_string(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read the character that decides whether another string continues this one."""
+        """Read the character after a string. If it is a quote, another string follows, which is
+        joined with this one as in Python. Otherwise the value ends."""
         position = match_end(SPACE, text, position)
         if position == len(text):
             return position

@@ -109,7 +109,8 @@ class ResponseTemplateParser(AnswerParser):
 
     @cached_property
     def _outside(self) -> TemplateRegion | None:
-        """The region of all text outside the others."""
+        """The region that contains all text outside the regions with openings; None if there is no
+        such region."""
         return next((r for r in self.syntax.regions if not r.open), None)
 
     def start(self, starts_inside: bool) -> None:

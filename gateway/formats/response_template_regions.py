@@ -47,8 +47,8 @@ class RegionOpening(msgspec.Struct, frozen=True):
     at_start: bool = False
 
     def head_end(self, text: str) -> int | None:
-        """Return where the opening ends in `text`, the text after its literal; None if more text
-        is needed."""
+        """Return the length of the rest of the opening, where `text` is what follows its literal.
+        Return None if the opening's end is not in `text` yet, so more text is needed."""
         if self.until:
             found = text.find(self.until)
             return found + len(self.until) if found >= 0 else None

@@ -113,7 +113,8 @@ class ChatSession:
 
     @contextlib.contextmanager
     def _posted(self, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        """Send a request, and yield the response, which is no error."""
+        """Send a request, and yield the response. Raises Failure if the response is an error, or if
+        the server cannot be reached."""
         connection = self.server.connect(None)
         try:
             response = self.server.post(

@@ -142,9 +142,12 @@ def no_server(server: WebServer) -> Failure:
 
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]] | None:
-    """Return the role and state of each connected engine in the body of /readyz. The role is
-    "replica", "prefill", "decode", or the name of one of several models, whose state is then the
-    member `state`. Return None if the server has only one engine."""
+    """Return (role, state) of each engine in the body of a /readyz response; None if the server has
+    only one engine.
+
+    The role is "replica", "prefill" or "decode". If the server has several models, the role is the
+    name of the engine's model, and the member `state` of the state is that of the model.
+    """
     facts = _json_object(body)
     by_role = {role: facts[field] for role, field in ENGINE_ROLES.items() if field in facts}
     for model in facts.get("models", []):

@@ -187,7 +187,8 @@ class GatewayUse:
         return any(counts) or model in self.requested
 
     def has_left(self, model: FleetModel) -> bool:
-        """Return whether no request is open at `model`, and none will be before its next load."""
+        """Return whether the gateway has no open request at the model, and has confirmed that it
+        will open none before the model's next load."""
         is_open = self.report.open.get(model.name, 0) > 0
         return not is_open and self.report.version >= model.version
 

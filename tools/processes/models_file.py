@@ -1,5 +1,5 @@
-"""The models that `tidegate serve` is given: on the command line, or in the file of --models, in
-which each has options of its own.
+"""Reads which models to serve: from the command line, or from the file of --models, in which each
+model has options of its own.
 
     [[model]]
     path = "Qwen/Qwen3-0.6B"        # as MODEL on the command line

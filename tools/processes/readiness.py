@@ -60,7 +60,8 @@ class ChildReadiness:
 
 
 class ReadinessPoller:
-    """Polls the server, in a thread of its own, while something is not ready that will be.
+    """Polls the server's readiness in a thread of its own, while the server or a process of it is
+    starting.
 
     changes   socket that receives a byte when the server first answers, and whenever its answer has
               changed

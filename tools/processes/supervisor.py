@@ -136,7 +136,8 @@ class Supervisor:
 
     @property
     def is_awaiting_readiness(self) -> bool:
-        """Whether `on_ready` should be called: whether something is not ready that will be."""
+        """Whether the server or a process of it is starting or restarting. The caller should then
+        check which processes are ready, and call `on_ready`."""
         return self.phase in (SupervisorPhase.STARTING, SupervisorPhase.RESTARTING) or any(
             self._in_states(ChildState.STARTING)
         )
@@ -151,8 +152,8 @@ class Supervisor:
     def on_ready(
         self, ready: Iterable[str] | None = None, *, is_ready: bool = True
     ) -> list[Action]:
-        """Enter the phase SERVING, if all children are ready at the start, or one of each group
-        later, unless the server is stopping. Call this whenever more is ready.
+        """Record the children that have become ready. If the server needs no other child, enter the
+        phase SERVING, unless the server is stopping. Call this whenever more children are ready.
 
         ready      the children that are ready now; None: all that run
         is_ready   whether the server accepts requests
@@ -298,8 +299,9 @@ class Supervisor:
         return bool(self._others(child)) or child.group in self._optional
 
     def _is_waiting(self) -> bool:
-        """Return whether the server is not ready yet: whether a child is missing at the start, or
-        all children of a group later. Optional groups do not count then."""
+        """Return whether some process must become ready before the server is ready. During the
+        start, every process must. Later, one process of each group is enough, and optional groups
+        do not count."""
         coming = self._in_states(ChildState.STARTING, ChildState.WAITING)
         if self.phase is SupervisorPhase.STARTING:
             return bool(coming)
@@ -380,8 +382,9 @@ class Supervisor:
         return actions
 
     def _kill_late(self, now: float) -> list[Action]:
-        """Stop the children that have not started or drained by their own deadline. One that drains
-        first sends its clients an error, so that other replicas can continue their requests."""
+        """Kill the children that have not started by their deadline, and those that have not
+        drained. A draining child first gets SIGQUIT: it sends its clients an error, so that other
+        replicas can continue their requests, and is killed only if it does not exit then."""
         actions: list[Action] = []
         for child in self._in_states(ChildState.STARTING, ChildState.RETIRING):
             if child.deadline is None or child.deadline > now:
@@ -416,7 +419,7 @@ class Supervisor:
         return [LogAction(cause, is_failure=True), *stops]
 
     def _cancel_restarts(self) -> None:
-        """Give up the restarts that are pending, and the limits of children that start."""
+        """Cancel the pending restarts, and the start timeouts of the children that are starting."""
         for child in self._in_states(ChildState.WAITING):
             child.change(ChildEvent.RETIRE)
         for child in self._in_states(ChildState.STARTING):
@@ -456,7 +459,8 @@ class Supervisor:
 
 
 def _how_drained(exit: ProcessExit) -> str:
-    """Return how a child that nothing in this process has stopped was drained, as text."""
+    """Return, for the log, why a child exited with code 0 although the supervisor did not stop it:
+    the reason that the child gave, or a general phrase."""
     has_reason = exit.reason.startswith(DRAINED)
     return exit.reason if has_reason else "exited without a signal from its supervisor"
 

@@ -107,7 +107,8 @@ class SafetensorsWeights:
         return found
 
     def _slice(self, name: str) -> Any:
-        """Return the tensor as an object that reads what it is indexed with."""
+        """Return a safetensors slice of a tensor. Indexing it reads only the part that is
+        indexed."""
         return self._files[name].get_slice(self._stored[name])
 
     def _matrix(self, name: str) -> QuantizedMatrix:

@@ -32,9 +32,9 @@ def scratch_blocks(max_tokens: int, block_tokens: int) -> int:
 
 
 class DecoderVectors:
-    """A decoder that encodes. It implements EncodeModel.
+    """Makes vectors or scores from a decoder's hidden states. It implements EncodeModel.
 
-    norm         the final norm, which the model has not applied; None: it has
+    norm         the final norm, if `model` does not apply it itself; else None
     max_tokens   most tokens of a step
     """
 
@@ -74,8 +74,8 @@ class DecoderVectors:
         return self._head(hidden, batch, self._norm)
 
     def _placed(self, batch: RaggedBatch) -> AttentionBatch:
-        """Return the places of the step's tokens in the cache: every input has blocks of its
-        own."""
+        """Return the AttentionBatch of a step. Each input gets blocks of its own in the scratch
+        cache, from block 1 on, because block 0 is the null block."""
         size = self._cache.block_tokens
         sizes = batch.sizes
         blocks = -(-sizes // size)

@@ -67,8 +67,9 @@ class GGUFEncoder:
 
 
 def _bert_family(metadata: Metadata) -> str:
-    """Return the family of a "bert" file. Only the tokenizer of XLM-RoBERTa differs: the converter
-    leaves out the positions before its first one."""
+    """Return the family of a "bert" file. BERT and XLM-RoBERTa files differ only in their
+    tokenizers, because llama.cpp's converter drops the position embeddings that XLM-RoBERTa does
+    not use."""
     is_unigram = metadata.fields.text("tokenizer.ggml.model", "") == "t5"
     return "XLMRobertaModel" if is_unigram else "BertModel"
 
@@ -126,7 +127,8 @@ def gguf_encoder(file: GGUFFile) -> EncoderHeader:
 
 
 def _config(metadata: Metadata) -> dict[str, Any]:
-    """Return the keys of config.json."""
+    """Return the metadata of a GGUF file as the fields that config.json would have for the
+    model."""
     tensors, encoder = metadata.file.tensors, ENCODERS[metadata.architecture]
     types = tensors.get("token_types.weight")
     rope = {"rope_parameters": rope_parameters(metadata)} if encoder.has_rope else {}
@@ -146,7 +148,8 @@ def _config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _names(file: GGUFFile, spec: EncoderSpec) -> TensorNames:
-    """Return the names of the model's tensors, some of which are fused in some files."""
+    """Return the names of the model's tensors in the file. In some files, the projections of
+    queries, keys and values, or those of the gated MLP, are one tensor."""
     roles = dict(ROLES)
     if FUSED_QKV.format(i=0) + ".weight" in file.tensors:
         roles["qkv"] = FUSED_QKV

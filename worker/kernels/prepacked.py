@@ -37,7 +37,7 @@ class Prepacked:
 
 
 def is_possible() -> bool:
-    """Return whether this build of torch and this processor can convert and use such matrices.
+    """Return whether this build of torch and this processor can use `Prepacked` matrices.
 
     oneDNN converts bfloat16 matrices only on processors with AVX-512 or avx_ne_convert.
     """

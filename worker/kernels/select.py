@@ -82,7 +82,8 @@ def _kernels_of_gpu(device: torch.device) -> Kernels:
 
 
 def _rival(best: NativeKernels, sets: Sequence[InstructionSet]) -> NativeKernels | None:
-    """Return the kernels of the set's rival; None if it has none, or if they cannot be loaded."""
+    """Return the kernels of the instruction set that `best` must be compared with (RIVALS). Return
+    None if there is no such set among `sets`, or if its kernels cannot be loaded."""
     rivals = [each for each in sets if each.name == RIVALS.get(best.name)]
     if not is_compiled(rivals):
         return None

@@ -16,9 +16,9 @@ class CHeads(Structure):
 
 
 class CRows(Structure):
-    """The AttentionBatch of a step (attention/base.py). A row is one request.
-    `row_starts` has num_rows + 1 items: the index of each row's first token, then the number of
-    tokens."""
+    """The rows of a step, as an AttentionBatch (attention/base.py) describes them. A row is one
+    request. `row_starts` has num_rows + 1 items: the index of each row's first token, then the
+    number of tokens."""
 
     _fields_ = [
         ("row_starts", c_void_p),
@@ -32,7 +32,8 @@ class CRows(Structure):
 
 
 class CPart(Structure):
-    """Rows of a packed matrix that have one format, a constant of sizes.py."""
+    """Some rows of a packed matrix, all stored in the same format. `format` is a constant of
+    worker/spec/kernel_sizes.py."""
 
     _fields_ = [("data", c_void_p), ("format", c_int64), ("outputs", c_int64)]
 
@@ -138,7 +139,8 @@ class CLowRankPart(Structure):
 
 
 class CLowRankTerm(Structure):
-    """The term of one linear in an adapter. Its rank is 0 if the adapter does not change it."""
+    """The LoRA term that one adapter adds to one linear. `rank` is 0 if the adapter does not change
+    the linear."""
 
     _fields_ = [
         ("down", c_void_p),

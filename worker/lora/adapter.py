@@ -32,10 +32,10 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """The term of one module: outputs [first, first + outputs) of a linear get
-    scale * up^T (down x)[start : start + rank].
+    """The LoRA term of one module: scale * up^T (down x)[start : start + rank]. It is added to the
+    outputs [first, first + outputs) of the linear that computes the module.
 
-    start   index of its first row in `LowRankTerm.down`
+    start   index of the module's first row in `LowRankTerm.down`
     up      [rank, outputs]
     """
 
@@ -55,7 +55,8 @@ class LowRankPart:
 
 @dataclass(frozen=True, slots=True)
 class LowRankTerm:
-    """The terms of the modules that form one linear. They read the same input.
+    """The LoRA term of one linear: the terms of its modules, such as those of queries, keys and
+    values. The modules read the same input.
 
     down   [sum of the parts' ranks, inputs]
     """
@@ -75,8 +76,8 @@ class LowRankTerm:
 class Adapter:
     """A loaded adapter.
 
-    digest   identifies its content: equal for equal files
-    rank     the largest rank of its modules
+    digest   hash of the adapter's files; equal for equal files
+    rank     the largest rank of the adapted modules
     terms    (layer, linear) -> the term of that linear
     """
 
@@ -258,7 +259,8 @@ def _modules(
 
 
 def _kinds(targets: Mapping[str, Target]) -> str:
-    """Return the last parts of the modules' names, for messages."""
+    """Return the distinct last parts of the modules' names, such as "q_proj, v_proj", for
+    messages."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in targets))
 
 

@@ -110,8 +110,8 @@ class LineSlots:
 
 
 class LineSlot:
-    """What one line of a batch needs to be computed: a slot, and memory for the line. Initially, it
-    holds neither. It gives both back while the line waits for a retry.
+    """The resources for computing one line of a batch: a slot, and memory for the line. Initially,
+    the object holds neither. It gives both back while the line waits for a retry.
 
     owner      whose share of the memory the line uses
     num_bytes  length of the line
@@ -149,8 +149,9 @@ class LineSlot:
 
 @dataclass(slots=True, eq=False)
 class InputLine:
-    """A line of the input file. Its text is read again when it is needed again, because many lines
-    may wait for a slot, for memory, or to be tried again."""
+    """A line of a batch's input file. Its text may be dropped while the line waits for a slot, for
+    memory or for a retry, because many lines may wait. The text is then read from the file
+    again."""
 
     number: int
     #: The text; None: it must be read again.
@@ -258,8 +259,9 @@ class BatchJob:
                 gevent.sleep(0)  # other greenlets run between two pieces
 
     def _text_of(self, line: InputLine) -> bytes:
-        """Return the text of a line, which `line` then no longer holds. Raises LookupError if the
-        input file does not have the line any more."""
+        """Return the text of a line, and drop the text that `line` holds, to free memory. If it
+        holds none, read the input file again. Raises LookupError if the file does not have the line
+        any more."""
         data, line.data = line.data, None
         if data is not None:
             return data
@@ -299,7 +301,8 @@ class BatchJob:
         return self._move(BatchEvent.VALID)
 
     def _problem(self, number: int, data: bytes, ids: set[bytes]) -> BatchProblem | None:
-        """Return what is wrong with a line; None if it is well-formed. Add its id to `ids`."""
+        """Return what is wrong with a line; None if it is well-formed. Add a digest of the line's
+        custom_id to `ids`, which has those of the earlier lines."""
         try:
             line = read_line(data, self.batch.endpoint)
         except BadLine as bad:
@@ -339,8 +342,9 @@ class BatchJob:
         return self._move(BatchEvent.WINDOW_OVER if self._is_over() else BatchEvent.ALL_DONE)
 
     def _start(self, line: InputLine) -> bool:
-        """Wait for a slot, for memory, and for room for results, and start a line. After the
-        window, its result is an error instead. Return False if the job stops."""
+        """Wait for a slot, for memory, and for room for results, and start a line. If the batch has
+        expired (`expires_at`), store an error as the line's result instead. Return False if the job
+        stops."""
         slots, memory = self._context.slots, self._context.memory
         slot = LineSlot(slots, memory, f"key {self.batch.caller}", line.num_bytes)
         wait_s = 0.0
@@ -368,7 +372,7 @@ class BatchJob:
         self._lines.add(greenlet)
 
     def _is_over(self) -> bool:
-        """Return whether the window of the batch has ended."""
+        """Return whether the batch has expired: its completion window has ended."""
         return time.time() >= self.batch.expires_at
 
     def _on_exception(self, failed: gevent.Greenlet[..., None]) -> None:
@@ -415,9 +419,9 @@ class BatchJob:
     def _flush(self, *, is_last: bool = False) -> None:
         """Store the new results. End the job if this process has lost the batch.
 
-        After the window there is no size limit, because the remaining lines have short results and
-        the batch must end. There is none either when the job stops, because the results would be
-        lost otherwise: they are at most those of the lines that were open.
+        The size limit does not apply in two cases. After the batch has expired, the remaining lines
+        have short results, and the batch must end. When the job stops, the results would be lost
+        otherwise; they are only those of the lines that were being computed.
         """
         has_limit = not (is_last or self._is_stopping or self._is_over())
         if not self._buffer.flush(time.monotonic(), is_last=is_last, has_limit=has_limit):

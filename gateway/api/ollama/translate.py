@@ -52,12 +52,14 @@ def request_path(name: str) -> str:
 
 
 def generated_path(name: str) -> str:
-    """Return the path in a body of /api/generate for a field path of its chat."""
+    """Translate a field path of a /api/generate request's chat into the path in the client's
+    request. It is "prompt" for the chat's messages, otherwise that of `request_path`."""
     return "prompt" if name.startswith("messages") else request_path(name)
 
 
 def unloads(keep_alive: float | str | None) -> bool:
-    """Return whether `keep_alive` is zero. Raise InvalidRequest if it is no duration."""
+    """Return whether `keep_alive` is zero, which asks to unload the model. Raise InvalidRequest if
+    it is not a duration."""
     if isinstance(keep_alive, str):
         if keep_alive and not _DURATION.fullmatch(keep_alive):
             raise InvalidRequest.at(

@@ -115,7 +115,8 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat's form of a tool, with a nested `function`."""
+    """Convert a tool from the shape of the Responses API to that of the chat API, in which a nested
+    `function` contains everything except the type."""
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
@@ -137,14 +138,16 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _chosen(tool: Any) -> Any:
-    """Return the chat's form of a chosen tool, with its name in a nested `function`."""
+    """Convert a `tool_choice` from the shape of the Responses API to that of the chat API, in which
+    a nested `function` contains the tool's name."""
     if not isinstance(tool, Mapping):
         return tool
     return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
 
 
 def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the chat's form of `text.format`, with a nested `json_schema`."""
+    """Convert `text.format` to the chat's `response_format`, which has a nested `json_schema`.
+    Return None for None."""
     if format is None:
         return None
     kind = format.get("type")

@@ -76,8 +76,8 @@ def nucleus_target(histogram, top_p):
 
 @triton.jit
 def digits_before(record, SEARCH: tl.constexpr, DIGIT: tl.constexpr, by_count, top_k, top_p):
-    """Return the digits of a search before digit number DIGIT, as one number, and what remains of
-    its target after them."""
+    """Return the digits found in earlier rounds of a search, as one number, and the part of the
+    target that remains for the digits from DIGIT on."""
     histogram = record + HISTOGRAMS + (SEARCH * NUM_DIGITS + DIGIT - 1) * SIZE
     if DIGIT == 1:
         found = tl.full((), 0, tl.int64)
@@ -198,7 +198,8 @@ def weigh_blocks(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the bound of each row that draws, and the weight that each of its blocks keeps. The
+    """Write two results to the record of each row that draws a token: the smallest relative share
+    that may be drawn (the bound), and how much weight each block of the vocabulary keeps. The
     blocks' weights begin at word `totals_at` of the record. Other arguments as for `add_digits`."""
     row = tl.program_id(0).to(tl.int64)
     record = records + row * width
