@@ -146,9 +146,7 @@ def test_learned_biases_reach_across_tiles_of_queries(tmp_path: Path) -> None:
     assert_close(vectors(runner_of(tmp_path), inputs), wanted)
 
 
-def test_the_tokenizer_of_an_mpnet_puts_its_own_special_tokens_around_texts(
-    tmp_path: Path,
-) -> None:
+def test_the_tokenizer_of_an_mpnet_puts_its_own_special_tokens_around_texts(tmp_path: Path) -> None:
     words = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>", "the", "sea", "har", "##bour"]
     theirs = MPNetTokenizer(vocab={word: place for place, word in enumerate(words)})
     model = random_encoder("mpnet", num_labels=1, scores=True)

@@ -127,7 +127,7 @@ def test_a_score_far_above_its_cap_is_as_large_as_the_cap(tmp_path: Path) -> Non
     assert_same(EagerStepper(loaded, [tokens], attention).run([(99,), (1,)])[0], logits, atol)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "cohere2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "cohere2"])
 def test_the_reference_attention_gives_the_same_logits(tmp_path: Path, model_type: str) -> None:
     theirs, tokens = random_model(model_type, sliding_window=16), some_tokens(40)
     stepper = EagerStepper(load(write_directory(tmp_path, theirs)), [tokens], ReferenceAttention())

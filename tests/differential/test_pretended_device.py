@@ -22,15 +22,8 @@ from tests.support.fused_twins import FusedAttention, FusedTwins
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, DeviceFault, PretendedDevice, content
 from tests.support.random_decoder import ROLES, RandomTensors, attention, mlp, model_spec
-from tests.support.recording import (
-    BLOCK_TOKENS,
-    MAX_LEN,
-    Recording,
-    replay,
-)
-from tests.support.recording import (
-    KINDS as RECORDED,
-)
+from tests.support.recording import BLOCK_TOKENS, MAX_LEN, Recording, replay
+from tests.support.recording import KINDS as RECORDED
 from tests.support.replica import Executed
 from tests.support.tiny_model import new_slots
 from tests.support.triton_code import interpreted

@@ -15,7 +15,7 @@ import requests
 import torch
 import transformers
 from langchain_openai import OpenAIEmbeddings
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 from tests.support.encoder_models import random_encoder, write_encoder
 from tests.support.http import error_of, metric_of
@@ -83,22 +83,6 @@ def test_the_openai_library_gets_the_vectors_of_transformers(
     assert found.usage.prompt_tokens == found.usage.total_tokens > 200
     plain = client.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
     assert difference([plain.data[0].embedding], wanted[:1]) < TOLERANCE
-
-
-def test_dimensions_keep_the_first_numbers(client: OpenAI, wanted: torch.Tensor) -> None:
-    found = client.embeddings.create(model="minilm", input=TEXTS, dimensions=64)
-    kept = torch.nn.functional.normalize(wanted[:, :64], dim=-1)
-    assert difference([item.embedding for item in found.data], kept) < TOLERANCE
-
-
-def test_a_too_long_text_is_named_or_truncated(client: OpenAI) -> None:
-    long = "word " * 400
-    with pytest.raises(BadRequestError, match=r"input\[1\] is 402 tokens; this model takes 256"):
-        client.embeddings.create(model="minilm", input=["a", long])
-    found = client.embeddings.create(
-        model="minilm", input=["a", long], extra_body={"truncate_prompt_tokens": -1}
-    )
-    assert found.usage.prompt_tokens == 3 + 256
 
 
 def test_langchain_embeds_documents_and_queries(server: Server, wanted: torch.Tensor) -> None:
@@ -206,9 +190,7 @@ def test_a_cross_encoder_orders_documents_as_transformers_does(tmp_path: Path) -
         assert "has no embeddings" in error_of(refused, 400)["message"]
 
 
-def test_a_reranker_is_recognised_and_orders_documents_as_transformers_does(
-    tmp_path: Path,
-) -> None:
+def test_a_reranker_is_recognised_and_orders_documents_as_transformers_does(tmp_path: Path) -> None:
     model = random_reranker()
     path = write_reranker(tmp_path / "Qwen3-Reranker-0.6B", model)
     query, documents = "When is the harbour closed?", ["In a storm.", "Bread rises.", "no " * 60]

@@ -147,16 +147,6 @@ def test_logprobs_of_several_adapters_in_one_batch_are_those_of_peft(scene):
         assert body["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_prompt_is_not_found_in_the_cache_of_another_adapter(scene):
-    prompt = [7 + n % 80 for n in range(64)]
-    scene.load("de")
-    first = [scene.complete(name, prompt=prompt).json()["usage"] for name in (None, "fr", "de")]
-    again = [scene.complete(name, prompt=prompt).json()["usage"] for name in (None, "fr", "de")]
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (*first, *again)]
-    assert cached[:3] == [0, 0, 0]
-    assert min(cached[3:]) >= 48
-
-
 def test_a_changed_adapter_of_the_same_name_never_uses_old_blocks(scene, tmp_path):
     prompt = [9 + n % 70 for n in range(64)]
     before = scene.tokens("fr", prompt=prompt)
@@ -264,15 +254,6 @@ def refusal(answer: requests.Response, status: int) -> str:
     return f"{error['param']}: {error['message']}"
 
 
-def test_a_path_outside_of_the_directory_is_missing(scene, tmp_path):
-    outside = shutil.copytree(scene.adapters / "de", tmp_path / "outside")
-    messages = {
-        refusal(scene.load("de", path), 404)
-        for path in (str(outside), f"../{outside.name}", "missing", "/etc", "/etc/passwd")
-    }
-    assert messages == {"lora_path: there is no adapter at this path in the directory --lora-dir"}
-
-
 def test_bounds_and_wrong_fields_are_named(scene):
     load = "/v1/load_lora_adapter"
     assert "lora_name" in refusal(scene.load("a:b", "de"), 400)
@@ -290,14 +271,6 @@ def test_bounds_and_wrong_fields_are_named(scene):
     )
     assert "rank 20" in refusal(scene.load("pl"), 400)
     assert "--max-lora-rank 16" in refusal(scene.load("pl"), 400)
-
-
-def test_the_table_is_bounded(scene):
-    for name in ("de", "it", "nl"):
-        assert scene.load(name).status_code == 200
-    assert f"{MAX_LORAS} adapters are loaded" in refusal(scene.load("fifth", "de"), 400)
-    assert scene.unload("it").status_code == 200
-    assert scene.load("fifth", "de").status_code == 200
 
 
 def test_a_damaged_adapter_is_refused_and_its_row_is_free_again(scene):

@@ -44,9 +44,7 @@ def states(server: Server) -> dict[str, str]:
     return {each["id"]: each["state"] for each in answer.json()["models"]}
 
 
-def test_requests_load_the_models_in_turn_and_each_one_is_answered_in_full(
-    server: Server,
-) -> None:
+def test_requests_load_the_models_in_turn_and_each_one_is_answered_in_full(server: Server) -> None:
     assert states(server) == {"first": "unloaded", "second": "unloaded"}
     with ThreadPoolExecutor() as pool:
         long = pool.submit(complete, server, "first", LONG_TOKENS)

@@ -17,7 +17,6 @@ from openai import OpenAI
 from protocol.sdk.client import Client
 from tests.support.engine_view import EngineView
 from tests.support.ports import free_port
-from tests.support.prompts import FRUITS, names_a_fruit
 from tests.support.reference import GOLDEN
 from tests.support.server import SERVED_NAME, Server
 
@@ -58,41 +57,6 @@ def view(server: Server) -> Iterator[EngineView]:
     view = EngineView(server.address)
     yield view
     view.close()
-
-
-def test_three_fruits_streamed_by_the_official_sdk(client: OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=SERVED_NAME,
-        messages=[{"role": "user", "content": FRUITS}],
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert names_a_fruit(text)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert usage.completion_tokens > 0
-
-
-def test_whole_and_streamed_answers_are_equal(exact_client: OpenAI) -> None:
-    question: dict[str, Any] = {
-        "model": SERVED_NAME,
-        "messages": [{"role": "user", "content": "Tell me a story with an emoji 🙂."}],
-        "temperature": 0.8,
-        "seed": 11,
-        "max_tokens": 60,
-        "n": 2,
-    }
-    whole = exact_client.chat.completions.create(**question)
-    result = {0: "", 1: ""}
-    for chunk in exact_client.chat.completions.create(**question, stream=True):
-        for choice in chunk.choices:
-            result[choice.index] += choice.delta.content or ""
-    assert {choice.index: choice.message.content for choice in whole.choices} == result
 
 
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:

@@ -11,11 +11,9 @@ from signal import SIGKILL
 from typing import Any
 
 import pytest
-import requests
 from openai import APIConnectionError, InternalServerError, OpenAI
 
 from tests.support.processes import descendants_of
-from tests.support.responses import items_of, typed_events, without_ids
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
 
@@ -92,21 +90,6 @@ def test_three_turns_with_a_tool_through_previous_response_ids(client: OpenAI) -
     assert again.usage is not None
     assert again.usage.input_tokens == third.usage.input_tokens
     assert again.output_text == third.output_text
-
-
-def test_streamed_is_whole_and_is_the_fold_of_its_events(server: Server, client: OpenAI) -> None:
-    asked: Any = {"model": SERVED_NAME, "input": "Tell me a story.", "temperature": 0.8}
-    asked |= {"max_output_tokens": 60}
-    whole = client.responses.create(**asked, extra_body={"seed": 7})
-    body = {**asked, "seed": 7, "stream": True}
-    result = requests.post(f"{server.url}/v1/responses", json=body, timeout=60)
-    events = typed_events(result.content)
-    final = events[-1]["response"]
-    assert items_of(events) == final["output"]
-    dumped = [item.model_dump() for item in whole.output]
-    assert dumped[0]["content"][0]["text"] == final["output"][0]["content"][0]["text"]
-    assert without_ids(final["output"])[0]["status"] == whole.output[0].status
-    assert final["usage"]["output_tokens"] == 60
 
 
 def test_a_background_response_is_followed_from_the_middle(server: Server, client: OpenAI) -> None:

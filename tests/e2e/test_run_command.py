@@ -60,22 +60,6 @@ def test_options_of_the_server_come_from_a_file(
     assert "16" in ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("model", "code", "message"),
-    [
-        ("no-such-model", ExitCode.BAD_MODEL, "no model 'no-such-model'"),
-        ("./setup.cfg", ExitCode.BAD_MODEL, "neither a .gguf file nor a Hugging Face directory"),
-    ],
-)
-def test_a_model_that_cannot_be_served_is_one_line(
-    model: str, code: int, message: str, runtime: Path
-) -> None:
-    ran = run(model, "hello")
-    assert (ran.returncode, ran.stdout) == (code, "")
-    assert message in ran.stderr
-    assert ran.stderr.count("\n") == 1
-
-
 def test_a_server_that_does_not_start_is_reported_with_its_cause(
     babbling_model: str, runtime: Path, tmp_path: Path
 ) -> None:

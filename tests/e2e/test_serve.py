@@ -176,9 +176,7 @@ def test_a_signal_during_a_download_leaves_no_run_directory(
     assert not run_directory(server.port).exists()
 
 
-def test_a_drain_by_another_client_ends_the_server_and_is_logged(
-    tmp_path: Path,
-) -> None:
+def test_a_drain_by_another_client_ends_the_server_and_is_logged(tmp_path: Path) -> None:
     model = str(write_tiny_llama(tmp_path))
     with Server("--max-slots", "2", "--gateways", "2", model=model) as server:
         assert (run_directory(server.port) / METRICS).is_dir()

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from tests.support.commands import run_command
-from tests.support.http import error_of, json_of
+from tests.support.http import json_of
 from tests.support.server import Server
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tests.support.waiting import HANG_S, eventually
@@ -108,13 +108,6 @@ def test_a_model_of_several_sleeps_and_is_woken_up_by_a_request(
     assert eventually(lambda: get(server, "/readyz")["ready"])
     assert complete(server, "b", PROMPTS[1]) == alone["b"][1]
     assert get(server, "/is_sleeping?model=b") == {"is_sleeping": False}
-
-
-def test_a_wrong_name_is_a_404_that_lists_the_models(server: Server) -> None:
-    answer = requests.post(
-        f"{server.url}/v1/completions", json={"model": "c", "prompt": "x"}, timeout=HANG_S
-    )
-    assert "a, b, other" in error_of(answer, 404)["message"]
 
 
 def test_the_tools_show_all_models_and_reach_the_engine_of_each(

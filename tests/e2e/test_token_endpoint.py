@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.support.engine_view import EngineView
-from tests.support.http import connect, error_of, events_of, exchange, json_of, read_head, send_post
+from tests.support.http import error_of, events_of, exchange, json_of
 from tests.support.prompts import PROMPTS
 from tests.support.server import Server
 from tests.support.waiting import eventually
@@ -96,23 +96,6 @@ def test_an_answer_goes_on_to_its_end_or_the_contexts_and_never_to_sixteen(serve
     assert events[-1]["choices"][0]["stop_reason"] == " 20"
 
 
-def test_three_answers_are_streamed_with_usage_of_each_and_of_all(server: Server) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    sampling = {"n": 3, "seed": 4, "max_tokens": 6, "ignore_eos": True}
-    ids = ids_of(server, "Once upon a time")
-    *parts, usage = stream(server, ids, sampling, stream_options=options)
-    by_choice: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for event in parts:
-        (choice,) = event["choices"]
-        by_choice[choice["index"]] += choice["token_ids"]
-        assert event["usage"]["completion_tokens"] == len(by_choice[choice["index"]])
-    assert len({tuple(tokens) for tokens in by_choice.values()}) == 3
-    assert usage["usage"]["completion_tokens"] == 18
-    assert (usage["choices"], usage["kv_transfer_params"]) == ([], None)
-    whole = generate(server, ids, sampling)
-    assert [choice["token_ids"] for choice in whole["choices"]] == list(by_choice.values())
-
-
 def test_both_distributions_are_returned_and_each_sums_to_one(server: Server) -> None:
     sampling = {
         "temperature": 0.5,
@@ -186,29 +169,7 @@ def test_an_engine_error_on_an_empty_delta_is_never_swallowed(server: Server) ->
         assert (status, b"step_failed" in data) == (500, True)
 
 
-def test_an_engine_error_in_the_middle_of_a_stream_is_its_last_event(server: Server) -> None:
-    said = impossible(server, " the" * 40)
-    status, _, data = exchange(server.port, GENERATE, {**said, "stream": True})
-    assert status == 200
-    *parts, error = events_of(data)
-    assert sum(len(part["choices"][0]["token_ids"]) for part in parts) == 39
-    assert error["error"]["code"] == "step_failed"
-
-
 LONG = {"max_tokens": 1900, "ignore_eos": True, "n": 2}
-
-
-def test_a_client_that_hangs_up_frees_what_its_request_held(
-    server: Server, view: EngineView
-) -> None:
-    aborted = view.stats().num_finished.get("abort", 0)
-    with connect(server.port) as client, client.makefile("rb") as file:
-        said = {"token_ids": [5, 6, 7], "sampling_params": LONG, "stream": True}
-        send_post(client, GENERATE, said)
-        read_head(file)
-        file.readline()
-    view.wait_until_free()
-    assert view.stats().num_finished["abort"] == aborted + 2
 
 
 def test_a_request_that_is_aborted_by_its_id_ends_and_frees_what_it_held(

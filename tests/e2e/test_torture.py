@@ -51,9 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_roomy_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_killed_process_is_reported_and_leaves_nothing_behind(
-    model: Path,
-) -> None:
+def test_a_killed_process_is_reported_and_leaves_nothing_behind(model: Path) -> None:
     cells = [
         Cell(GATEWAY, IDLE, KILL),
         Cell(ENGINE, PREFILL, KILL),
@@ -69,9 +67,7 @@ def test_a_killed_process_is_reported_and_leaves_nothing_behind(
         assert not rows[-1].complaints(SLACK), f"{rows}\n{scene.output}"
 
 
-def test_a_request_during_the_engines_death_ends_once_and_is_counted_once(
-    model: Path,
-) -> None:
+def test_a_request_during_the_engines_death_ends_once_and_is_counted_once(model: Path) -> None:
     weather, found = storm(model, num_requests=200, num_kills=1)
     assert not found
     assert weather.tally.ends[FINISHED] >= 50
@@ -85,9 +81,7 @@ def test_other_clients_are_served_during_a_hostile_template(tmp_path: Path) -> N
             assert not target.strike(name, at_once=2).complaints(slack=None)
 
 
-def test_memory_is_measured_while_small_requests_end_well(
-    model: Path,
-) -> None:
+def test_memory_is_measured_while_small_requests_end_well(model: Path) -> None:
     family, load = measure(model, num_requests=150, num_clients=4)
     assert not load.wrong
     assert load.ends.total() == 150

@@ -1,7 +1,7 @@
 """A scripted engine and a gateway, one of each per test module.
 
-A module can set the options of both in its dicts ENGINE and GATEWAY. The engine is reset before
-each test, and a test must leave no request open.
+A module can set the options of both in its dicts ENGINE and GATEWAY. A store is then the name of a
+file in a new folder. The engine is reset before each test, and a test must leave no request open.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine
+
+STORES = {"response_store", "file_store"}
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +26,15 @@ def engine(
 
 
 @pytest.fixture(scope="module")
-def gateway(request: pytest.FixtureRequest, engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+def gateway(
+    request: pytest.FixtureRequest,
+    engine: ScriptedEngine,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[GatewayProcess]:
     options = getattr(request.module, "GATEWAY", {})
-    with GatewayProcess(engine=engine.address, **options) as gateway:
+    folder = tmp_path_factory.mktemp("stores")
+    stores = {name: str(folder / options[name]) for name in STORES & options.keys()}
+    with GatewayProcess(engine=engine.address, **options | stores) as gateway:
         yield gateway.await_ready()
 
 

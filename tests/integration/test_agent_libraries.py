@@ -8,7 +8,7 @@ over to another agent, and send back items as they received them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import agents
@@ -41,13 +41,7 @@ class Report(BaseModel):
 ENGINE = {"card": thinking_card(), "max_len": 1 << 20}
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    store = str(tmp_path_factory.mktemp("store") / "responses.db")
-    with GatewayProcess(engine=engine.address, response_store=store) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {"response_store": "responses.db"}
 
 
 def follows(engine: ScriptedEngine, *turns: tuple[str, str]) -> None:

@@ -4,7 +4,7 @@ same conversation on the other APIs, whether the answer is whole, cut short or m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,7 @@ from tests.support.api_prompts import BODIES, chat_body, messages_body
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import events_of
 from tests.support.responses import typed_events
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    prompt_of,
-    text_reply,
-    thinking_card,
-)
+from tests.support.scripted_engine import ScriptedEngine, prompt_of, text_reply, thinking_card
 
 ENGINE = {"card": thinking_card(), "max_len": 1 << 14}
 ASKED = [{"role": "user", "content": "?"}]
@@ -48,13 +43,7 @@ ANSWERS: Mapping[str, str] = {
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    store = str(tmp_path_factory.mktemp("store") / "responses.db")
-    with GatewayProcess(engine=engine.address, served_name=["m"], response_store=store) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {"served_name": ["m"], "response_store": "responses.db"}
 
 
 def says(engine: ScriptedEngine, text: str) -> None:

@@ -17,7 +17,7 @@ from gateway.http.sse import KEEP_ALIVE
 from protocol.wire.errors import ErrorInfo
 from tests.support.anthropic import anthropic_events, message_of, prompt_tokens
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import connect, exchange, read_head, send_post
+from tests.support.http import exchange
 from tests.support.scripted_engine import (
     BLOCK_TOKENS,
     ScriptedEngine,
@@ -74,40 +74,7 @@ def whole(gateway: GatewayProcess, body: dict[str, Any], **options: Any) -> Any:
     return response.json()
 
 
-def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    content = [
-        {name: value for name, value in block.items() if name != "id"}
-        for block in message["content"]
-    ]
-    return {**message, "id": "", "content": content}
-
-
 # ---- answers
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "text": ("Hello, wörld! 👋", {}),
-    "thinks, says, calls": (THINKS_SAYS_CALLS, {"tools": [WEATHER]}),
-    "calls twice": (CALL + CALL, {"tools": [WEATHER]}),
-    "stop sequence": ("one two END three", {"stop_sequences": ["END", "nowhere"]}),
-    "length": ("one two three", {"max_tokens": 5}),
-    "cut off in a call": (CALL, {"tools": [WEATHER], "max_tokens": 60}),
-    "no JSON": (CALL.replace('"Köln"', "Köln"), {"tools": [WEATHER]}),
-    "hidden thinking": (
-        THINKS_SAYS_CALLS,
-        {"tools": [WEATHER], "thinking": {"type": "adaptive", "display": "omitted"}},
-    ),
-}
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize("case", CASES)
-def test_the_whole_answer_is_the_stream_folded(
-    case: str, size: int, engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    text, more = CASES[case]
-    answers(engine, text, size=size)
-    reply = message_of(stream(gateway, {**ASKED, **more}))
-    assert without_ids(reply) == without_ids(whole(gateway, {**ASKED, **more}))
 
 
 def test_an_answer_has_thinking_text_and_calls(
@@ -165,13 +132,6 @@ def test_a_budget_and_parameters_reach_the_engine(
     assert params.max_tokens == 1 << 16  # the whole context is as much as there is
 
 
-def test_an_answer_continues_a_prefilled_assistant_turn(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    whole(gateway, {**ASKED, "messages": [*HI, {"role": "assistant", "content": "Well,"}]})
-    assert text_of(engine.generates[0].prompt.tolist()).endswith("<assistant>Well,")
-
-
 def test_a_silent_stream_is_kept_alive_with_comments_and_then_pings(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
@@ -186,17 +146,6 @@ def test_a_silent_stream_is_kept_alive_with_comments_and_then_pings(
         assert before
         kinds = [event["type"] for event in anthropic_events(start + after)]
         assert kinds.count("ping") > 1
-
-
-def test_a_request_is_aborted_if_its_client_hangs_up(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    engine.script = lambda generate: text_reply("x" * 400)
-    engine.step_s = 0.02
-    with connect(gateway.port) as client, client.makefile("rb") as file:
-        send_post(client, MESSAGES, {**ASKED, "stream": True})
-        read_head(file)
-    engine.await_abort(engine.generates[-1].request)
 
 
 def test_fields_without_effect_are_named(gateway: GatewayProcess) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,19 +19,12 @@ USUAL_PROXY_S = 60
 """How long nginx, and the load balancers of large clouds, keep an idle connection by default."""
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    store = str(tmp_path_factory.mktemp("files") / "files.db")
-    with GatewayProcess(
-        engine=engine.address,
-        api_key=[KEY],
-        file_store=store,
-        max_body_mib=1,
-        idle_timeout_s=1,
-    ) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {
+    "api_key": [KEY],
+    "file_store": "files.db",
+    "max_body_mib": 1,
+    "idle_timeout_s": 1,
+}
 
 
 def head(
@@ -102,9 +94,7 @@ def test_a_client_that_does_not_wait_gets_the_answer_alone(
         assert read_head(file)[0] == 200
 
 
-def test_an_idle_connection_is_closed_after_the_time_of_the_option(
-    gateway: GatewayProcess,
-) -> None:
+def test_an_idle_connection_is_closed_after_the_time_of_the_option(gateway: GatewayProcess) -> None:
     with connect(gateway.port) as client, client.makefile("rb") as file:
         client.sendall(head(expects=False) + BODY)
         status, headers = read_head(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,14 +28,7 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 ENGINE = {"script": lambda generate: text_reply("Hello!")}
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    store = tmp_path_factory.mktemp("store") / "responses.db"
-    config: dict[str, Any] = {"engine": engine.address, "response_store": str(store)}
-    with GatewayProcess(**config, default_sampling=SERVERS) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {"default_sampling": SERVERS, "response_store": "responses.db"}
 
 
 def sampled(

@@ -131,9 +131,7 @@ def test_one_of_many_programs_started_at_once_gets_the_device_and_the_others_nam
     assert machine.holders() == [first.process.pid]
 
 
-def test_programs_can_share_a_device_only_if_all_of_them_do(
-    machine: DeviceMachine,
-) -> None:
+def test_programs_can_share_a_device_only_if_all_of_them_do(machine: DeviceMachine) -> None:
     both = [machine.holds(shares=True), machine.holds(shares=True)]
     assert sorted(machine.holders()) == sorted(program.process.pid for program in both)
     with pytest.raises(DeviceInUse, match=r"UTC, shared\) and pid .*, or share it \("):

@@ -15,12 +15,7 @@ from protocol.engine.encoding import MAX_INPUTS, EncodingCard, PairPrompt
 from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, error_of, json_of, metric_of, send_post
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    ids_of,
-    scripted_card,
-    scripted_vector,
-)
+from tests.support.scripted_engine import ScriptedEngine, ids_of, scripted_card, scripted_vector
 from tests.support.waiting import eventually
 
 SIZE, MAX_TOKENS = 6, 64
@@ -150,7 +145,6 @@ def test_too_long_inputs_are_truncated_on_request(
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no input": ({}, "input"),
     "an empty list": ({"input": []}, "input"),
     "an empty text": ({"input": ["a", ""]}, "input[1]"),
     "empty ids": ({"input": [[1], []]}, "input[1]"),
@@ -161,7 +155,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a token outside the vocabulary": ({"input": [[1], [259]]}, "input[1][0]"),
     "a negative token": ({"input": [-1]}, "input[0]"),
     "too many inputs": ({"input": ["a"] * (MAX_INPUTS + 1)}, "input"),
-    "an unknown format": ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
     "too many dimensions": ({"input": "a", "dimensions": SIZE + 1}, "dimensions"),
     "no dimensions": ({"input": "a", "dimensions": 0}, "dimensions"),
     "an unknown prompt": ({"input": "a", "prompt_name": "x"}, "prompt_name"),

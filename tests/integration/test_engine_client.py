@@ -23,9 +23,7 @@ def run_hub_until(claim: Callable[[], bool]) -> None:
     assert eventually(claim, pause=gevent.sleep)
 
 
-def test_a_busy_client_gets_all_outputs_in_fewer_pieces(
-    tmp_path: Path,
-) -> None:
+def test_a_busy_client_gets_all_outputs_in_fewer_pieces(tmp_path: Path) -> None:
     said = {n: [[n * 1000 + step] for step in range(STEPS)] for n in (1, 2)}
     address = f"ipc://{tmp_path / 'engine.sock'}"
     with (

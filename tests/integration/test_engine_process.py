@@ -325,9 +325,7 @@ def test_a_client_that_lost_its_session_gets_another_welcome(raw: RawClient) -> 
         assert isinstance(raw.receive(), Welcome)
 
 
-def test_any_client_can_abort_a_request_by_its_label(
-    shared: EngineProcess,
-) -> None:
+def test_any_client_can_abort_a_request_by_its_label(shared: EngineProcess) -> None:
     with connect(shared) as engine, connect(shared) as other:
         labels = ["job-1", "chat-job-1"]
         long = engine.generate([5, 6], max_tokens=1500, ignore_eos=True, labels=labels)

@@ -228,13 +228,7 @@ BODIES = [(op.rule, kind) for op in operations() for kind in op.takes if op.take
 """The fields of forms are tested in batches/test_files.py."""
 
 
-@pytest.fixture(scope="module")
-def gateway(
-    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    files = str(tmp_path_factory.mktemp("files") / "files.db")
-    with GatewayProcess(engine=engine.address, file_store=files) as gateway:
-        yield gateway.await_ready()
+GATEWAY = {"file_store": "files.db"}
 
 
 @pytest.mark.parametrize(

@@ -268,9 +268,7 @@ def test_health_checks_and_scrapes_are_counted_and_not_logged(address: str) -> N
         assert not re.search(r" (/livez|/startupz|/readyz|/health|/metrics) ", gateway.log)
 
 
-def test_a_drain_finishes_streams_and_accepts_nothing_new(
-    address: str,
-) -> None:
+def test_a_drain_finishes_streams_and_accepts_nothing_new(address: str) -> None:
     never = 10 * HANG_S
     with (
         ScriptedEngine(address) as engine,

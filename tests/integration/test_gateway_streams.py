@@ -3,7 +3,6 @@ to."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -293,25 +292,6 @@ def test_answers_of_one_request_interleave_and_are_never_mixed_up(
     assert order[:6] == [0, 1, 2, 0, 1, 2]
 
 
-def test_no_delta_ends_inside_a_character(engine: ScriptedEngine, gateway: GatewayProcess) -> None:
-    text = "né 日本語 👩‍👩‍👧‍👦 🂡 é"
-    engine.script = lambda generate: text_reply(text)
-    deltas = [
-        e["choices"][0]["delta"].get("content") for e in stream(gateway, CHAT, {"messages": HI})
-    ]
-    assert "".join(filter(None, deltas)) == text
-    assert not any("\ufffd" in (delta or "") for delta in deltas)
-
-
-def test_a_broken_character_becomes_a_replacement_character_in_the_end(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    engine.script = lambda generate: TokenReply(
-        [[104], [0xE6, 0x97]], finish="length", stop_token=None
-    )
-    assert fold_stream(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == "h\ufffd"
-
-
 def test_a_silent_stream_is_kept_alive_with_comments(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
@@ -397,14 +377,3 @@ def test_a_text_is_tokenized_and_back(gateway: GatewayProcess) -> None:
     assert gateway.post("/tokenize", {"prompt": "né"}).json()["token_strs"] is None
     back = gateway.post("/detokenize", {"model": "scripted", "tokens": answer["tokens"]}).json()
     assert back == {"prompt": "né"}
-
-
-def test_a_stream_is_valid_json_for_any_text(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    text = 'quote " back \\ slash / line \n tab \t zero \x00 separator \u2028 end'
-    engine.script = lambda generate: text_reply(text, size=7)
-    assert fold_stream(stream(gateway, CHAT, {"messages": HI}))[0]["text"] == text
-    assert json.dumps(text) == json.dumps(
-        gateway.post(CHAT, {"messages": HI}).json()["choices"][0]["message"]["content"]
-    )

@@ -83,22 +83,6 @@ def test_choices_of_one_request_have_their_own_seeds(
     assert tokens_of(events) == {i: [*ids_of(f"answer {5 + i}"), EOS] for i in range(3)}
 
 
-def test_a_stop_string_ends_the_tokens_and_aborts_at_the_engine(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    engine.script = lambda generate: TokenReply(
-        [[i] for i in ids_of("one two three")] + [[]] * 10_000
-    )
-    events = stream(gateway, body({"stop": " two"}))
-    assert tokens_of(events) == {0: ids_of("one two")}
-    assert events[-1]["choices"][0]["stop_reason"] == " two"
-    engine.await_abort(engine.generates[0].request)
-    engine.script = lambda generate: TokenReply([ids_of("one two three")])
-    whole = gateway.post(GENERATE, body({"stop": " two"})).json()
-    assert whole["choices"][0]["token_ids"] == ids_of("one two")
-    assert whole["usage"]["completion_tokens"] == len("one two")
-
-
 @pytest.mark.parametrize("before", [b"", b"some"], ids=["at once", "in the middle"])
 def test_an_error_on_an_empty_delta_is_an_event_and_the_end(
     before: bytes, engine: ScriptedEngine, gateway: GatewayProcess
@@ -137,36 +121,10 @@ def test_an_engine_refusal_has_its_status_and_the_requests_field_names(
             assert (response.status_code, response.json()["error"]["param"]) == (status, result)
 
 
-def test_a_bad_body_never_reaches_the_engine(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    for said, param in (
-        (body({"temperature": 9}), "sampling_params.temperature"),
-        (body(features={}), "features"),
-        ({"token_ids": [1]}, "sampling_params"),
-    ):
-        response = gateway.post(GENERATE, said)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert gateway.post(GENERATE, body(model="other")).status_code == 404
-    assert engine.generates == []
-
-
 def test_fields_without_effect_are_named_in_header_and_body(gateway: GatewayProcess) -> None:
     response = gateway.post(GENERATE, body(mood=1))
     assert response.headers["x-ignored-fields"] == "mood"
     assert response.json()["ignored_params"] == ["mood"]
-
-
-def test_a_client_that_hangs_up_leaves_nothing_behind(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    engine.script = lambda generate: TokenReply([[65]] + [[]] * 100_000)
-    with connect(gateway.port) as client, client.makefile("rb") as file:
-        send_post(client, GENERATE, body({"n": 2}, stream=True))
-        read_head(file)
-        engine.await_generates(2)
-    for generate in engine.generates:
-        engine.await_abort(generate.request)
 
 
 # ---- abort by id

@@ -21,7 +21,6 @@ from tests.support.waiting import eventually
 
 BLOCK = 16
 PROMPT = [3 + (7 * i * i + i) % 90 for i in range(20 * BLOCK + 5)]
-OTHERS = [[3 + (n + 5 * i) % 90 for i in range(20 * BLOCK)] for n in range(2)]
 LOADED = 20 * BLOCK
 """Tokens of PROMPT that can be loaded: those in its full blocks."""
 
@@ -105,19 +104,6 @@ def test_a_prompt_is_loaded_from_disk_after_a_restart(
         assert engine.stats.num_tier_loaded == {"disk": 20}
         computed = len(PROMPT) - LOADED + len(plain) - 1
         assert engine.stats.num_computed_tokens == computed
-
-
-def test_evicted_blocks_are_loaded_from_host_memory(
-    checkpoint: Path, tmp_path: Path, plain: list[int]
-) -> None:
-    with served(checkpoint, tmp_path, kv_host_gib=0.01) as (_, engine):
-        generate(engine)
-        for other in OTHERS:
-            assert generate(engine, other)[1].cached_tokens == 0
-        assert stored(engine, "host", 60)
-        tokens, usage = generate(engine)
-        assert (tokens, usage.cached_tokens) == (plain, LOADED)
-        assert eventually(lambda: engine.stats.num_tier_loaded == {"host": 20})
 
 
 def test_a_damaged_file_is_computed_again_and_written_anew(

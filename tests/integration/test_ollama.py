@@ -167,16 +167,6 @@ def test_logprobs_have_one_item_per_token(gateway: GatewayProcess, engine: Scrip
     assert len(ask(gateway, GENERATE, prompt="x", raw=True, logprobs=True)["logprobs"]) == 3
 
 
-def test_a_failure_ends_a_stream_with_a_line(
-    gateway: GatewayProcess, engine: ScriptedEngine
-) -> None:
-    engine.script = lambda generate: TokenReply([[104], [105]], "error", None)
-    *_, last = stream(gateway, CHAT, messages=HI)
-    assert last.keys() == {"error"}
-    answer = gateway.post(CHAT, {"model": "scripted", "messages": HI, "stream": False})
-    assert (answer.status_code, answer.json().keys()) == (500, {"error"})
-
-
 def test_a_silent_stream_is_kept_alive_without_empty_lines(
     gateway: GatewayProcess, engine: ScriptedEngine
 ) -> None:
@@ -192,16 +182,6 @@ def test_a_silent_stream_is_kept_alive_without_empty_lines(
     lines = data.splitlines()
     assert all(lines)
     assert folded([json.loads(line) for line in lines], "message", "content") == "Hi"
-
-
-def test_a_client_that_hangs_up_frees_its_request(
-    gateway: GatewayProcess, engine: ScriptedEngine
-) -> None:
-    engine.script = lambda generate: TokenReply([[104]] * 100_000)
-    body = {"model": "scripted", "prompt": "x"}
-    with requests.post(gateway.url + GENERATE, json=body, stream=True, timeout=20) as answer:
-        next(answer.iter_lines())
-    engine.await_abort(engine.generates[-1].request)
 
 
 # ---- requests

@@ -139,9 +139,7 @@ def test_a_gateway_before_an_engine_that_drains_is_not_ready(tmp_path: Path) -> 
         assert requests.get(gateway.url + "/livez", timeout=5).ok
 
 
-def test_top_redraws_a_terminal_until_quit_and_restores_it(
-    engine: tuple[Program, str],
-) -> None:
+def test_top_redraws_a_terminal_until_quit_and_restores_it(engine: tuple[Program, str]) -> None:
     _, address = engine
     terminal = PseudoTerminal([*TOOL, "top", "--engine", address, "--every-s", "60"], 100, 30)
     try:

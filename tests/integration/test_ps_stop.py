@@ -134,9 +134,7 @@ def test_children_of_a_killed_supervisor_are_found_and_stopped(machine: ServerMa
     assert machine.places() == {}
 
 
-def test_sockets_of_dead_servers_are_removed(
-    machine: ServerMachine,
-) -> None:
+def test_sockets_of_dead_servers_are_removed(machine: ServerMachine) -> None:
     assert machine.places() == {}
     assert "nothing runs at 8001" in machine.tool("stop", "8001", code=1)
     server = machine.serve("8001")

@@ -17,13 +17,7 @@ from gateway.prompt.template import ChatTemplate, ParsedTemplate
 from gateway.prompt.written import WrittenTurns
 from gateway.sandbox.clients import MAX_WAITING, SandboxedTemplate, TemplateProcesses
 from gateway.sandbox.messages import LoadTemplate, TemplateLoaded
-from gateway.sandbox.process import (
-    MODULE,
-    SMALL_BYTES,
-    LimitExceeded,
-    SandboxPool,
-    SandboxProcess,
-)
+from gateway.sandbox.process import MODULE, SMALL_BYTES, LimitExceeded, SandboxPool, SandboxProcess
 from protocol.wire.errors import InvalidRequest, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.hostile_templates import LARGE, REFUSED, SLOW
@@ -197,9 +191,7 @@ def test_signals_for_the_whole_group_do_not_end_it(limited: SandboxProcess) -> N
     assert limited.pid == before
 
 
-def test_a_process_that_has_grown_is_replaced_and_its_reply_is_kept(
-    usual: SandboxProcess,
-) -> None:
+def test_a_process_that_has_grown_is_replaced_and_its_reply_is_kept(usual: SandboxProcess) -> None:
     template = SandboxedTemplate(usual, PLAIN, {})
     before = usual.pid
     keeps_much = "{% set x = '" + "é" * 9_000_000 + "' %}"

@@ -181,9 +181,7 @@ def _short(gateway: GatewayProcess) -> str:
 # ---- who never reads
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(
-    engine: ScriptedEngine,
-) -> None:
+def test_a_client_that_reads_nothing_is_cut_off_and_delays_no_other(engine: ScriptedEngine) -> None:
     """Only one delta waits for this client, so it is disconnected by the timeout, not because too
     many bytes wait."""
     with (

@@ -138,9 +138,7 @@ def test_answers_are_those_of_one_engine_and_each_prompt_is_computed_once(
             view.wait_until_free()
 
 
-def test_an_expired_handle_is_computed_again(
-    split: SplitServer,
-) -> None:
+def test_an_expired_handle_is_computed_again(split: SplitServer) -> None:
     prompt = prompts(1)[0]
     handle = split.prefill(prompt)
     with split.p.view() as view:

@@ -17,12 +17,10 @@ import tokenizers
 from protocol.engine.grammar import Body, ChoiceGrammar, Grammar, JsonSchema, Regex, Thinking
 from protocol.engine.sampling import SamplingParams
 from protocol.sdk.client import Client
-from protocol.wire.errors import InvalidRequest
 from tests.support.grammars import schema, signs_tokenizer, text_of
 from tests.support.processes import Program
 from tests.support.replica import Replica, load
 from tests.support.tiny_checkpoint import write_babbling_llama, write_tiny_llama
-from tests.support.waiting import eventually
 
 # ---- the tokens of the default model
 
@@ -161,34 +159,6 @@ def test_the_engine_enforces_a_clients_grammar(engine: Client) -> None:
     answers = [text_of(generation.tokens()) for generation in generations]
     assert all(re.fullmatch("[ab]{5,9}c", answer) for answer in answers)
     assert len(set(answers)) > 5
-
-
-def test_a_bad_grammar_is_refused_by_name_and_others_are_not_touched(engine: Client) -> None:
-    other = engine.generate([5], max_tokens=50, ignore_eos=True)
-    with pytest.raises(InvalidRequest, match="dependentRequired") as caught:
-        engine.generate([5], grammar=Grammar(body=BAD)).tokens()
-    assert caught.value.param == "grammar"
-    assert len(other.tokens()) == 50
-
-
-BAD = JsonSchema(text='{"type":"object","dependentRequired":{"a":["b"]}}')
-
-
-def test_leaving_while_the_grammar_is_compiled_leaves_nothing_behind(engine: Client) -> None:
-    generations = [engine.generate([5], grammar=Grammar(body=wide(1500 + n))) for n in range(4)]
-    for generation in generations:
-        generation.close()
-    assert text_of(engine.generate([5], grammar=Grammar(body=YES)).tokens()) == "yes"
-    is_free = eventually(lambda: not engine.stats.running and not engine.stats.waiting)
-    assert is_free, engine.stats
-
-
-YES = ChoiceGrammar(choices=["yes"])
-
-
-def wide(num: int) -> JsonSchema:
-    properties = {f"name_{n}": {"type": "string"} for n in range(num)}
-    return JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
 
 
 def test_many_clients_with_many_grammars_at_once(engine: Client) -> None:

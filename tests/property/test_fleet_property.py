@@ -19,14 +19,7 @@ import pytest
 
 from protocol.tools.control import ModelStates, ReportUse
 from tests.support.examples import examples
-from tools.processes.fleet import (
-    LOADED,
-    DrainModel,
-    Fleet,
-    FleetAction,
-    FleetLimits,
-    ModelRefused,
-)
+from tools.processes.fleet import LOADED, DrainModel, Fleet, FleetAction, FleetLimits, ModelRefused
 
 REQUESTS_UNTIL_S = 120.0
 END_S = 3000.0

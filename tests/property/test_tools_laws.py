@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from gateway.formats.events import OutputWarning, ToolArguments, ToolCall, ToolCallEnd, merged
-from tests.property import (
-    test_tools_arg_pairs,
-    test_tools_functionary,
-    test_tools_gemma,
-    test_tools_json,
-    test_tools_messages,
-    test_tools_nested,
-    test_tools_pythonic,
-    test_tools_response_template,
-    test_tools_xml,
-    test_tools_xtml,
-)
+from tests.property.test_tools_nested import NS
+from tests.property.tool_samples import BY_NAME, EACH, SAMPLES
+from tests.support.cuts import at_random
+from tests.support.examples import examples
 from tests.support.format_tools import TYPED_TOOLS, parsed_events
 from tests.support.formats import (
+    Call,
     Fixture,
     Reading,
     Sample,
     check,
     content,
     cut_off,
-    fixtures,
+    difference,
     lexicon,
     read,
     units,
     vocabularies,
-)
-
-ANSWERS: list[tuple[Sample, Sequence[Fixture]]] = [
-    *(
-        (sample, fixtures(sample))
-        for module in (
-            test_tools_json,
-            test_tools_arg_pairs,
-            test_tools_gemma,
-            test_tools_nested,
-            test_tools_xml,
-        )
-        for sample in module.SAMPLES
-    ),
-    *((sample, test_tools_pythonic.cases(sample)) for sample in test_tools_pythonic.SAMPLES),
-    *((sample, test_tools_messages.cases(sample)) for sample in test_tools_messages.SAMPLES),
-    *((sample, test_tools_functionary.cases(sample)) for sample in test_tools_functionary.SAMPLES),
-    (test_tools_xtml.K3, test_tools_xtml.cases()),
-]
-"""(sample, answers) of every syntax that has a name."""
-SAMPLES = {sample.name: sample for sample, _ in ANSWERS}
-FROM_TEMPLATES = [
-    (sample, test_tools_response_template.cases(sample))
-    for sample in test_tools_response_template.SAMPLES
-]
-"""(sample, answers) of syntaxes that a checkpoint describes."""
-EACH = pytest.mark.parametrize(
-    ("sample", "cases"),
-    [pytest.param(*answer, id=answer[0].name) for answer in ANSWERS]
-    + [pytest.param(*answer, id=f"{answer[0].name} (template)") for answer in FROM_TEMPLATES],
 )
 
 
@@ -119,9 +85,6 @@ def test_a_string_is_emitted_while_it_is_written(sample: Sample, cases: Sequence
         assert merged(reading.events) == [ToolArguments(0, "Osl")]
 
 
-NS = test_tools_nested.NS
-
-
 @pytest.mark.parametrize(
     ("name", "start"),
     [
@@ -166,3 +129,33 @@ def test_a_marker_with_no_call_after_it_is_content_with_a_warning(name: str, tex
     assert content(events) == text
     assert any(isinstance(event, OutputWarning) for event in events)
     assert not any(isinstance(event, ToolCall) for event in events)
+
+
+NUM_TEXTS = examples(40, 1000)
+ANYWHERE = (*"\"'{}[]()<>:=,;.\\", " ", "\n", "a b", "7", "true", "r'", "''", "\n\n", "語")
+"""Pieces that may stand anywhere in an answer."""
+
+
+def scraps(sample: Sample) -> list[str]:
+    """Return the pieces of two calls: markers, words and signs."""
+    text = sample.write([Call("run", {"code": "x", "e": "y"}), Call("now")][: sample.max_calls], 0)
+    markers = sorted(sample.format.markers(), key=len, reverse=True)
+    return re.findall("|".join([*map(re.escape, markers), r"\w+|\s|[^\w\s]+"]), text)
+
+
+@BY_NAME
+def test_the_meaning_of_scraps_of_calls_does_not_depend_on_the_cut(name: str) -> None:
+    sample = replace(SAMPLES[name], tools=TYPED_TOOLS)
+    rng = random.Random(name)
+    pieces = scraps(sample)
+    for _ in range(NUM_TEXTS):
+        start = rng.randint(0, len(pieces))  # scraps in their order lead into all states
+        text = "".join([*pieces[:start], *rng.choices([*pieces, *ANYWHERE], k=rng.randint(1, 25))])
+        case = Fixture("scraps", text, [], complete=rng.random() < 0.8)
+        for tokens in (True, False)[: 1 + sample.spelt_ok]:
+            words = lexicon(sample, tokens=tokens)
+            found = units(text, words)
+            case = replace(case, events=read(sample, [found], words, case))
+            for deltas in ([[unit] for unit in found], at_random(found, rng)):
+                said = read(sample, deltas, words, case)
+                assert said == case.events, difference(case, deltas, said)

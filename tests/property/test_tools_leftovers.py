@@ -13,13 +13,9 @@ from gateway.formats.events import OutputWarning, ToolCallEnd
 from gateway.formats.lexicon import Lexicon
 from gateway.formats.registry import TOOLS, ToolSyntax
 from gateway.formats.response_template import ResponseTemplate
-from tests.property.test_tools_laws import ANSWERS, FROM_TEMPLATES
+from tests.property.tool_samples import BY_NAME, SAMPLES
 from tests.support.formats import Call, Fixture, Sample, lexicon, read, units, warnings
 
-SAMPLES = {sample.name: sample for sample, _ in ANSWERS} | {
-    f"{sample.name} (template)": sample for sample, _ in FROM_TEMPLATES
-}
-EACH = pytest.mark.parametrize("name", SAMPLES)
 BOTH = pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
 UNDECLARED = Call("elsewhere", {"city": "Oslo"})
 
@@ -60,7 +56,7 @@ def silent(sample: Sample, text: str, words: Lexicon) -> bool:
     return not ended and PARSE_FAILED not in warnings(found)
 
 
-@EACH
+@BY_NAME
 @BOTH
 def test_markup_of_calls_without_a_call_has_a_warning(name: str, tokens: bool) -> None:
     sample = SAMPLES[name]
@@ -73,7 +69,7 @@ def test_markup_of_calls_without_a_call_has_a_warning(name: str, tokens: bool) -
                 assert not silent(sample, text, words), text
 
 
-@EACH
+@BY_NAME
 def test_a_plain_answer_has_no_warning(name: str) -> None:
     sample = SAMPLES[name]
     text = 'Use <b>f(x)</b>, [a] and {"city": "Oslo"}; a < b. ```json\n{}\n``` is JSON.'

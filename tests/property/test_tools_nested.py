@@ -13,14 +13,7 @@ from gateway.formats.named_json import plamo_begin, plamo_end
 from gateway.formats.reasoning import THINK
 from gateway.formats.registry import Format
 from tests.support.format_tools import arguments_of, parsed_events, tool
-from tests.support.formats import (
-    Call,
-    Sample,
-    check,
-    dumps,
-    reasoning_writer,
-    written,
-)
+from tests.support.formats import Call, Sample, check, dumps, reasoning_writer, written
 
 NS = "]<]minimax[>["
 STRING = {"type": "string"}

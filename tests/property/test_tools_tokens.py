@@ -19,7 +19,7 @@ from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS, bind
 from protocol.engine.messages import Output
 from tests.property import test_reasoning
-from tests.property.test_tools_laws import ANSWERS
+from tests.property.tool_samples import ANSWERS
 from tests.support.cuts import all_cuts
 from tests.support.formats import JOINT, ROWS, Fixture, FormatRow, Sample, without_ids
 from tests.support.tokenizers import REAL_NAMES, tokenizer_of

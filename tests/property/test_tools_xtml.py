@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.events import (
-    Content,
-    Reasoning,
-    ToolCall,
-    ToolCallEnd,
-)
+from gateway.formats.events import Content, Reasoning, ToolCall, ToolCallEnd
 from gateway.formats.registry import Format
 from gateway.formats.xtml import FORMATS
 from tests.support.format_tools import arguments_of, parsed_events, plain

@@ -98,7 +98,14 @@ TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "llama": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "llama": {
+        "tied": TIED,
+        "biases": BIASED | {"mlp_bias": True},
+        "narrow heads": {"head_dim": 16},
+        "one key/value head": {"num_key_value_heads": 1},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        **ROPES,
+    },
     "granite": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
     "granitemoehybrid": {
         "tied": TIED,

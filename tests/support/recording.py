@@ -25,14 +25,7 @@ from protocol.worker.steps import StepResult
 from tests.support.adapters import random_adapter
 from tests.support.grammars import EOS, signs_tokenizer
 from tests.support.handover import KVNetwork
-from tests.support.replica import (
-    Executed,
-    Replica,
-    load,
-    new_cache,
-    new_runner,
-    slot_table,
-)
+from tests.support.replica import Executed, Replica, load, new_cache, new_runner, slot_table
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
 from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter

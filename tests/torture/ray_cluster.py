@@ -27,13 +27,7 @@ from tests.support.ray_nodes import ClusterServer, RayNodes, ray_nodes
 from tests.support.streams import run_all, varied_requests
 from tests.support.tiny_checkpoint import FITTING, write_babbling_llama
 from tests.support.waiting import eventually
-from tests.torture.failover import (
-    COLUMNS,
-    FailoverRow,
-    differences,
-    num_moved,
-    stream_with_fault,
-)
+from tests.torture.failover import COLUMNS, FailoverRow, differences, num_moved, stream_with_fault
 from tests.torture.table import print_table
 
 DTYPE = "float32"

@@ -320,8 +320,6 @@ def test_a_tool_choice_becomes_that_of_a_chat(
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
             "tool_choice.disable_parallel_tool_use",
         ),
-        ({"container": "abc"}, "container"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_config": {"task_budget": 3}}, "output_config.task_budget"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
         ({"output_format": 3}, "output_format"),

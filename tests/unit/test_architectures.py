@@ -64,9 +64,7 @@ def test_every_type_whose_models_another_class_computes_is_listed() -> None:
 
 
 @pytest.mark.parametrize("kind", BORROWED)
-def test_a_type_that_another_class_computes_does_not_contradict_its_architecture(
-    kind: str,
-) -> None:
+def test_a_type_that_another_class_computes_does_not_contradict_its_architecture(kind: str) -> None:
     name, published = BORROWED[kind]
     for architectures in (None, [name], [published]):
         config = {"architectures": architectures, "model_type": kind}

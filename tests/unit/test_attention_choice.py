@@ -366,9 +366,7 @@ def set_processors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-def test_the_needs_of_a_model_are_those_of_all_its_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_needs_of_a_model_are_those_of_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     set_processors(monkeypatch, 142)
     odd = replace(PLAIN, num_heads=8, soft_cap=30.0)

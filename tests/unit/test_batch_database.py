@@ -26,12 +26,7 @@ from gateway.store.batch_database import (
     UnknownId,
 )
 from gateway.store.batch_queries import NewBatch, NewFile, StoredBatch
-from gateway.store.batch_states import (
-    FINAL,
-    BatchEvent,
-    BatchStatus,
-    CannotCancel,
-)
+from gateway.store.batch_states import FINAL, BatchEvent, BatchStatus, CannotCancel
 
 NOW = 1_000_000.0
 DAY_S = 86400.0

@@ -9,14 +9,7 @@ from tokenizers import AddedToken
 
 from gateway.formats import detect as detection
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
-from gateway.formats.detect import (
-    ANY,
-    REASONING_RULES,
-    TOOL_RULES,
-    Detected,
-    DetectionRule,
-    detect,
-)
+from gateway.formats.detect import ANY, REASONING_RULES, TOOL_RULES, Detected, DetectionRule, detect
 from gateway.formats.events import (
     Content,
     Event,

@@ -33,13 +33,7 @@ from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
-from worker.startup.profile_run import (
-    CACHE_BLOCKS,
-    ProfileRun,
-    RowSpan,
-    largest_steps,
-    measure,
-)
+from worker.startup.profile_run import CACHE_BLOCKS, ProfileRun, RowSpan, largest_steps, measure
 from worker.startup.reserve import measured_memory
 from worker.startup.runner_parts import RunnerParts
 from worker.startup.warm_up import warm_up

@@ -346,6 +346,7 @@ def chain(length: int) -> str:
         (Lark(text="start: <nowhere>"), "nowhere"),
         (Lark(text="start: " + "(" * 20_000), "nested"),
         (Lark(text="start: @other"), "other"),
+        (Lark(text='start: "a" "'), "lexer error"),
         (Lark(text='start: "a"', schemas={"x": "["}), "not a JSON object"),
         (Gbnf(text="root = x"), "GBNF"),
         (Gbnf(text="root ::= " + "(" * 20_000), "nested"),

@@ -9,9 +9,7 @@ import pytest
 from protocol.process.exit_codes import ExitCode
 from tests.support.simulated_ray import SimulatedRay
 from tools.cluster.placement import HINT_S, SPREAD_S, SUSPECT_S, EngineLoss, Placement
-from tools.cluster.placement_states import (
-    PlacementState,
-)
+from tools.cluster.placement_states import PlacementState
 from tools.processes.actions import EndServer
 
 ONE, TWO = "engine 1", "engine 2"

@@ -1,8 +1,9 @@
 """The formats that are found for published chat templates, and what they make of their answers.
 
-The rows were written by looking at what each template renders: the markers around the name and the
-arguments of a call in the history, or else the call that its system message asks for; the markers
-around reasoning in the history, at the end of prompts, or else those that it cuts out of answers.
+The rows of tests/data/published_formats.txt were written by looking at what each template renders:
+the markers around the name and the arguments of a call in the history, or else the call that its
+system message asks for; the markers around reasoning in the history, at the end of prompts, or else
+those that it cuts out of answers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,162 +37,9 @@ from tests.support.published_templates import NAMES, NEEDS_TEMPLATES, model_text
 
 pytestmark = NEEDS_TEMPLATES
 
-FOUND = """
-axolotl__command_a cohere_command3 cohere_command3
-axolotl__command_a_rag cohere_command3 cohere_command3
-axolotl__command_a_tool_use cohere_command3 cohere_command3
-axolotl__deepseek_v3 deepseek_v3 deepseek_r1
-axolotl__exaone4 hermes qwen3
-axolotl__falcon_h1 hermes -
-axolotl__gemma4 gemma4 gemma4
-axolotl__jamba jamba -
-axolotl__llama3_2_vision llama3_json -
-axolotl__llama4 llama4_json -
-axolotl__mistral_v2v3 mistral -
-axolotl__mistral_v3_tekken mistral -
-axolotl__phi_4 - qwen3
-axolotl__qwen3 hermes qwen3
-axolotl__qwen3_5 hermes qwen3
-hfct__granite-3.1-8b-instruct granite -
-hfct__mistral-7b-instruct-v0.3 mistral -
-hfct__qwq-32b hermes qwen3
-hfct__smollm3-3b hermes qwen3
-hfjs__CISCai-Mistral-7B-Instruct-v0.3-SOTA-GGUF mistral -
-hfjs__CohereForAI-c4ai-command-r-v01-JSON-Schema - -
-hfjs__CohereLabs-c4ai-command-a-03-2025 cohere_command3 cohere_command3
-hfjs__CohereLabs-command-a-reasoning-08-2025 cohere_command3 cohere_command3
-hfjs__MadeAgents-Hammer2.1 hammer -
-hfjs__NousResearch-Hermes-2-Pro-Llama-3-8B-JSON-Schema hermes -
-hfjs__Qwen-Qwen3.5-4B qwen3_coder qwen3
-hfjs__ai21labs-AI21-Jamba-Large-1.6 jamba -
-hfjs__deepseek-ai-DeepSeek-R1 deepseek_v3 deepseek_r1
-hfjs__meetkai-functionary-medium-v2.2 functionary_v22 -
-hfjs__meta-llama-Llama-3.2-11B-Vision-Instruct llama3_json -
-hfjs__mistralai-Mistral-7B-Instruct-v0.3-JSON-Schema mistral -
-hfjs__mistralai-Mistral-Nemo-Instruct-2407 mistral -
-hfjs__moonshotai-Kimi-K2-Thinking kimi_k2 kimi_k2
-hfjs__openbmb-MiniCPM3-4B minicpm3 minicpm3
-hfjs__zai-org-GLM-5.1 glm47 glm45
-lg__exaone_baseline hermes qwen3
-llamacpp__ByteDance-Seed-OSS seed_oss seed_oss
-llamacpp__Cohere2MoE cohere_command4 cohere_command4
-llamacpp__CohereForAI-c4ai-command-r-plus-tool_use - -
-llamacpp__CohereForAI-c4ai-command-r7b-12-2024-tool_use cohere_command3 cohere_command3
-llamacpp__GLM-4.6 glm47 glm45
-llamacpp__GigaChat3-10B-A1.8B gigachat3 -
-llamacpp__GigaChat3.1-10B-A1.8B gigachat3 -
-llamacpp__HuggingFaceTB-SmolLM3-3B - qwen3
-llamacpp__Kimi-K2-Instruct kimi_k2 -
-llamacpp__Kimi-K2-Thinking kimi_k2 kimi_k2
-llamacpp__LFM2-8B-A1B lfm2 -
-llamacpp__MiMo-VL hermes -
-llamacpp__MiniMax-M1 minimax_m1 -
-llamacpp__MiniMax-M2 minimax_m2 minimax_m2
-llamacpp__Mistral-Small-3.2-24B-Instruct-2506 mistral -
-llamacpp__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 qwen3_coder qwen3
-llamacpp__NVIDIA-Nemotron-Nano-v2 nemotron_json qwen3
-llamacpp__NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use hermes -
-llamacpp__Qwen-QwQ-32B hermes qwen3
-llamacpp__Qwen-Qwen2.5-7B-Instruct hermes -
-llamacpp__Qwen-Qwen3-0.6B hermes qwen3
-llamacpp__Qwen3-Coder qwen3_coder -
-llamacpp__Qwen3.5-4B qwen3_coder qwen3
-llamacpp__Reka-Edge hermes qwen3
-llamacpp__deepseek-ai-DeepSeek-R1-Distill-Llama-8B deepseek_v3 deepseek_r1
-llamacpp__deepseek-ai-DeepSeek-R1-Distill-Qwen-32B deepseek_v3 deepseek_v3
-llamacpp__deepseek-ai-DeepSeek-V3.1 deepseek_v31 deepseek_v3
-llamacpp__deepseek-ai-DeepSeek-V3.2 deepseek_v32 deepseek_v4
-llamacpp__deepseek-ai-DeepSeek-V4 deepseek_v4 deepseek_v4
-llamacpp__deepseek-ai-DeepSeek-V4-Flash-0731 deepseek_v4 deepseek_v4
-llamacpp__google-gemma-4-31B-it gemma4 gemma4
-llamacpp__ibm-granite-granite-3.3-2B-Instruct granite granite33
-llamacpp__ibm-granite-granite-4.0 hermes -
-llamacpp__llama-cpp-deepseek-r1 deepseek_v3 deepseek_r1
-llamacpp__llama-cpp-rwkv-world - qwen3
-llamacpp__meetkai-functionary-medium-v3.1 functionary_v31 -
-llamacpp__meetkai-functionary-medium-v3.2 functionary_v32 -
-llamacpp__meta-llama-Llama-3.1-8B-Instruct llama3_json -
-llamacpp__meta-llama-Llama-3.2-3B-Instruct llama3_json -
-llamacpp__mistralai-Mistral-Nemo-Instruct-2407 mistral -
-llamacpp__moonshotai-Kimi-K2 kimi_k2 -
-llamacpp__openai-gpt-oss-120b openai openai_gptoss
-llamacpp__openbmb-MiniCPM5-1B minicpm5 qwen3
-llamacpp__unsloth-Apriel-1.5 jamba apriel
-shared__deepseek_v3 deepseek_v3 -
-trl__deepseek_r1_distill deepseek_v3 deepseek_r1
-trl__deepseek_r1_distill_training deepseek_v3 deepseek_r1
-trl__deepseekv3 deepseek_v3 deepseek_r1
-trl__deepseekv3_training deepseek_v3 deepseek_r1
-trl__diffusion_gemma gemma4 gemma4
-trl__diffusion_gemma_training gemma4 gemma4
-trl__gemma4 gemma4 gemma4
-trl__gemma4_v2 gemma4 gemma4
-trl__gemma4_v3 gemma4 gemma4
-trl__gemma4_v4 gemma4 gemma4
-trl__gemma4_v5 gemma4 gemma4
-trl__glm4moe glm47 glm45
-trl__glm4moe_training glm47 glm45
-trl__gptoss_training openai openai_gptoss
-trl__lfm2 lfm2 -
-trl__lfm2_2_5_v2 lfm2 qwen3
-trl__lfm2_2_5_vl lfm2 qwen3
-trl__lfm2_training lfm2 -
-trl__lfm2_v2 lfm2 -
-trl__lfm2_v2_training lfm2 -
-trl__nemotron_3_5_lightning qwen3_coder qwen3
-trl__nemotron_3_5_lightning_training qwen3_coder qwen3
-trl__nemotron_3_nano_training qwen3_coder qwen3
-trl__nemotron_3_super qwen3_coder qwen3
-trl__nemotron_3_super_training qwen3_coder qwen3
-trl__nemotron_3_ultra qwen3_coder qwen3
-trl__nemotron_3_ultra_training qwen3_coder qwen3
-trl__qwen2_5_training hermes -
-trl__qwen3 hermes qwen3
-trl__qwen3_5_nothink qwen3_coder qwen3
-trl__qwen3_5_nothink_training qwen3_coder qwen3
-trl__qwen3_5_think_training qwen3_coder qwen3
-trl__qwen3_6 qwen3_coder qwen3
-trl__qwen3_6_training qwen3_coder qwen3
-trl__qwen3_8 qwen3_coder qwen3
-trl__qwen3_8_training qwen3_coder qwen3
-trl__qwen3_instruct_2507 hermes -
-trl__qwen3_instruct_2507_training hermes -
-trl__qwen3_training hermes qwen3
-trl__qwen3_vl hermes -
-trl__qwen3_vl_training hermes -
-unsloth__gemma-4 gemma4 gemma4
-unsloth__gemma-4-edge gemma4 gemma4
-vllm__qwen3_reranker - qwen3
-vllm__step5_vl - qwen3
-vllm__template_minicpmv45 hermes qwen3
-vllm__tool_chat_template_deepseekr1 deepseek_v3 deepseek_r1
-vllm__tool_chat_template_deepseekv3 deepseek_v3 -
-vllm__tool_chat_template_deepseekv31 deepseek_v31 deepseek_v3
-vllm__tool_chat_template_functiongemma functiongemma -
-vllm__tool_chat_template_gemma3_pythonic pythonic -
-vllm__tool_chat_template_gemma4 gemma4 gemma4
-vllm__tool_chat_template_glm4 glm47 -
-vllm__tool_chat_template_granite granite -
-vllm__tool_chat_template_granite_20b_fc granite-20b-fc -
-vllm__tool_chat_template_hermes hermes -
-vllm__tool_chat_template_hunyuan_a13b hunyuan_a13b hunyuan_a13b
-vllm__tool_chat_template_internlm2_tool internlm -
-vllm__tool_chat_template_llama3.1_json llama3_json -
-vllm__tool_chat_template_llama3.2_json llama3_json -
-vllm__tool_chat_template_llama3.2_pythonic pythonic -
-vllm__tool_chat_template_llama4_json llama4_json -
-vllm__tool_chat_template_llama4_pythonic llama4_pythonic -
-vllm__tool_chat_template_mistral mistral -
-vllm__tool_chat_template_mistral3 mistral -
-vllm__tool_chat_template_mistral_parallel mistral -
-vllm__tool_chat_template_phi4_mini phi4_mini_json -
-vllm__tool_chat_template_qwen3coder qwen3_coder -
-vllm__tool_chat_template_toolace pythonic -
-vllm__tool_chat_template_xlam_llama xlam -
-vllm__tool_chat_template_xlam_qwen xlam -
-"""
-"""Template, tool format, reasoning format; "-" for none."""
-ROWS = {name: formats for name, *formats in map(str.split, FOUND.strip().splitlines())}
+FOUND = Path(__file__).parents[1] / "data" / "published_formats.txt"
+"""Lines of template, tool format, reasoning format; "-" for none."""
+ROWS = {name: formats for name, *formats in map(str.split, FOUND.read_text().splitlines())}
 BY_TEMPLATE = pytest.mark.parametrize("name", ROWS)
 
 

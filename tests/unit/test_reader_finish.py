@@ -8,14 +8,7 @@ import re
 import pytest
 
 from gateway.formats.events import (
-    Content,
-    Event,
-    Finished,
-    Reasoning,
-    ToolArguments,
-    ToolCall,
     finish_reason,
-    merged,
 )
 
 ROWS = re.findall(r"\| ([\w ]+?) +\| (\w+) +\| (\w+) +\| `(\w+)` +\|", finish_reason.__doc__ or "")
@@ -49,25 +42,3 @@ def test_an_answer_that_goes_on_has_no_reason() -> None:
     assert finish_reason(None, stop_matched=True) == "stop"
     with pytest.raises(ValueError, match="unfinished"):
         finish_reason(None)
-
-
-def test_the_whole_answer_is_the_stream_folded() -> None:
-    stream: list[Event] = [
-        Reasoning("a"),
-        Reasoning("b"),
-        Content("c"),
-        Content("d"),
-        ToolCall(0, "x", "f"),
-        ToolArguments(0, "{"),
-        ToolArguments(0, "}"),
-        ToolArguments(1, "{}"),
-        Finished("tool_calls"),
-    ]
-    assert merged(stream) == [
-        Reasoning("ab"),
-        Content("cd"),
-        ToolCall(0, "x", "f"),
-        ToolArguments(0, "{}"),
-        ToolArguments(1, "{}"),
-        Finished("tool_calls"),
-    ]

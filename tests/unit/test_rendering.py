@@ -119,9 +119,7 @@ def test_a_rendered_chat_has_the_state_of_reasoning_and_the_template_arguments(
         {"thinking_token_budget": 5},
     ],
 )
-def test_a_constraint_becomes_a_grammar_of_the_token_endpoint(
-    demand: dict[str, Any],
-) -> None:
+def test_a_constraint_becomes_a_grammar_of_the_token_endpoint(demand: dict[str, Any]) -> None:
     result = trip(**demand).render_chat()
     assert msgspec.convert(result, GenerateBody).grammar is not None
     assert "grammar" not in trip(tools=LOOK).render_chat()

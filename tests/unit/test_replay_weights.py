@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine_core.journal.weights import (
-    NotComparable,
-    StepComparison,
-    check_adapters,
-    check_card,
-)
+from engine_core.journal.weights import NotComparable, StepComparison, check_adapters, check_card
 from protocol.wire.arrays import Float32, Int32
 from protocol.worker.steps import Logprobs, StepResult
 from tests.support.echo_adapters import adapter_info

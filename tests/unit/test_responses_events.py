@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from gateway.api.responses.events import (
-    ResponseEvents,
-    frame,
-    interrupted_response,
-)
+from gateway.api.responses.events import ResponseEvents, frame, interrupted_response
 from gateway.api.responses.items import item_id, response_of, seal
 from gateway.api.responses.responses import ResponseEvent, ResponseObject
 from gateway.api.responses.stream import ResponseSink, TextLogprobs
@@ -39,19 +36,10 @@ from tests.support.responses import (
     kinds,
     typed_events,
 )
-from tests.support.scripted_engine import EOS, scripted_logprob
+from tests.support.scripted_engine import scripted_logprob
 
 NUMBER = "0123456789abcdef" * 2
 QUEUED = a_queued_response("resp_" + NUMBER)
-FIELDS = (
-    '"model":"m","instructions":null,"previous_response_id":null,"max_output_tokens":null,'
-    '"max_tool_calls":null,"user":null,"safety_identifier":null,"prompt_cache_key":null,'
-    '"temperature":1.0,"top_p":1.0,"frequency_penalty":0.0,"presence_penalty":0.0,'
-    '"background":false,"store":true,"tools":[],"tool_choice":"auto","parallel_tool_calls":true,'
-    '"top_logprobs":0,"reasoning":{"effort":null,"summary":null},"text":{"format":'
-    '{"type":"text"},"verbosity":"medium"},"truncation":"disabled","metadata":{},'
-    '"service_tier":"default","conversation":null,"prompt":null,"system_fingerprint":"fp"'
-)
 GOLDEN = Path(__file__).parents[1] / "data" / "responses_stream.txt"
 
 
@@ -96,59 +84,11 @@ CALLS: tuple[Event, ...] = (
 )
 
 
-def test_a_short_stream_has_these_bytes() -> None:
-    recorded = RecordedResponse()
-    recorded.say(Content('H"é')).say(Content("i"), Finished("stop"))
-    recorded.end()
-    frames = recorded.written.frames
-    msg = f"msg_{NUMBER}_0"
-    at = f'"item_id":"{msg}","output_index":0,"content_index":0'
-    usage = (
-        '"usage":{"input_tokens":3,"input_tokens_details":{"cached_tokens":0,'
-        '"cache_write_tokens":0},"output_tokens":0,"output_tokens_details":'
-        '{"reasoning_tokens":0},"total_tokens":3}'
-    )
-    part = '{"type":"output_text","text":"H\\"éi","annotations":[],"logprobs":[]}'
-    item = (
-        f'{{"type":"message","id":"{msg}","status":"completed","role":"assistant",'
-        f'"content":[{part}]}}'
-    )
-    begun = (
-        f'"response":{{"id":"resp_{NUMBER}","object":"response","created_at":12,'
-        '"status":"in_progress","completed_at":null,"error":null,"incomplete_details":null,'
-        f'"output":[],"usage":null,{FIELDS}}}'
-    )
-    assert [frame.decode() for frame in frames[:-1]] == [
-        f'event: {kind}\ndata: {{"type":"{kind}",{rest},"sequence_number":{n}}}\n\n'
-        for n, (kind, rest) in enumerate(
-            [
-                ("response.created", begun),
-                ("response.in_progress", begun),
-                (
-                    "response.output_item.added",
-                    f'"output_index":0,"item":{{"type":"message","id":"{msg}",'
-                    '"status":"in_progress","role":"assistant","content":[]}',
-                ),
-                (
-                    "response.content_part.added",
-                    f'{at},"part":{{"type":"output_text","text":"","annotations":[],"logprobs":[]}}',
-                ),
-                ("response.output_text.delta", f'{at},"delta":"H\\"é","logprobs":[]'),
-                ("response.output_text.delta", f'{at},"delta":"i","logprobs":[]'),
-                ("response.output_text.done", f'{at},"text":"H\\"éi","logprobs":[]'),
-                ("response.content_part.done", f'{at},"part":{part}'),
-                ("response.output_item.done", f'"output_index":0,"item":{item}'),
-            ]
-        )
-    ]
-    final = frames[-1].decode()
-    assert final.startswith('event: response.completed\ndata: {"type":"response.completed",')
-    assert f'"output":[{item}],{usage}' in final
-    assert final.endswith('"sequence_number":9}\n\n')
-
-
-def test_a_stream_of_all_kinds_has_these_bytes() -> None:
-    """A queued response with all members, then the ends of a failed and an interrupted one."""
+def test_streams_have_the_recorded_bytes() -> None:
+    """A short response, a queued one with all members, then the ends of a failed and an interrupted
+    one."""
+    short = RecordedResponse().say(Content('H"é')).say(Content("i"), Finished("stop"))
+    short.end()
     response = a_queued_response(
         "resp_" + NUMBER,
         b"""{"input": "hi", "instructions": "be brief", "tool_choice": "auto",
@@ -172,8 +112,9 @@ def test_a_stream_of_all_kinds_has_these_bytes() -> None:
     failed.sink.fail(Overloaded("too much"))
     body = msgspec.json.encode(response.in_status("in_progress"))
     interrupted = interrupted_response(response.id, 7, body)
-    frames = [*queued.written.frames, failed.written.frames[-1], interrupted.frame]
-    assert b"".join(frames) == GOLDEN.read_bytes()
+    frames = [*short.written.frames, *queued.written.frames, failed.written.frames[-1]]
+    data = b"".join([*frames, interrupted.frame])
+    assert re.sub(rb'"completed_at":\d+', b'"completed_at":0', data) == GOLDEN.read_bytes()
 
 
 @pytest.mark.parametrize("num_top", [None, 1])
@@ -287,19 +228,6 @@ def test_the_final_response_has_the_warnings() -> None:
         .end()[-1]["response"]
     )
     assert response["warnings"] == [{"code": "odd", "message": "it is", "choice": None}]
-
-
-def test_logprobs_are_those_of_the_tokens_that_spell_the_text() -> None:
-    recorded = RecordedResponse(num_top=1)
-    recorded.say(Reasoning("x"), Content("Hi"), ids=[*b"x\n", *b"Hi", EOS])
-    recorded.say(Content("!"), Finished("stop"), ids=[*b"!", EOS])
-    events = recorded.end()
-    deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
-    assert [[entry["token"] for entry in entries] for entries in deltas] == [["H", "i"], ["!"]]
-    (message,) = events[-1]["response"]["output"][1:]
-    reported = message["content"][0]["logprobs"]
-    assert reported == [entry for entries in deltas for entry in entries]
-    assert reported[0]["top_logprobs"]
 
 
 def test_a_split_character_keeps_its_logprobs() -> None:

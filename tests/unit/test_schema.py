@@ -11,6 +11,7 @@ from gateway.api.openai import requests
 from gateway.api.openai.checks import check_batch, check_chat
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.parameters import choices_of, read_options
+from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.model_card import SamplingDefaults
@@ -30,7 +31,9 @@ def text_body(**fields: Any) -> requests.CompletionBody:
     return decode(msgspec.json.encode({"prompt": "x", **fields}), requests.CompletionBody)
 
 
-@pytest.mark.parametrize("kind", [requests.ChatBody, requests.CompletionBody])
+@pytest.mark.parametrize(
+    "kind", [requests.ChatBody, requests.CompletionBody, GenerateBody, GenerateSampling]
+)
 def test_every_optional_field_may_be_null(kind: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(kind):
         if field.default is not msgspec.NODEFAULT:
@@ -44,12 +47,17 @@ def without_none(annotation: Any) -> Any:
     return members[0] if type(None) in members else annotation
 
 
-def test_sampling_fields_are_bounded_as_the_engine_bounds_them() -> None:
-    ours = get_type_hints(requests.CompletionBody, include_extras=True)
+@pytest.mark.parametrize(
+    ("kind", "absent"),
+    [(requests.CompletionBody, {"logprobs_of"}), (GenerateSampling, set())],
+)
+def test_sampling_fields_are_bounded_as_the_engine_bounds_them(
+    kind: type[msgspec.Struct], absent: set[str]
+) -> None:
+    ours = get_type_hints(kind, include_extras=True)
     theirs = get_type_hints(SamplingParams, include_extras=True)
-    of_tokens = {"logprobs_of"}  # the token endpoint's alone
-    assert set(theirs) - set(ours) == of_tokens
-    for name in set(theirs) - of_tokens - {"bad_words"}:  # texts here, tokens there
+    assert set(theirs) - set(ours) == absent
+    for name in set(theirs) - absent - {"bad_words"}:  # texts here, tokens there
         assert without_none(ours[name]) == without_none(theirs[name]), name
 
 

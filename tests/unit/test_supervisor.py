@@ -28,11 +28,7 @@ from tools.processes.supervisor import (
     UNUSED_STOP_S,
     Supervisor,
 )
-from tools.processes.supervisor_phases import (
-    SUPERVISOR_MACHINE,
-    SupervisorEvent,
-    SupervisorPhase,
-)
+from tools.processes.supervisor_phases import SUPERVISOR_MACHINE, SupervisorEvent, SupervisorPhase
 
 DRAIN_S = 30.0
 

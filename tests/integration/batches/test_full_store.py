@@ -228,20 +228,6 @@ def paused(gateway: GatewayProcess, counting: CountingEngine, client: OpenAI) ->
     return str(batch)
 
 
-def test_a_batch_that_is_cancelled_in_a_full_store_keeps_its_results(
-    small: GatewayProcess, counting: CountingEngine
-) -> None:
-    with client_of(small) as client:
-        batch = paused(small, counting, client)
-        client.batches.cancel(batch)
-        done = awaited(client, batch)
-        assert (done.status, done.errors) == ("cancelled", None)
-        rows = rows_of(client, done.output_file_id)
-    assert 0 < len(rows) == done.request_counts.completed < NUM_LINES
-    assert counting.has_computed_once(len(rows))
-    assert {row["response"]["status_code"] for row in rows} == {200}
-
-
 def test_a_gateway_that_stops_with_a_full_store_keeps_the_results(
     engine: ScriptedEngine, counting: CountingEngine, small: GatewayProcess, tmp_path: Path
 ) -> None:

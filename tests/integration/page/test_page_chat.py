@@ -14,12 +14,7 @@ from tests.integration.page.conftest import Visitor
 from tests.support.browser import await_answer, await_stored, send
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import call, tool
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    prompt_of,
-    text_reply,
-    thinking_card,
-)
+from tests.support.scripted_engine import ScriptedEngine, prompt_of, text_reply, thinking_card
 
 WORDS = " ".join(f"word{number}" for number in range(100)) + " end"
 

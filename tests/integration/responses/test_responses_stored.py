@@ -200,9 +200,7 @@ def test_the_file_of_the_store_is_private(
     assert stat.S_IMODE(Path(store).parent.stat().st_mode) == 0o700
 
 
-def test_without_a_store_requests_that_need_one_are_refused(
-    engine: ScriptedEngine,
-) -> None:
+def test_without_a_store_requests_that_need_one_are_refused(engine: ScriptedEngine) -> None:
     engine.script = lambda generate: text_reply("Hello!")
     with GatewayProcess(engine=engine.address, response_store="none") as gateway:
         gateway.await_ready()

@@ -11,10 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    thinking_card,
-)
+from tests.support.scripted_engine import ScriptedEngine, thinking_card
 
 
 @pytest.fixture(scope="package")

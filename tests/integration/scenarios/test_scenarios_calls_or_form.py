@@ -32,7 +32,6 @@ from tests.support.scenarios import (
 )
 from tests.support.scripted_engine import EOS, ScriptedEngine
 
-CITY = '{"city": "Köln"}'
 ANSWER = '{"a": 1}'
 THOUGHT = "<think>\nhm\n</think>\n\n"
 BOTH = json_schema(SCHEMA) | {"tools": TOOLS}

@@ -10,48 +10,10 @@ from typing import Any
 import pytest
 
 from protocol.engine.messages import Generate
-from protocol.wire.errors import ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import fold_chat_stream
-from tests.support.scenarios import (
-    CHAT,
-    COLOGNE,
-    HI,
-    TRUTH,
-    WITH_TOOLS,
-    answers,
-    both,
-    call,
-    stream,
-    whole,
-)
-from tests.support.scripted_engine import (
-    EOS,
-    ScriptedEngine,
-    TokenReply,
-    marked_ids,
-    text_reply,
-)
-
-
-def test_5_a_limit_inside_a_call_is_a_length_and_shows_no_markup(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    text = f"Wait. {call('weather', {'city': 'Rom'})}"
-    answers(engine, text)
-    ids = marked_ids(text)
-    ends = ids.index(262)
-    for limit in range(1, len(ids) + 2):
-        answer = both(gateway, {**WITH_TOOLS, "max_tokens": limit})
-        is_cut = limit <= len(ids)
-        assert answer["finish"] == ("length" if is_cut else "tool_calls"), limit
-        assert answer["content"].strip() == "Wait."[:limit], limit
-        if not answer["calls"]:
-            assert limit < ends
-            continue
-        ((name, arguments),) = answer["calls"]
-        assert name == "weather"
-        assert '{"city": "Rom"}'.startswith(arguments)
+from tests.support.scenarios import COLOGNE, TRUTH, WITH_TOOLS, answers, both, stream, whole
+from tests.support.scripted_engine import EOS, ScriptedEngine, TokenReply, marked_ids, text_reply
 
 
 def test_6_a_required_call_that_is_not_made_is_a_stop_with_a_warning(
@@ -84,19 +46,6 @@ def test_7_the_finish_reason_is_that_of_the_published_table(
     answer = both(gateway, body)
     assert answer["finish"] == reason
     assert len(answer["calls"]) == (calls == "one" and choice != "none")
-
-
-def test_20_a_failure_in_mid_stream_is_one_error_and_the_end(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    error = ErrorInfo(code="step_failed", message="a secret")
-    answers(engine, f"<think>hm</think>{COLOGNE}"[:-20], finish="error", error=error)
-    events = stream(gateway, WITH_TOOLS)
-    assert events.pop()["error"]["code"] == "step_failed"
-    assert fold_chat_stream(events)[0]["finish"] is None
-    response = gateway.post(CHAT, {"messages": HI, "n": 0, "stream": True})
-    assert response.status_code == 400
-    assert response.headers["content-type"] == "application/json"
 
 
 def test_21_every_stream_ends_with_one_finish_a_choice_then_usage_then_done(

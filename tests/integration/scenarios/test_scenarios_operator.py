@@ -9,12 +9,7 @@ import pytest
 import requests
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scenarios import (
-    COLOGNE,
-    WITH_TOOLS,
-    answers,
-    whole,
-)
+from tests.support.scenarios import COLOGNE, WITH_TOOLS, answers, whole
 from tests.support.scripted_engine import ScriptedEngine, prompt_of
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protocol.engine.grammar import JsonSchema, Thinking
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import error_of
 from tests.support.scenarios import (
@@ -18,7 +17,6 @@ from tests.support.scenarios import (
     ON,
     SCHEMA,
     WITH_TOOLS,
-    Compiling,
     Tasteful,
     answers,
     both,
@@ -26,11 +24,7 @@ from tests.support.scenarios import (
     stream,
     whole,
 )
-from tests.support.scripted_engine import (
-    EOS,
-    ScriptedEngine,
-    marked_ids,
-)
+from tests.support.scripted_engine import EOS, ScriptedEngine, marked_ids
 
 
 @pytest.mark.parametrize("spelling", OFF)
@@ -49,33 +43,6 @@ def test_16_thinking_off_is_all_content_and_thinking_on_starts_inside(
     assert on["effective"] == {"chat_template_kwargs": {"enable_thinking": True}}
     answers(engine, "I think on and on")
     assert both(gateway, {"messages": HI, **ON[spelling]})["reasoning"] == "I think on and on"
-
-
-@pytest.mark.parametrize(
-    ("said", "thinking"),
-    [
-        (ON["enable_thinking"], Thinking(opens="<think>", closes="</think>", inside=True)),
-        (OFF["enable_thinking"], None),
-        ({}, Thinking(opens="<think>", closes="</think>", optional=True)),
-    ],
-    ids=["on", "off", "omitted"],
-)
-def test_60_a_form_starts_after_the_thinking(
-    said: dict[str, Any],
-    thinking: Thinking | None,
-    engine: ScriptedEngine,
-    gateway: GatewayProcess,
-) -> None:
-    thought = {None: "", "on": "hm</think>", "omitted": "<think>hm</think>"}
-    key = None if thinking is None else "on" if thinking.inside else "omitted"
-    engine.script = Compiling(thought[key] + '{"a": 1}')
-    answer = both(gateway, {**json_schema(SCHEMA), **said})
-    assert answer["content"] == '{"a": 1}'
-    assert answer["reasoning"] == ("hm" if thought[key] else "")
-    grammar = engine.generates[0].grammar
-    assert grammar is not None
-    assert grammar.thinking == thinking
-    assert isinstance(grammar.body, JsonSchema)
 
 
 def test_reasoning_is_counted_and_may_be_left_out(

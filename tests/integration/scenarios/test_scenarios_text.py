@@ -3,7 +3,6 @@ characters, and cost linear time."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from protocol.engine.messages import Generate
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import fold_chat_stream
 from tests.support.scenarios import (
     COLOGNE,
     TOOLS,
@@ -20,18 +18,12 @@ from tests.support.scenarios import (
     answers,
     both,
     call,
-    stream,
     streamed,
     user,
     whole,
     without_ids,
 )
-from tests.support.scripted_engine import (
-    ScriptedEngine,
-    TokenReply,
-    text_of,
-    text_reply,
-)
+from tests.support.scripted_engine import ScriptedEngine, TokenReply, text_of, text_reply
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -47,43 +39,6 @@ def test_1_however_the_tokens_are_cut_the_answer_is_the_same(
         "finish": "tool_calls",
         "warnings": [],
     }
-
-
-def test_17_a_megabyte_of_markup_is_read_in_no_time(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    text = ("<tool_cal" * 10 + "<think" * 10 + "{" * 50) * 700
-    answers(engine, text, size=4096)
-    assert whole(gateway, WITH_TOOLS)["choices"][0]["message"]["content"] == text
-
-
-def test_18_text_of_many_bytes_a_character_is_never_broken(
-    engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    text = "né 日本語 👩‍👩‍👧‍👦 é"
-    answers(engine, f"<think>{text}</think>{text}{call('weather', {'city': text})}")
-    events = stream(gateway, WITH_TOOLS)
-    assert "\ufffd" not in json.dumps(events, ensure_ascii=False)
-    answer = fold_chat_stream(events)[0]
-    assert (answer["content"], answer["reasoning"]) == (text, text)
-    assert json.loads(answer["calls"][0][2]) == {"city": text}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_19_a_stop_string_ends_content_and_nothing_else(
-    size: int, engine: ScriptedEngine, gateway: GatewayProcess
-) -> None:
-    thought, city = "STOP? no, go on", "STOPPED"
-    text = f"<think>{thought}</think>STO ST S{call('weather', {'city': city})}"
-    answers(engine, text, size=size)
-    body = {**WITH_TOOLS, "stop": ["STOP"]}
-    answer = both(gateway, body)
-    assert (answer["reasoning"], answer["content"]) == (thought, "STO ST S")
-    assert answer["calls"] == [("weather", f'{{"city": "{city}"}}')]
-    assert answer["finish"] == "tool_calls"
-    answers(engine, f"<think>{thought}</think>before STOP after", size=size)
-    answer = both(gateway, body)
-    assert (answer["content"], answer["finish"]) == ("before ", "stop")
 
 
 def test_22_many_different_calls_at_once_are_as_if_alone(

@@ -1,4 +1,5 @@
-"""Our Llama gives the logits of transformers for the same files, in chunks of any size."""
+"""Files of Llama with metadata that scale RoPE, or with shards in half precision, give the logits
+of transformers. Every family is compared in test_families.py."""
 
 from __future__ import annotations
 
@@ -12,51 +13,6 @@ from transformers import LlamaForCausalLM
 from tests.support.checkpoints import LLAMA3_ROPE, random_llama, write_directory
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.gguf_files import write_gguf
-from worker.attention.reference import ReferenceAttention
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "one key/value head": {"num_key_value_heads": 1},
-    "as many key/value heads": {"num_key_value_heads": 6},
-    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
-    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("steps", [[(61,)], [(7,), (1,), (30,), (23,)], [(40,), *[(1,)] * 21]])
-def test_logits_equal_those_of_transformers_in_chunks_of_any_size(
-    tmp_path: Path, variant: str, steps: list[tuple[int, ...]]
-) -> None:
-    theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(61)
-    stepper = EagerStepper(load(write_directory(tmp_path, theirs)), [tokens])
-    assert_same(stepper.run(steps)[0], expected(theirs, tokens))
-
-
-def test_requests_in_one_batch_do_not_affect_each_other(tmp_path: Path) -> None:
-    theirs = random_llama(rope_parameters=LLAMA3_ROPE)
-    requests = [some_tokens(count, seed=count) for count in (50, 9, 33)]
-    stepper = EagerStepper(load(write_directory(tmp_path, theirs)), requests)
-    steps = [(20, 8, 0), (1, 1, 30), (28, 0, 1), (1, 0, 1), (0, 0, 1)]
-    for ours, tokens in zip(stepper.run(steps), requests, strict=True):
-        assert_same(ours, expected(theirs, tokens))
-
-
-def test_the_reference_attention_gives_the_same_logits(tmp_path: Path) -> None:
-    theirs, tokens = random_llama(), some_tokens(40)
-    loaded = load(write_directory(tmp_path, theirs))
-    stepper = EagerStepper(loaded, [tokens], ReferenceAttention())
-    assert_same(stepper.run([(25,), (1,), (14,)])[0], expected(theirs, tokens))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path: Path, variant: str) -> None:
-    theirs, tokens = random_llama(**VARIANTS[variant]), some_tokens(40)
-    stepper = EagerStepper(load(write_gguf(tmp_path / "tiny.gguf", theirs)), [tokens])
-    assert_same(stepper.run([(40,)])[0], expected(theirs, tokens))
-
 
 LINEAR_ROPE = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
 FACTOR, OLD_FACTOR = "llama.rope.scaling.factor", "llama.rope.scale_linear"
