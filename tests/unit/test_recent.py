@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.generation.recent import MAX_REQUESTS, RecentRequests
 from gateway.generation.timeline import Timeline
-from gateway.observe.recent import MAX_REQUESTS, RecentRequests
 
 
 def test_the_oldest_requests_are_forgotten_unless_their_name_was_used_again() -> None:
