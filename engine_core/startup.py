@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from engine_core.engine import Engine
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
@@ -33,6 +35,9 @@ def build_engine(
     """
     if not config.transfers_kv:
         key = None  # the key is only for the connections to workers and clients
+    if ready.has_own_cache and config.speculation != "none":
+        log.warning("the model keeps a cache of its own, so there are no drafts")
+        config = replace(config, speculation="none")
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:
@@ -88,7 +93,7 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,
         token_budget=ready.token_budget,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and not ready.has_own_cache,
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
         kv_window=ready.kv_window,
         kv_groups=ready.kv_groups,

@@ -302,6 +302,10 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     max_adapters: int = 0
     #: The adapters that were loaded at the start: in the first rows, with generation 1.
     adapters: list[AdapterInfo] = []
+    #: The model's class keeps a request's K/V and state in an object of its own. So prefixes cannot
+    #: be shared, and no token can be taken back: there are no drafts. The engine counts blocks all
+    #: the same, which bounds the memory of these objects.
+    has_own_cache: bool = False
 
 
 class RankDigest(Message, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from worker.device.device import choose_dtype
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel, load_model
+from worker.models.base import RowModel
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32)
@@ -87,6 +88,7 @@ class DecodeStep:
         """Compute the step, and return its time."""
         start = time.perf_counter()
         model = self.loaded.model
+        assert not isinstance(model, RowModel)
         model.logits(model(self.ids, self.batch, self.cache, self.attention))
         return time.perf_counter() - start
 

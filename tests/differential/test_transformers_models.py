@@ -32,9 +32,10 @@ from worker.attention.select import select_attention
 from worker.errors import UnusableModel
 from worker.kv.cache import KVCache
 from worker.loading.decoder import load_model
-from worker.loading.header import TransformersHeader, read_header
+from worker.loading.header import read_header
+from worker.loading.transformers_header import TransformersHeader
 from worker.models.hf import TransformersModel
-from worker.spec.architectures import BORROWED, CHECKED, REFUSED
+from worker.spec.architectures import BORROWED, CHECKED, OWN_CACHE
 from worker.startup.memory_plan import PlannedTransformersModel, weights_bytes
 from worker.startup.preflight import preflight
 
@@ -105,7 +106,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 COMPUTED = {kind: name for name, kind in CHECKED.items()} | {
-    kind: name for kind, (name, _) in BORROWED.items() if name not in REFUSED
+    kind: name for kind, (name, _) in BORROWED.items() if name not in OWN_CACHE
 }
 """Model type -> the class of transformers that computes its models."""
 

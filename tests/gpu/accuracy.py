@@ -25,6 +25,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel, load_model
+from worker.models.base import RowModel
 
 BLOCK_TOKENS = 16
 MAX_ERROR, MIN_EQUAL = 2e-2, 0.99
@@ -117,6 +118,7 @@ def _logprobs(
         ]
         batch = _batch(attention_batch(rows, BLOCK_TOKENS), device)
         ids = tokens[:, start:end].reshape(-1).to(device)
+        assert not isinstance(loaded.model, RowModel)
         hidden = loaded.model(ids, batch, cache, attention)
         logprobs = loaded.model.logits(hidden).log_softmax(-1).cpu()
         parts.append(logprobs.view(num_rows, end - start, -1))

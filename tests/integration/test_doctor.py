@@ -39,7 +39,7 @@ def test_a_model_that_can_be_served_is_well(
 def test_an_unsupported_architecture_and_a_taken_port_are_bad_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"])
+    path = write_tiny_llama(tmp_path, architectures=["BertLMHeadModel"])
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -49,7 +49,7 @@ def test_an_unsupported_architecture_and_a_taken_port_are_bad_and_named(
     assert found[f"port {port}"]["verdict"] == "bad"
     assert "pid" in found[f"port {port}"]["said"]
     assert found["model"]["verdict"] == "bad"
-    assert "RwkvForCausalLM" in found["model"]["said"]
+    assert "BertLMHeadModel" in found["model"]["said"]
 
 
 def test_a_tokenizer_that_a_gateway_cannot_use_is_bad(

@@ -48,7 +48,7 @@ def broken_json(path: Path) -> Path:
 
 
 def other_architecture(path: Path) -> Path:
-    return write_tiny_llama(path, architectures=["RwkvForCausalLM"])
+    return write_tiny_llama(path, architectures=["BertLMHeadModel"])
 
 
 def missing_tensor(path: Path) -> Path:
@@ -68,7 +68,7 @@ def truncated_gguf(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (other_architecture, [], "architecture ['RwkvForCausalLM'] is not supported"),
+        (other_architecture, [], "architecture ['BertLMHeadModel'] is not supported"),
         (missing_weights, [], "holds neither model.safetensors nor"),
         (missing_tensor, [], "layers.2.input_layernorm.weight' is missing from the files; fetch"),
         (broken_json, [], "config.json is not valid JSON"),
@@ -110,13 +110,13 @@ def test_a_refused_tokenizer_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_an_engine_refuses_a_model_as_a_server_does(tmp_path: Path) -> None:
-    path = str(write_tiny_llama(tmp_path, architectures=["RwkvForCausalLM"]))
+    path = str(write_tiny_llama(tmp_path, architectures=["BertLMHeadModel"]))
     key, address = str(tmp_path / "cluster.key"), "tcp://127.0.0.1:9183"
     write_cluster_key(key)
     options = ["--address", address, "--cluster-key", key]
     code, lines = serve(tmp_path, path, *options, command="engine")
     assert (code, len(lines)) == (ExitCode.BAD_MODEL, 1), lines
-    assert "RwkvForCausalLM" in lines[0]
+    assert "BertLMHeadModel" in lines[0]
 
 
 @pytest.mark.parametrize("command", ["serve", "engine"])

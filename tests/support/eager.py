@@ -18,6 +18,7 @@ from worker.attention.select import select_attention
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.table import AdapterTable, StepAdapters
+from worker.models.base import RowModel
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
@@ -63,6 +64,7 @@ class EagerStepper:
                 [self.adapters[i] for i in order], [counts[i] for i in order]
             ).astype(np.int64)
             adapters = StepAdapters(self.table, of_tokens, CPU)
+        assert not isinstance(self.loaded.model, RowModel)
         hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention, adapters)
         logits = self.loaded.model.logits(hidden).split([row.count for row in rows])
         self.computed = [done + n for done, n in zip(self.computed, counts, strict=True)]

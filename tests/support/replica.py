@@ -44,6 +44,7 @@ from worker.kv.cache import KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.adapter import Adapter
+from worker.models.base import RowModel
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.startup.kv_window import kv_groups, num_block_layers
@@ -383,6 +384,7 @@ def new_runner(
         beside = new_cache(draft, cache.num_blocks, cache.block_tokens)
         kernels = draft.model.kernels
         own = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
+        assert not isinstance(draft.model, RowModel)
         draft_model = DraftModel(draft.model, beside, own, loaded.card.vocab_size)
     table = new_table(loaded, adapters) if adapters else None
     return Runner(loaded.model, slots, cache, attention, draft_model=draft_model, adapters=table)

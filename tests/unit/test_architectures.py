@@ -16,6 +16,7 @@ from worker.spec.architectures import (
     INLINE_ATTENTION,
     MASKED_WINDOWS,
     OWN_ATTENTION,
+    OWN_CACHE,
     REFUSED,
     TransformersArchitecture,
     fallback,
@@ -45,8 +46,10 @@ def refusal(**config: Any) -> str:
 def test_every_decoder_of_transformers_is_computed_or_refused_with_a_reason() -> None:
     if not transformers.__version__.startswith("5.24."):
         pytest.skip("the lists are those of transformers 5.24")
-    served = OURS | CHECKED.keys() | WRAPPERS.keys()
-    assert decoders().keys() - served - REFUSED.keys() == set()
+    served = OURS | CHECKED.keys() | OWN_CACHE.keys() | WRAPPERS.keys()
+    assert not (OURS | CHECKED.keys()) & OWN_CACHE.keys()
+    unlisted = decoders().keys() - served - REFUSED.keys()
+    assert [name for name in unlisted if not name.endswith("ForConditionalGeneration")] == []
 
 
 def test_every_type_whose_models_another_class_computes_is_listed() -> None:
@@ -59,7 +62,7 @@ def test_every_type_whose_models_another_class_computes_is_listed() -> None:
         for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
         if name in CHECKED.keys() | OURS and kind not in own
     }
-    listed = {kind: name for kind, (name, _) in BORROWED.items() if name not in REFUSED}
+    listed = {kind: name for kind, (name, _) in BORROWED.items() if name not in OWN_CACHE}
     assert found == listed | {"gpt-sw3": "GPT2LMHeadModel"}  # its config is that of GPT-2
 
 
@@ -68,10 +71,8 @@ def test_a_type_that_another_class_computes_does_not_contradict_its_architecture
     name, published = BORROWED[kind]
     for architectures in (None, [name], [published]):
         config = {"architectures": architectures, "model_type": kind}
-        if name in REFUSED:
-            assert refusal(**config) == f"model_type {kind!r} is not supported: {REFUSED[name]}"
-        else:
-            assert fallback(config) == TransformersArchitecture(name, kind)
+        expected = TransformersArchitecture(name, kind, has_own_cache=name in OWN_CACHE)
+        assert fallback(config) == expected
     assert fallback({"architectures": ["OtherModel"], "model_type": kind}) is None
 
 
@@ -124,7 +125,7 @@ def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> No
 
 
 def test_no_architecture_is_both_computed_and_refused() -> None:
-    assert not CHECKED.keys() & REFUSED.keys()
+    assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
     assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS.keys() | INLINE_ATTENTION.keys()
     assert len(set(CHECKED.values())) == len(CHECKED)
 
@@ -132,18 +133,47 @@ def test_no_architecture_is_both_computed_and_refused() -> None:
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("DeepseekV3ForCausalLM", "multi-head latent attention"),
-        ("RwkvForCausalLM", "state-space, recurrent"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("BertLMHeadModel", "sees later tokens"),
-        ("Gemma3nForCausalLM", "share keys and values"),
-        ("BloomForCausalLM", "computes attention itself"),
     ],
 )
 def test_a_refusal_names_the_reason(architecture: str, reason: str) -> None:
     message = refusal(architectures=[architecture])
     assert message.startswith(f"architecture ['{architecture}'] is not supported: ")
     assert reason in message
+
+
+@pytest.mark.parametrize("architecture", OWN_CACHE)
+def test_a_class_with_a_cache_of_its_own_is_computed_by_transformers(architecture: str) -> None:
+    config = {"architectures": [architecture], "model_type": "kind"}
+    found = fallback(config)
+    assert found == TransformersArchitecture(architecture, "kind", has_own_cache=True)
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    assert refusal(**config, **quantized).startswith(f"quantised weights of {architecture} ")
+    assert refusal(architectures=[architecture]).endswith("has no 'model_type'")
+
+
+def test_the_text_part_of_an_unlisted_model_of_images_is_computed_by_transformers() -> None:
+    config: dict[str, Any] = {
+        "architectures": ["NewForConditionalGeneration"],
+        "model_type": "new",
+        "vision_config": {},
+    }
+    assert "images or audio" in refusal(**config)
+    found = fallback({**config, "text_config": {}})
+    assert found == TransformersArchitecture(config["architectures"][0], "new", has_own_cache=True)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"layer_types": ["mamba", "attention"]}, {"layers_block_type": ["attention", "mamba"]}],
+)
+def test_a_hybrid_of_a_family_is_computed_by_transformers(kinds: dict[str, Any]) -> None:
+    name = "GraniteMoeHybridForCausalLM"
+    config = {"architectures": [name], "model_type": "granitemoehybrid"}
+    found = fallback(config | kinds)
+    assert found == TransformersArchitecture(name, "granitemoehybrid", has_own_cache=True)
+    assert fallback(config | {"layer_types": ["attention"] * 2}) is None
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ BROAD_EXCEPTS = {
     "gateway/thread_pool.py": "the waiter raises what its thread raised",
     "tools/cluster/attempt.py": "a thread of the launcher, whose loop must know that it has ended",
     "worker/models/hf.py": "transformers raises anything for a config or a file",
+    "worker/models/hf_own_cache.py": "transformers raises anything for a config or a file",
     "worker/kv/movers/nixl.py": "NIXL's errors have no common base class",
 }
 """Files that may catch every exception, and why. Cleanup uses `with` or ExitStack instead."""

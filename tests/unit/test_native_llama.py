@@ -63,6 +63,7 @@ def answers(loaded: LoadedModel) -> list[Tensor]:
         count = sum(row.count for row in rows)
         tokens = torch.arange(count) * 7 % config.vocab_size
         batch = attention_batch(rows, BLOCK_TOKENS)
+        assert isinstance(loaded.model, DecoderModel)
         results.append(loaded.model.logits(loaded.model(tokens, batch, cache, attention)))
     return [*results, cache.k.float(), cache.v.float()]
 

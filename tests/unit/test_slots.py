@@ -408,6 +408,26 @@ def test_a_view_of_the_slot_table_is_not_a_stray():
     assert strays(runner) == []
 
 
+def test_a_state_object_of_a_slot_is_not_a_stray_until_the_slot_drops_it():
+    runner: Any = used_runner()
+    slots = runner.components.slots
+    slots.states[0] = state = {"layer": [kept()]}
+    assert strays(runner) == []
+    slots.states.clear()
+    runner.components.model.memory = state
+    assert len(strays(runner)) == 1
+
+
+def test_a_slot_has_no_state_object_when_it_is_bound_and_none_after_its_release():
+    table = tiny_slots(NUM_ROWS)
+    table.states[1] = "of an earlier request"
+    table.bind(slot_init(1, [3, 4]))
+    assert table.states == {}
+    table.states[1] = "of this request"
+    table.release(1, 1)
+    assert table.states == {}
+
+
 def test_the_number_of_rows_equals_no_other_dimension():
     model: Any = TinyModel(vocab=11, max_len=13)
     model.odd = np.zeros((2, 3, 17))

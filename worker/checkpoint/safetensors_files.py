@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -212,3 +212,9 @@ def damaged(path: Path, reason: str) -> UnusableModel:
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def check_kinds(kinds: dict[str, str], supported: Iterable[str]) -> None:
+    for name, kind in kinds.items():
+        if kind not in supported:
+            raise UnusableModel(f"{name} has dtype {kind}; supported: {', '.join(supported)}")

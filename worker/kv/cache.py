@@ -141,6 +141,17 @@ class KVCache:
         self.v.index_fill_(1, blocks, 0)
 
 
+class CountedBlocks(KVCache):
+    """Stands in for the cache of a model whose class keeps one by itself. The engine assigns its
+    blocks to requests, which bounds the tokens of all requests together; they store nothing."""
+
+    def __init__(self, block_tokens: int, device: torch.device) -> None:
+        super().__init__(1, 1, block_tokens, 1, 1, torch.float32, device)
+
+    def zero(self, blocks: Tensor) -> None:
+        """Do nothing: there is nothing to read in the blocks."""
+
+
 def block_bytes(
     num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:

@@ -28,7 +28,8 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.rounding import ROUNDED, choose_kv_dtype
 from worker.layers.group import Group
 from worker.loading.encoder import pair_score_head, vector_head
-from worker.loading.header import ModelHeader, TransformersHeader, read_header, with_pooling
+from worker.loading.header import ModelHeader, read_header, with_pooling
+from worker.loading.transformers_header import TransformersHeader
 from worker.loading.weight_layout import fitting, layout, rounds_inputs, settle
 from worker.loading.weights import DenseLayout, WeightSource, load_weights
 from worker.models.decoder import DecoderModel
@@ -38,6 +39,7 @@ from worker.spec.share import NOT_DIVIDED, check_dense
 
 if TYPE_CHECKING:
     from worker.models.hf import TransformersModel
+    from worker.models.hf_own_cache import OwnCacheModel
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class LoadedModel:
                layers), "kv", both or none
     """
 
-    model: DecoderModel | TransformersModel
+    model: DecoderModel | TransformersModel | OwnCacheModel
     card: ModelCard
     spec: ModelSpec | TransformersSpec
     kv_dtype: torch.dtype
@@ -138,9 +140,20 @@ def _load_transformers(
 ) -> LoadedModel:
     if weights == "packed":
         raise UnusableModel("packed weights are not possible for models that transformers computes")
-    from worker.models import hf  # imports transformers, which takes seconds
+    from worker.models import hf, hf_own_cache  # they import transformers, which takes seconds
 
     spec = header.spec
+    if spec.own_cache is not None:
+        if device.type != "cpu":
+            raise UnusableModel(
+                f"{spec.architecture} keeps a cache of its own, which is supported on CPUs only",
+                remedy="serve with --device cpu",
+            )
+        own = hf_own_cache.load(spec, header.folder, dtype=dtype, device=device)
+        card = _card(
+            header, dtype, num_parameters=spec.num_parameters, weights_bytes=own.weights_bytes
+        )
+        return LoadedModel(own, card, own.spec, dtype, ())
     model = hf.load(spec, header.folder, dtype=dtype, device=device, kernels=kernels)
     card = _card(
         header, dtype, num_parameters=spec.num_parameters, weights_bytes=model.weights_bytes

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from worker.checkpoint.safetensors_files import (
     PICKLES,
     SCALES,
     SafetensorsFiles,
+    check_kinds,
     find_packed,
     weight_files,
 )
@@ -49,11 +49,12 @@ from worker.encoders.pair_scorer import (
     token_scorer,
 )
 from worker.errors import UnusableModel
+from worker.loading.transformers_header import (
+    TransformersHeader,
+    known_to_transformers,
+    transformers_header,
+)
 from worker.spec.architectures import (
-    BITNET,
-    TransformersArchitecture,
-    TransformersSpec,
-    bitnet_mode,
     fallback,
 )
 from worker.spec.families.registry import find_family
@@ -74,8 +75,6 @@ log = logging.getLogger(__name__)
 MXFP4 = GGMLType.MXFP4.name
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 """Number types that are not quantised."""
-ADAPTER = "adapter_config.json"
-"""transformers would load the adapter that this file describes into the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +125,6 @@ class ModelHeader:
         if self.vectors is None:
             return None
         return self.vectors.card("embed", spec.hidden, spec.context_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
-
-    @property
-    def tokenizer(self) -> bytes:
-        return self.text.tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersHeader:
-    """Everything except the weights in the files of a model that transformers computes."""
-
-    name: str
-    spec: TransformersSpec
-    text: TextFacts
-    folder: Path
-    #: The weight files, in a fixed order.
-    paths: list[Path]
 
     @property
     def vocab_size(self) -> int:
@@ -280,9 +259,9 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         config = {**config, "architectures": [RERANKER]}
     elif has_vectors:
         config = _causal(config)
-    architecture = fallback(config)
+    architecture = fallback(config) or known_to_transformers(config)
     if architecture is not None:
-        return _transformers_header(path, config, architecture)
+        return transformers_header(path, config, architecture)
     family = find_family(config)
     spec = family.spec(config)
     paths = weight_files(path)
@@ -304,7 +283,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
     quantized = None
     if quantization is None:
-        _check_kinds({n: kind for n, kind in kinds.items() if n in files.tensors}, DTYPE_BYTES)
+        check_kinds({n: kind for n, kind in kinds.items() if n in files.tensors}, DTYPE_BYTES)
     else:
         quantized = _quantized(quantization, tensors, files)
         shapes, kinds = quantized.shapes(), quantized.kinds()
@@ -315,7 +294,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     elif has_logits:
         scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
     tensors.check(shapes)
-    _check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
+    check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
     header = ModelHeader(
         directory_name(path),
         tensors,
@@ -420,27 +399,6 @@ def _contents(
     return shapes | packed, kinds | dict.fromkeys(packed, MXFP4)
 
 
-def _transformers_header(
-    path: Path, config: dict[str, Any], architecture: TransformersArchitecture
-) -> TransformersHeader:
-    if (path / ADAPTER).exists():
-        raise UnusableModel(f"{path / ADAPTER} describes an adapter, which is not supported")
-    paths = weight_files(path)
-    kinds = {name: tensor.dtype for name, tensor in SafetensorsFiles(paths).tensors.items()}
-    is_packed = architecture.name == BITNET and bitnet_mode(config) == "offline"
-    _check_kinds(kinds, (*DTYPE_BYTES, "U8") if is_packed else DTYPE_BYTES)
-    if find_spec("transformers") is None:
-        raise UnusableModel(
-            f"{architecture.name} is computed by transformers, which is not installed",
-            remedy="pip install 'tidegate[transformers]'",
-        )
-    from worker.models import hf  # imports torch and transformers, which take seconds
-
-    spec = hf.describe(architecture, {"model_type": architecture.model_type, **config})
-    text = directory_text(path, Fields(config, "config.json"), spec.vocab_size)
-    return TransformersHeader(directory_name(path), spec, text, path, paths)
-
-
 def _gguf_header(path: Path) -> ModelHeader:
     file = GGUFFile(path)
     spec = gguf_spec(file)
@@ -481,9 +439,3 @@ def _untied_if_heads_differ(tensors: ModelTensors, files: SafetensorsFiles) -> M
         "tie_word_embeddings is true, but %s differs from the embeddings and is used instead", head
     )
     return ModelTensors(replace(tensors.spec, tied_embeddings=False), tensors.names)
-
-
-def _check_kinds(kinds: dict[str, str], supported: Iterable[str]) -> None:
-    for name, kind in kinds.items():
-        if kind not in supported:
-            raise UnusableModel(f"{name} has dtype {kind}; supported: {', '.join(supported)}")

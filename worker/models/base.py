@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import MutableMapping
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
+from worker.batch.batch import BatchRows
 from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
+
+
+@runtime_checkable
+class RowModel(Protocol):
+    """Interface of a model that computes one row after another, with a state object for each
+    request. The model holds no state of any request: the slots do."""
+
+    def compute_rows(
+        self, token_ids: Tensor, rows: BatchRows, states: MutableMapping[int, object]
+    ) -> Tensor:
+        """Compute a step: return the hidden states [T, hidden] of token_ids [T] int64, and put the
+        new state of each row's slot into `states`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [S, V] float32 of `hidden` [S, hidden]."""
+        ...
 
 
 class StepModel(Protocol):

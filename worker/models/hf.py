@@ -63,17 +63,42 @@ class DecoderOutput(MoeModelOutputWithPast):
     """The output of any decoder class of transformers. Fields that the class does not have are
     None."""
 
-    cross_attentions = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class GivenStates(nn.Module):
     """A stand-in for a model's decoder that returns `hidden`. With it, the forward pass of the
-    model's class computes only the logits, with its own factors and caps."""
+    model's class computes only the logits, with its own factors and caps.
 
-    hidden: Tensor | None = None
+    It takes the decoder's place when it is created. The class may read other attributes of the
+    decoder, such as factors, and the embeddings, which classes of models of images use first.
+    """
+
+    def __init__(self, model: Any, decoder: Any) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+        self.__dict__["decoder"] = decoder  # not as a submodule
+        path = next(path for path, each in model.named_modules() if each is decoder)
+        model.set_submodule(path, self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["decoder"], name)
 
     def forward(self, *_: Any, **__: Any) -> DecoderOutput:
         return DecoderOutput(last_hidden_state=self.hidden)
+
+    def logits(self, model: Any, hidden: Tensor) -> Tensor:
+        """Return the logits [S, V] float32 that `model` computes of hidden [S, hidden]."""
+        self.hidden = hidden[None]
+        ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+        self.hidden = None
+        return logits
 
 
 class TransformersModel:
@@ -90,10 +115,8 @@ class TransformersModel:
         self.kernels = kernels
         self._model = model
         self.function = function
-        self._decoder = _decoder(model)
-        self._given = GivenStates()
-        path = next(path for path, each in model.named_modules() if each is self._decoder)
-        model.set_submodule(path, self._given)
+        self._decoder = decoder_of(model)
+        self._given = GivenStates(model, self._decoder)
         install_attention(function, function.name, spec.architecture, model.config, self._decoder)
 
     @torch.inference_mode()
@@ -120,10 +143,7 @@ class TransformersModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [S, V] float32 of hidden [S, hidden]. Raises UnusableModel if the
         model's class returns another shape."""
-        self._given.hidden = hidden[None]
-        ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
-        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0].float()
-        self._given.hidden = None
+        logits = self._given.logits(self._model, hidden)
         if logits.shape != (len(hidden), self.spec.vocab_size):
             raise self.function.misfit(f"its logits have the shape {list(logits.shape)}")
         return logits
@@ -131,9 +151,13 @@ class TransformersModel:
     @property
     def weights_bytes(self) -> int:
         """Return the bytes of all parameters and buffers. Shared ones count once."""
-        tensors = [*self._decoder.parameters(), *self._decoder.buffers()]
-        tensors += [*self._model.parameters(), *self._model.buffers()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return bytes_of(self._decoder, self._model)
+
+
+def bytes_of(*modules: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers of these modules. Shared ones count once."""
+    tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> TransformersSpec:
@@ -143,37 +167,37 @@ def describe(architecture: TransformersArchitecture, values: Mapping[str, Any]) 
     it up to the first attention call, which shows the shapes of queries and keys. Raises
     UnusableModel if that fails, or if a value of the config is not supported.
     """
-    _silence()
+    silence()
     load_postponed(TORCH_SHAPES)
-    config, name = _config(architecture, values), architecture.name
+    config, name = config_of(architecture, values), architecture.name
     probe = registered(_probe)
     try:
         with torch.device("meta"), MetaValues(), torch.inference_mode():
             config._attn_implementation = initial_attention(name, probe)
             model = getattr(transformers, name)(config)
-            decoder = _decoder(model)
+            decoder = decoder_of(model)
             install_attention(_probe, probe, name, config, decoder)
             ids = torch.zeros(2, dtype=torch.int64)
             _forward(decoder, ids, ids)
     except Probed as probed:
         query, key = probed.query, probed.key
     except Exception as error:
-        raise misfit(name, f"transformers failed: {_one_line(error)}") from error
+        raise misfit(name, f"transformers failed: {one_line(error)}") from error
     else:
         raise misfit(name, "it does not use transformers' attention interface")
     parameters = list(model.parameters())
     return TransformersSpec(
         architecture=name,
-        vocab_size=_positive(config, "vocab_size"),
-        hidden=_positive(config, "hidden_size"),
-        context_tokens=_context(config),
-        num_layers=_positive(config, "num_hidden_layers"),
+        vocab_size=positive(config, "vocab_size"),
+        hidden=positive(config, "hidden_size"),
+        context_tokens=context_of(config),
+        num_layers=positive(config, "num_hidden_layers"),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=key.shape[3],
         num_parameters=sum(parameter.numel() for parameter in parameters),
         largest_tensor=max(parameter.numel() for parameter in parameters),
-        inner=_inner(config, parameters),
+        inner=inner_of(config, parameters),
         config=json.dumps(dict(values), sort_keys=True),
     )
 
@@ -193,14 +217,14 @@ def load(
     mode = bitnet_mode(values) if name == BITNET else None
     tensors, factors = None, None
     function = PagedFunction(spec)
-    _silence()
+    silence()
     try:
         if mode == "offline":
             tensors, factors = hf_bitnet.read_packed(weight_files(path), dtype)
         model, found = getattr(transformers, name).from_pretrained(
             path if tensors is None else None,
             state_dict=tensors,
-            config=_config(architecture, values),
+            config=config_of(architecture, values),
             dtype=dtype,
             attn_implementation=initial_attention(name, function.name),
             use_safetensors=True,
@@ -210,8 +234,8 @@ def load(
             output_loading_info=True,
         )
     except Exception as error:
-        raise UnusableModel(f"transformers cannot load {path}: {_one_line(error)}") from error
-    _check_found(found)
+        raise UnusableModel(f"transformers cannot load {path}: {one_line(error)}") from error
+    check_found(found)
     if mode is not None:
         hf_bitnet.install(model, factors)
     model = model.eval().requires_grad_(False).to(device)
@@ -227,7 +251,7 @@ def _fitting(kernels: Kernels, spec: TransformersSpec) -> Kernels:
     return kernels if fits or not isinstance(kernels, NativeKernels) else TorchKernels()
 
 
-def _check_found(found: Any) -> None:
+def check_found(found: Any) -> None:
     """Raise UnusableModel if transformers reports a tensor that is missing, unexpected, or of
     another shape."""
     for key, problem, remedy in (
@@ -240,23 +264,33 @@ def _check_found(found: Any) -> None:
             raise UnusableModel(f"tensor {name!r} {problem}", remedy=remedy)
 
 
-def _config(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> Any:
+def config_of(architecture: TransformersArchitecture, values: Mapping[str, Any]) -> Any:
     """Return transformers' config object for a parsed config.json. Raises UnusableModel if
     transformers rejects the values."""
-    own = dict(values)
+    own = _with_floats(dict(values))
     if architecture.name == BITNET:
         own.pop("quantization_config", None)  # hf_bitnet.py computes the layers
     try:
         config = transformers.CONFIG_MAPPING[architecture.model_type].from_dict(own)
     except Exception as error:
-        raise UnusableModel(f"transformers cannot read config.json: {_one_line(error)}") from error
+        raise UnusableModel(f"transformers cannot read config.json: {one_line(error)}") from error
     for key, value in OUTPUTS.items():
         if hasattr(config, key):
             setattr(config, key, value)
     return config
 
 
-def _decoder(model: Any) -> Any:
+def _with_floats(value: Any) -> Any:
+    """Return `value` with numbers in place of what transformers writes for those that JSON does not
+    have: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(str(value["__float__"]))
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def decoder_of(model: Any) -> Any:
     """Return the part of the model that maps token ids to hidden states."""
     decoder = model.get_decoder()
     is_one = "position_ids" in inspect.signature(decoder.forward).parameters
@@ -293,17 +327,17 @@ def _probe(
     raise Probed(query, key)
 
 
-def _silence() -> None:
+def silence() -> None:
     """Keep transformers from writing progress bars and advice to the log."""
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
-def _context(config: Any) -> int:
+def context_of(config: Any) -> int:
     """Return the longest context, in tokens. With LongRoPE it ends where the second list of factors
     would apply, because the keys of a longer text would differ from those of its prefix."""
-    context = _positive(config, "max_position_embeddings")
+    context = positive(config, "max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings", context)
@@ -311,7 +345,7 @@ def _context(config: Any) -> int:
     return context
 
 
-def _inner(config: Any, parameters: list[nn.Parameter]) -> int:
+def inner_of(config: Any, parameters: list[nn.Parameter]) -> int:
     """Return how many numbers the widest layer computes for one token. The embeddings and the head,
     which are recognised by the size of the vocabulary, do not count."""
     matrices = [each for each in parameters if each.ndim >= 2]
@@ -319,12 +353,12 @@ def _inner(config: Any, parameters: list[nn.Parameter]) -> int:
     return int(widest) * int(getattr(config, "num_experts_per_tok", None) or 1)
 
 
-def _positive(config: Any, key: str) -> int:
+def positive(config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int) or value < 1:
         raise UnusableModel(f"config.json: {key!r} is {value!r:.80}, not a positive integer")
     return value
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return f"{' '.join(str(error).split()):.300}" or type(error).__name__

@@ -130,6 +130,9 @@ class SlotTable:
         #: Slot -> the last generation that was bound.
         self._generations: dict[int, int] = {}
         self._binds: dict[int, SlotInit] = {}
+        #: Bound slot -> the state object of its request, for a model whose class keeps a cache by
+        #: itself (RowModel). A newly bound slot has none.
+        self.states: dict[int, object] = {}
         self._items: list[SlotWrite] = []
         self._check_guards()
 
@@ -162,6 +165,7 @@ class SlotTable:
         if init.generation <= self._generations.get(slot, -1):
             raise ValueError(f"slot {slot}: generation {init.generation} is not new")
         self._check_widths(init)
+        self.states.pop(slot, None)
         self._occupants[slot] = self._generations[slot] = init.generation
         self._binds[slot] = init
 
@@ -176,6 +180,7 @@ class SlotTable:
                 f"{generation} cannot be released"
             )
         del self._occupants[slot]
+        self.states.pop(slot, None)
         self._binds.pop(slot, None)
         self._items = [write.without(slot) for write in self._items]
 

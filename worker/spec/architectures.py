@@ -1,20 +1,21 @@
-"""The architectures that transformers computes with our paged attention (hf.py), and those that
-cannot be served, each with the reason. Needs no torch.
+"""The architectures that transformers computes, with our paged attention (hf.py) or with caches of
+their own (hf_own_cache.py), and those that cannot be served, each with the reason. Needs no torch.
 
 Each causal decoder of transformers 5.24 is a family of ours (families/), contains one
-(wrappers.py), or is in CHECKED or in REFUSED; a test compares the lists. An architecture is served
-only if a differential test covers it, because a class can change the result in ways that its
-signature does not show.
+(wrappers.py), or is in CHECKED, OWN_CACHE or REFUSED; a test compares the lists. An architecture is
+in CHECKED only if a differential test covers it, because a class can change the result in ways that
+its signature does not show. One with a cache of its own is tried when it is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from worker.errors import UnusableModel
 from worker.spec.families.registry import FAMILIES
+from worker.spec.step_limits import StepLimits
 
 CHECKED: dict[str, str] = {
     "AfmoeForCausalLM": "afmoe",
@@ -105,6 +106,11 @@ BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layer
 """Architecture of a family -> a key of its config, and the value of the key that the family does
 not support. Transformers computes the models with this value."""
 
+HYBRIDS = frozenset({"GraniteMoeHybridForCausalLM"})
+RECURRENT = frozenset({"mamba", "linear_attention"})
+"""Architectures of a family, and the kinds of layers that the family does not have. Transformers
+computes models that have such layers."""
+
 MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
     "PhimoeForCausalLM": "config",
     "Qwen2MoeForCausalLM": "module",
@@ -112,7 +118,7 @@ MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
 """Architectures whose windows are only in their masks, not in the arguments of attention.
 hf_attention.py reads `sliding_window` of the config, or of each attention module."""
 
-_REFUSED: dict[str, str] = {
+_OWN_CACHE: dict[str, str] = {
     "it uses multi-head latent attention, which has no plain keys and values": """
         AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
         DeepseekV32ForCausalLM Dots3NoteForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM
@@ -128,6 +134,22 @@ _REFUSED: dict[str, str] = {
         RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM
     """,
+    "its layers share keys and values, or have different shapes of them": """
+        Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
+        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
+    """,
+    "its attention is sparse or chunked, or has a mask of its own": """
+        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
+        ReformerModelWithLMHead
+    """,
+    "it computes a layer's attention more than once, or with experts": """
+        DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM
+    """,
+    "its class computes attention itself, without transformers' attention interface": """
+        BloomForCausalLM MptForCausalLM OpenAIGPTLMHeadModel XGLMForCausalLM
+    """,
+}
+_REFUSED: dict[str, str] = {
     "it is an encoder-decoder, or the decoder of one": """
         BartForCausalLM BartForConditionalGeneration BigBirdPegasusForCausalLM
         BlenderbotForCausalLM BlenderbotSmallForCausalLM MBartForCausalLM
@@ -144,26 +166,9 @@ _REFUSED: dict[str, str] = {
         XLMRobertaXLForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM
         CpmAntForCausalLM
     """,
-    "its layers share keys and values, or have different shapes of them": """
-        Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
-        Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
-    """,
-    "its attention is sparse or chunked, or has a mask of its own": """
-        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
-        ReformerModelWithLMHead
-    """,
-    "it computes a layer's attention more than once, or with experts": """
-        DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM
-    """,
-    "its class computes attention itself, without transformers' attention interface": """
-        BloomForCausalLM MptForCausalLM OpenAIGPTLMHeadModel XGLMForCausalLM
-    """,
     "it is a model of images or audio, or works on bytes": """
         BltForCausalLM CohereCompassForCausalLM Emu3ForCausalLM FuyuForCausalLM
-        Gemma3nForConditionalGeneration
-        Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GitForCausalLM
-        GotOcr2ForConditionalGeneration MllamaForCausalLM MoshiForCausalLM
-        MossTranscribeDiarizeForConditionalGeneration Phi4MultimodalForCausalLM
+        GitForCausalLM MllamaForCausalLM MoshiForCausalLM Phi4MultimodalForCausalLM
     """,
 }
 MEDIA, TWO_PARTS = list(_REFUSED)[-1], "it is an encoder-decoder, or the decoder of one"
@@ -178,6 +183,11 @@ REFUSED: dict[str, str] = {
     name: reason for reason, names in _REFUSED.items() for name in names.split()
 }
 """Architecture -> why it cannot be served, as the second half of a sentence."""
+OWN_CACHE: dict[str, str] = {
+    name: reason for reason, names in _OWN_CACHE.items() for name in names.split()
+}
+"""Architecture whose class computes with a cache of its own -> why, as the second half of a
+sentence."""
 
 
 BITNET = "BitNetForCausalLM"
@@ -206,9 +216,31 @@ def bitnet_mode(config: Mapping[str, Any]) -> BitNetMode | None:
     raise UnusableModel(f"quantization_config {values!r:.160} is not supported for {BITNET}")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCache:
+    """The size of the cache that a model's class keeps for one request.
+
+    token_items   items for each token
+    state_items   items that do not depend on the number of tokens, such as a recurrent state
+    """
+
+    token_items: int
+    state_items: int
+
+    @property
+    def half_width(self) -> int:
+        """Return the head dim of one layer with one head, whose key and value have as many items as
+        a token of this cache. The engine counts blocks of this size."""
+        return max(1, -(-self.token_items // 2))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec:
-    """The facts about a model that transformers computes. It implements ModelFacts."""
+    """The facts about a model that transformers computes. It implements ModelFacts.
+
+    If the model has a cache of its own, layers and heads are not those of the model: they say how
+    much a token takes (`OwnCache.half_width`).
+    """
 
     architecture: str
     vocab_size: int
@@ -225,6 +257,8 @@ class TransformersSpec:
     inner: int
     #: All of config.json as JSON. The model's digest covers it.
     config: str
+    #: Size of the cache that the model's class keeps; None: it uses our paged cache.
+    own_cache: OwnCache | None = None
 
     @property
     def window(self) -> int | None:
@@ -237,19 +271,38 @@ class TransformersSpec:
         return (None,) * self.num_layers
 
 
+def keeps_own_cache(spec: object) -> bool:
+    """Return whether a model's class keeps a cache by itself."""
+    return isinstance(spec, TransformersSpec) and spec.own_cache is not None
+
+
+def state_bytes(spec: object, limits: StepLimits) -> int:
+    """Return the memory of what the caches of all slots hold besides their tokens, in bytes. Some
+    classes compute it in float32 whatever the dtype is."""
+    if not isinstance(spec, TransformersSpec) or spec.own_cache is None:
+        return 0
+    return 4 * spec.own_cache.state_items * limits.max_slots
+
+
 @dataclass(frozen=True, slots=True)
 class TransformersArchitecture:
-    """An architecture in CHECKED: the transformers library computes its models."""
+    """An architecture whose models the transformers library computes.
+
+    has_own_cache   whether its class computes attention and keeps a cache by itself; otherwise it
+                    is in CHECKED
+    """
 
     name: str
     model_type: str
+    has_own_cache: bool = False
 
 
 def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
     """Return the architecture of a parsed config.json if transformers computes it.
 
     Return None if a family of ours has the architecture, or if the architecture is missing,
-    ambiguous or unknown: `registry.find_family` then reads or refuses the config. Raises
+    ambiguous or unknown: the caller asks transformers, or `registry.find_family` reads or refuses
+    the config. Raises
     UnusableModel, with the reason, if the architecture cannot be served, or if the config
     contradicts itself or has an unsupported value.
     """
@@ -263,8 +316,12 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
         name = next((name for name, kind in CHECKED.items() if kind == model_type), "")
     else:
         return None
+    if name in HYBRIDS and any(kind in RECURRENT for kind in _layer_kinds(config)):
+        return with_own_cache(name, config)
     if _has_family(name, config):
         return None
+    if name in OWN_CACHE or _has_text_part(name, config):
+        return with_own_cache(name, config)
     if (reason := _reason(name, config)) is not None:
         raise UnusableModel(f"architecture {architectures!r:.80} is not supported: {reason}")
     if name not in CHECKED:
@@ -278,11 +335,40 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
     return _computed(name, CHECKED[name], config)
 
 
+def with_own_cache(name: str, config: Mapping[str, Any]) -> TransformersArchitecture:
+    """Return the architecture `name`, whose class computes with a cache of its own. Raises
+    UnusableModel if the config does not say of which type it is, or has quantised weights."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnusableModel(f"config.json of {name} has no 'model_type'")
+    if config.get("quantization_config") is not None:
+        raise UnusableModel(
+            f"quantised weights of {name} are not supported", remedy="use a model in bfloat16"
+        )
+    return TransformersArchitecture(name, model_type, has_own_cache=True)
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the kinds of the layers; empty if the config does not list them."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return kinds if isinstance(kinds, list) else ()
+
+
+def _has_text_part(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether an architecture that is in no list contains a decoder for text."""
+    return (
+        name.endswith("ForConditionalGeneration")
+        and name not in REFUSED
+        and isinstance(config.get("text_config"), dict)
+        and config.get("is_encoder_decoder") is not True
+    )
+
+
 def _computed(name: str, model_type: str, config: Mapping[str, Any]) -> TransformersArchitecture:
     """Return the architecture `name` with the config class of `model_type`. Raises UnusableModel if
-    it is in REFUSED, or if a key in UNSUPPORTED has a value that is not supported."""
-    if name in REFUSED:
-        raise UnusableModel(f"model_type {model_type!r} is not supported: {REFUSED[name]}")
+    a key in UNSUPPORTED has a value that is not supported."""
+    if name in OWN_CACHE:
+        return with_own_cache(name, {**config, "model_type": model_type})
     _check_values(config, name)
     return TransformersArchitecture(name, model_type)
 
@@ -331,20 +417,24 @@ def documented() -> str:
     and a table of the refused ones with their reasons."""
     ours = {family.architecture for family in FAMILIES} - BEYOND_FAMILIES.keys()
     checked = ", ".join(f"`{name}`{_condition(name)}" for name in sorted(CHECKED.keys() - ours))
-    rows = [
-        f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
-        for reason, names in _REFUSED.items()
-    ]
-    borrowed = ", ".join(
-        f"`{kind}` (`{name}`)" for kind, (name, _) in BORROWED.items() if name not in REFUSED
-    )
+    borrowed = ", ".join(f"`{kind}` (`{name}`)" for kind, (name, _) in BORROWED.items())
     lines = [
         *(checked, ""),
         *(f"These model types are computed by the class of another one: {borrowed}.", ""),
-        *("| not supported, because | architectures |", "|---|---|"),
-        *rows,
+        *("| with a cache of its own, because | architectures |", "|---|---|"),
+        *_rows(_OWN_CACHE, ours),
+        *("", "| not supported, because | architectures |", "|---|---|"),
+        *_rows(_REFUSED, ours),
     ]
     return "\n".join(lines)
+
+
+def _rows(reasons: Mapping[str, str], ours: Collection[str]) -> list[str]:
+    """Return the rows of a table: each reason with its architectures, except those of `ours`."""
+    return [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names.split() if name not in ours)} |"
+        for reason, names in reasons.items()
+    ]
 
 
 def _condition(name: str) -> str:

@@ -25,6 +25,7 @@ from worker.device import device as devices
 from worker.device.device import free_bytes
 from worker.device.environment import visible_devices
 from worker.device.timing import StartupTiming
+from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
 from worker.kernels.select import ChooseKernels, select_kernels
@@ -35,6 +36,7 @@ from worker.loading.decoder import LoadedModel, load_model
 from worker.loading.header import encoder_header
 from worker.lora.startup import load_adapters
 from worker.slots.table import SlotTable
+from worker.spec.architectures import keeps_own_cache
 from worker.spec.step_limits import step_limits
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
@@ -46,6 +48,7 @@ from worker.startup.encoding import (
     tokenizer_read,
     with_input_limit,
 )
+from worker.startup.kv_window import reason_to_keep
 from worker.startup.reserve import ReservedMemory, reserve_memory
 from worker.startup.runner_parts import RunnerParts
 from worker.startup.warm_up import warm_up
@@ -83,6 +86,7 @@ def assemble(
         with timing("meet the other ranks"):
             group = _group(config, dtype, device, kernels)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
+    _check_own_cache(config, loaded, draft)
     if not loaded.card.generates:
         attention = _attention(loaded, config, dtype, device)
         return assemble_vectors(config, timing, loaded, attention, dtype, device)
@@ -117,6 +121,7 @@ def assemble(
         kv_groups=memory.groups,
         max_adapters=adapters.num_rows,
         adapters=infos,
+        has_own_cache=keeps_own_cache(loaded.spec),
     )
     runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
     return Assembled(runner, encoder, with_input_limit(ready))
@@ -215,6 +220,19 @@ def _load(
         draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
     return loaded, draft
+
+
+def _check_own_cache(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None) -> None:
+    """Raise UnusableModel if a model keeps a cache by itself, and an option needs K/V blocks."""
+    for model in (loaded, draft):
+        if model is None or not keeps_own_cache(model.spec):
+            continue
+        reason = reason_to_keep(config)
+        if reason:
+            raise UnusableModel(
+                f"{model.spec.architecture} keeps a cache of its own, so {reason} is not possible",
+                remedy=f"serve without {reason}",
+            )
 
 
 def _group(

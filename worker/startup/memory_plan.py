@@ -37,7 +37,7 @@ from worker.lora.targets import adapter_bytes
 from worker.models.compiled import is_fitting, why_not
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
-from worker.spec.architectures import TransformersSpec
+from worker.spec.architectures import TransformersSpec, state_bytes
 from worker.spec.model_spec import ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import FusedMatrix, LayerTensors, ModelTensors
@@ -366,6 +366,7 @@ def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
     logits = copies * max_slots * spec.vocab_size
     step = 4 * (num_tokens * widths + logits)
     step += num_tokens * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
+    slots += state_bytes(spec, limits)
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
 
 

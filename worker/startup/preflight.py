@@ -37,10 +37,10 @@ from worker.kernels.library import is_compiled, runnable
 from worker.loading.header import (
     AnyHeader,
     ModelHeader,
-    TransformersHeader,
     read_any_header,
     read_header,
 )
+from worker.loading.transformers_header import TransformersHeader
 from worker.spec.share import NOT_DIVIDED, check_dense
 from worker.startup.card import card_of_text
 from worker.startup.check_device import CPU, choose_device

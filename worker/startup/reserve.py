@@ -19,12 +19,13 @@ from worker.device.device import free_bytes
 from worker.encoders.runner import EncodeRunner
 from worker.errors import UnusableModel
 from worker.kv.budget import KVDemand, in_gib, kv_budget
-from worker.kv.cache import KVCache, block_bytes, layer_places
+from worker.kv.cache import CountedBlocks, KVCache, block_bytes, layer_places
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel
 from worker.lora.startup import kept_bytes
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
+from worker.spec.architectures import keeps_own_cache, state_bytes
 from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
@@ -89,7 +90,7 @@ def reserve_memory(
     )
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
-        kept = kept_bytes(config, loaded.spec, dtype)
+        kept = kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
         budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
     else:
         memory = measured_memory(config, parts, make_caches, limits, device, encoder)
@@ -234,6 +235,8 @@ def _caches(
 ) -> list[KVCache]:
     """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
     spec, dtype = models[0].spec, models[0].kv_dtype
+    if keeps_own_cache(spec):
+        return [CountedBlocks(shapes[0][1], device)]
     return [
         KVCache(
             shape[0],

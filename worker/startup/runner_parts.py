@@ -12,6 +12,7 @@ from worker.errors import UnusableModel
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel
 from worker.lora.table import AdapterTable
+from worker.models.base import RowModel
 from worker.sampling.select import select_sampling
 from worker.slots.table import SlotTable
 from worker.step.decode_fast_path import PlainDecode
@@ -39,6 +40,7 @@ class RunnerParts:
         model, draft_model = self.models[0], None
         if len(self.models) > 1:
             draft = self.models[1].model
+            assert not isinstance(draft, RowModel), "its cache cannot take drafts back"
             draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
         return kind(
             model.model,

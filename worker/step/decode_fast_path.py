@@ -23,7 +23,7 @@ from worker.kernels import structs
 from worker.kernels.native import address
 from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
-from worker.models.base import StepModel
+from worker.models.base import RowModel, StepModel
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory, WholePass
 from worker.sampling.sampler import TokenChoice
@@ -96,7 +96,9 @@ class DecodeFastPath:
         self._call: DecodeCall | None = None
 
     @classmethod
-    def for_model(cls, model: StepModel, slots: SlotTable, cache: KVCache) -> Self | None:
+    def for_model(
+        cls, model: StepModel | RowModel, slots: SlotTable, cache: KVCache
+    ) -> Self | None:
         """Return the fast path, or None if the model has no `WholePass`."""
         if not isinstance(model, DecoderModel) or model.whole is None:
             return None

@@ -27,7 +27,7 @@ from worker.batch.batch import BatchRows, Ints
 from worker.device.staging import upload_into
 from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
-from worker.models.base import StepModel
+from worker.models.base import RowModel, StepModel
 from worker.models.decoder import DecoderModel
 from worker.sampling.sampler import TokenChoice, most_likely
 from worker.slots.table import SlotTable
@@ -172,7 +172,7 @@ class GraphDecode:
     @classmethod
     def for_model(
         cls,
-        model: StepModel,
+        model: StepModel | RowModel,
         slots: SlotTable,
         cache: KVCache,
         attention: Attention,
@@ -252,7 +252,7 @@ class GraphDecode:
         return CapturedBucket(inputs, results[0], choices[0], forward_again, choose_again)
 
 
-def reason_against_graphs(model: StepModel, attention: Attention) -> str:
+def reason_against_graphs(model: StepModel | RowModel, attention: Attention) -> str:
     """Return why the decode steps of a model cannot be captured; "" if they can."""
     if not isinstance(model, DecoderModel):
         return "the model is computed by transformers"

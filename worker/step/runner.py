@@ -37,7 +37,7 @@ from worker.device.staging import integers, upload
 from worker.draft.model import DraftModel
 from worker.kv.cache import KVCache
 from worker.lora.table import AdapterTable, StepAdapters
-from worker.models.base import StepModel
+from worker.models.base import RowModel, StepModel
 from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
 from worker.sampling.logprobs import prompt_logprobs
@@ -50,7 +50,7 @@ from worker.step.decode_fast_path import DecodeFastPath, PlainDecode
 class StepComponents:
     """The parts that a runner computes with."""
 
-    model: StepModel
+    model: StepModel | RowModel
     slots: SlotTable
     cache: KVCache
     attention: Attention
@@ -75,7 +75,7 @@ class Runner:
 
     def __init__(
         self,
-        model: StepModel,
+        model: StepModel | RowModel,
         slots: SlotTable,
         cache: KVCache,
         attention: Attention,
@@ -133,9 +133,7 @@ class Runner:
                     block_tokens=self._cache.block_tokens,
                     num_entries=self._cache.num_entries,
                 )
-                hidden = self._model(
-                    batch.token_ids, batch.attention, self._cache, self._attention, adapters
-                )
+                hidden = self._compute(batch, adapters)
                 prompt_columns = prompt_logprobs(
                     hidden, self._model.logits, self._slots, batch, self._sampling.score
                 )
@@ -172,6 +170,13 @@ class Runner:
             self._cache.zero(blocks)
             if self.draft_model is not None:
                 self.draft_model.cache.zero(blocks)
+
+    def _compute(self, batch: StepBatch, adapters: StepAdapters | None) -> Tensor:
+        """Return the hidden states [T, hidden] of a step's tokens."""
+        model = self._model
+        if isinstance(model, RowModel):
+            return model.compute_rows(batch.token_ids, batch.rows, self._slots.states)
+        return model(batch.token_ids, batch.attention, self._cache, self._attention, adapters)
 
     def _decode_for(
         self, plan: StepPlan, rows: BatchRows, adapters: StepAdapters | None

@@ -101,11 +101,13 @@ def check_registry(root: object) -> None:
 
 def strays(root: object) -> list[str]:
     """Return descriptions of all stray tensors: per-slot tensors that share no memory with a slot
-    table, and are reachable from `root` or from the worker's modules."""
+    table or its state objects, and are reachable from `root` or from the worker's modules."""
     things = list(_walk([root, *_own_modules()]))
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}
     known = [_memory(tensor) for table in tables for tensor in table.tensors()]
+    own = (tensor for table in tables for _, tensor in _tensors(_walk([table.states])))
+    known += [_memory(tensor) for tensor in own]
     return [
         f"{tuple(thing.shape)} {thing.dtype} held by {holder}"
         for holder, thing in _tensors(things)
