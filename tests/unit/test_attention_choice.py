@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from worker.attention.limits import (
     NoBackend,
 )
 from worker.attention.native_paged import NativePagedAttention
-from worker.attention.select import GpuBackend, choose_backend, select_attention
+from worker.attention.select import BACKENDS, GpuBackend, choose_backend, select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.device import triton_driver
 from worker.device.cpuinfo import cpu_flags
@@ -170,6 +171,14 @@ def test_the_limits_of_a_library_are_those_of_its_twin(
     assert limits.block_multiple == rules.block_multiple
     assert limits.max_sink_heads == rules.max_sink_heads
     assert limits.has_soft_cap == rules.has_soft_cap
+
+
+def test_every_value_of_the_option_selects_a_backend_and_is_in_the_documentation() -> None:
+    values = set(get_args(AttentionBackend)) - {"auto"}
+    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    table = page.split("\n## Attention\n")[1].split("\n## ")[0]
+    assert {backend.option for backend in BACKENDS} == values
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == values
 
 
 def test_a_backend_that_is_asked_for_and_missing_is_refused_with_all_reasons() -> None:

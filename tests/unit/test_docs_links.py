@@ -1,5 +1,5 @@
-"""Links between pages lead to files and headings that exist, pages for contributors are short, and
-the changelog has the current version."""
+"""Links between pages lead to files and headings that exist, pages for contributors are short and
+name what is in the code, and the changelog has the current version."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tests.support.docs_blocks import PAGES, ROOT
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("http://", "https://", "mailto:")
-GUIDES = ("architecture*.md", "design*.md")
+GUIDES = ("adding.md", "architecture*.md", "design*.md")
 """Pages for contributors in docs/. They and CONTRIBUTING.md have at most MAX_GUIDE_BYTES."""
 MAX_GUIDE_BYTES = 20_000
+PLACE = re.compile(r"`([\w/]+\.(?:py|js|h))`\s+\(([^()]+)\)")
+"""A file and, in parentheses, names that it has: "`a/b.py` (`NAME`, `OTHER`)"."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -53,3 +55,13 @@ def test_pages_for_contributors_are_short_enough_to_be_read() -> None:
     sizes = {page.name: page.stat().st_size for page in guides}
     assert len(sizes) > 3
     assert {name: size for name, size in sizes.items() if size > MAX_GUIDE_BYTES} == {}
+
+
+@pytest.mark.parametrize("page", ["adding.md", "formats.md"])
+def test_names_that_a_guide_places_in_a_file_are_in_that_file(page: str) -> None:
+    places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    named = [(file, name) for file, text in places for name in re.findall(r"`(\w+)`", text)]
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in named}
+    assert len(named) > 3
+    missing = [(file, name) for file, name in named if not re.search(rf"\b{name}\b", texts[file])]
+    assert missing == []
