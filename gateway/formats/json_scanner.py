@@ -324,7 +324,7 @@ class LiteralScan(msgspec.Struct):
         self._ended()
 
     def _after_string(self, text: str, position: int, dialect: Dialect) -> int:
-        """Read the character after a string. A quote starts another string, which is joined to it."""
+        """Read the character after a string. A quote starts another one, which is joined to it."""
         position = match_end(SPACE, text, position)
         if position == len(text):
             return position
