@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from protocol.engine.sampling import SamplingParams
@@ -21,7 +22,13 @@ from worker.batch.batch import BatchRows
 from worker.errors import UnusableModel
 from worker.loading.decoder import LoadedModel
 from worker.models.base import RowModel
-from worker.models.hf_own_cache import FIRST, NEXT, OwnCacheDecoder, continues_in_chunks
+from worker.models.hf_own_cache import (
+    FIRST,
+    NEXT,
+    OwnCacheDecoder,
+    continues_in_chunks,
+    tried_model,
+)
 from worker.spec.architectures import TransformersSpec
 
 NUM_TOKENS = 61
@@ -174,6 +181,51 @@ def test_a_class_that_forgets_its_state_is_refused() -> None:
     decoder = OwnCacheDecoder(Sums(forgets=True), "Sums")
     with pytest.raises(UnusableModel, match="other results if it continues from its cache"):
         continues_in_chunks(decoder, torch.arange(FIRST + NEXT) % 8)
+
+
+class Headed(nn.Module):
+    """A model of `Sums` and a head.
+
+    reads_ids   the logits depend on the token ids, too
+    """
+
+    def __init__(self, *, reads_ids: bool) -> None:
+        super().__init__()
+        self.decoder = Sums()
+        self.head = nn.Linear(4, 8, bias=False)
+        self.reads_ids = reads_ids
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    base_model = property(get_decoder)
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> CausalLMOutputWithPast:
+        logits = self.head(self.decoder(input_ids).last_hidden_state)
+        if self.reads_ids:
+            logits = logits * (input_ids[..., None] - 3)
+        return CausalLMOutputWithPast(logits=logits)
+
+
+def test_a_class_whose_logits_need_more_than_hidden_states_is_refused() -> None:
+    ids = torch.arange(FIRST + NEXT) % 8
+    spec = TransformersSpec(
+        architecture="Headed",
+        vocab_size=8,
+        hidden=4,
+        context_tokens=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        num_parameters=64,
+        largest_tensor=32,
+        inner=4,
+        config="{}",
+    )
+    assert tried_model(spec, Headed(reads_ids=False), ids).spec.own_cache is not None
+    with pytest.raises(UnusableModel, match="other logits of its own hidden states"):
+        tried_model(spec, Headed(reads_ids=True), ids)
 
 
 def test_a_class_that_keeps_its_state_in_its_modules_is_refused(tmp_path: Path) -> None:

@@ -58,16 +58,33 @@ SAME = 0.99
 class that forgets its state gives others."""
 
 
+UNLIMITED = 1 << 17
+"""Context of models whose config has no limit, such as Mamba's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCache:
+    """The cache of a request's tokens so far: how many they are, and the argument that passes it to
+    the model's class, by name."""
+
+    num_tokens: int
+    argument: dict[str, Any]
+
+
+EMPTY = TokenCache(0, {})
+"""The cache of a request that has not been computed yet: the class makes one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Continued:
     """Tokens that were computed after others.
 
     hidden   hidden states [tokens, hidden], after the final norm
-    cache    the cache of all tokens so far: the arguments that pass it to the class, by name
+    cache    the cache of all tokens so far
     """
 
     hidden: Tensor
-    cache: dict[str, Any]
+    cache: TokenCache
 
 
 class OwnCacheDecoder:
@@ -78,22 +95,21 @@ class OwnCacheDecoder:
         self._architecture = architecture
         self._parameters = inspect.signature(decoder.forward).parameters.keys()
 
-    def run(self, token_ids: Tensor, start: int, cache: dict[str, Any] | None) -> Continued:
-        """Compute token_ids [tokens] int64 at the positions from `start` on. `cache` is that of the
-        tokens before; None: there are none."""
-        end = start + len(token_ids)
-        positions = torch.arange(start, end, device=token_ids.device)
+    def run(self, token_ids: Tensor, cache: TokenCache = EMPTY) -> Continued:
+        """Compute token_ids [tokens] int64 after the tokens of `cache`, which the class changes."""
+        end = cache.num_tokens + len(token_ids)
+        positions = torch.arange(cache.num_tokens, end, device=token_ids.device)
         arguments: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": True}
         for name, value in (("position_ids", positions[None]), ("cache_position", positions)):
             if name in self._parameters:
                 arguments[name] = value
-        output = self.module(**arguments, **(cache or {}))
+        output = self.module(**arguments, **cache.argument)
         found = ((name, getattr(output, name, None)) for name in CACHES)
         field, made = next(((name, each) for name, each in found if each is not None), ("", None))
         if made is None:
             raise self.refusal("it has no cache")
         argument = next((name for name in CACHES if name in self._parameters), field)
-        return Continued(output[0][0], {argument: made})
+        return Continued(output[0][0], TokenCache(end, {argument: made}))
 
     def refusal(self, reason: str) -> UnusableModel:
         return UnusableModel(f"{self._architecture} cannot be served: {reason}")
@@ -127,13 +143,13 @@ class OwnCacheModel:
         hidden, first = [], 0
         spans = zip(rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), strict=True)
         for slot, start, count in spans:
-            cache: Any = states.get(slot)
-            if (cache is None) != (start == 0):
+            cache = states.get(slot, EMPTY)
+            assert isinstance(cache, TokenCache)
+            if cache.num_tokens != start:
                 raise ValueError(f"slot {slot} does not continue at position {start}")
-            size = count if cache is None or self._in_chunks else 1
-            for at in range(0, count, size):
-                ids = token_ids[first + at : first + at + size]
-                done = self._decoder.run(ids, start + at, cache)
+            size = count if start == 0 or self._in_chunks else 1
+            for ids in torch.split(token_ids[first : first + count], size):
+                done = self._decoder.run(ids, cache)
                 hidden.append(done.hidden)
                 cache = done.cache
             states[slot] = cache
@@ -225,18 +241,35 @@ def load(
         raise UnusableModel(f"transformers cannot load {path}: {one_line(error)}") from error
     check_found(found)
     model = model.eval().requires_grad_(False).to(device)
-    decoder = OwnCacheDecoder(_decoder(model), name)
     ids = (torch.arange(FIRST + NEXT, device=device) * 7 + 3) % spec.vocab_size
-    with torch.inference_mode():
-        in_chunks = continues_in_chunks(decoder, ids)
-        cache = _measured(decoder, ids)
+    try:
+        own = tried_model(spec, model, ids)
+    except UnusableModel:
+        raise
+    except Exception as error:
+        raise UnusableModel(f"transformers failed with {name}: {one_line(error)}") from error
     log.info(
         "%s is computed by its class in transformers, one request at a time and without packed "
         "weights: slower than other models, and without prefix cache and drafts",
         name,
     )
+    return own
+
+
+@torch.inference_mode()
+def tried_model(spec: TransformersSpec, model: Any, ids: Tensor) -> OwnCacheModel:
+    """Return the model, after it has computed ids [FIRST + NEXT] in several ways. Raises
+    UnusableModel if the results differ."""
+    decoder = OwnCacheDecoder(_decoder(model), spec.architecture)
+    in_chunks = continues_in_chunks(decoder, ids)
+    cache = _measured(decoder, ids)
+    hidden = decoder.run(ids).hidden
+    whole = model(input_ids=ids[None], use_cache=False).logits[0]
     spec = replace(spec, own_cache=cache, head_dim=cache.half_width)
-    return OwnCacheModel(spec, model, decoder, in_chunks=in_chunks)
+    own = OwnCacheModel(spec, model, decoder, in_chunks=in_chunks)
+    if not _same(own.logits(hidden), whole):
+        raise decoder.refusal("its class computes other logits of its own hidden states")
+    return own
 
 
 def _decoder(model: Any) -> Any:
@@ -256,19 +289,19 @@ def continues_in_chunks(decoder: OwnCacheDecoder, ids: Tensor) -> bool:
 
     ids   [FIRST + NEXT] int64
     """
-    whole = decoder.run(ids, 0, None).hidden
-    first = decoder.run(ids[:FIRST], 0, None)
-    token = decoder.run(ids[FIRST : FIRST + 1], FIRST, first.cache)
+    whole = decoder.run(ids).hidden
+    first = decoder.run(ids[:FIRST])
+    token = decoder.run(ids[FIRST : FIRST + 1], first.cache)
     try:
-        rest = decoder.run(ids[FIRST + 1 :], FIRST + 1, token.cache)
+        rest = decoder.run(ids[FIRST + 1 :], token.cache)
         if _same(whole, torch.cat([first.hidden, token.hidden, rest.hidden])):
             return True
     except (RuntimeError, ValueError, IndexError, AttributeError):
         pass  # classes that cannot continue so fail in many ways
-    done = decoder.run(ids[:FIRST], 0, None)
+    done = decoder.run(ids[:FIRST])
     hidden = [done.hidden]
-    for at in range(FIRST, FIRST + NEXT):
-        done = decoder.run(ids[at : at + 1], at, done.cache)
+    for single in torch.split(ids[FIRST:], 1):
+        done = decoder.run(single, done.cache)
         hidden.append(done.hidden)
     if not _same(whole, torch.cat(hidden)):
         raise decoder.refusal("its class gives other results if it continues from its cache")
@@ -282,8 +315,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _measured(decoder: OwnCacheDecoder, ids: Tensor) -> OwnCache:
     """Return the size of the cache, from those after FIRST and after all of ids [FIRST + NEXT]."""
-    small = _num_items(decoder.run(ids[:FIRST], 0, None).cache)
-    large = _num_items(decoder.run(ids, 0, None).cache)
+    small = _num_items(decoder.run(ids[:FIRST]).cache.argument)
+    large = _num_items(decoder.run(ids).cache.argument)
     per_token = max(large - small, 0) / NEXT
     return OwnCache(ceil(per_token), max(small - int(per_token * FIRST), 0))
 
@@ -326,7 +359,3 @@ def _context(config: Any) -> int:
     if getattr(config, "max_position_embeddings", None) is None:
         return UNLIMITED
     return context_of(config)
-
-
-UNLIMITED = 1 << 17
-"""Context of models whose config has no limit, such as Mamba's."""
