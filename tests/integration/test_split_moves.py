@@ -219,17 +219,18 @@ def test_with_the_policy_error_only_requests_that_need_no_prompt_continue(tmp_pa
         for d in own.d:
             d.script = stuck_after(3)
         with PairRequest(own, max_tokens=100) as long:
-            owner_and_other(own.d)
+            first, other = owner_and_other(own.d)
+            busy = ErrorInfo(code="overloaded", message="busy")
+            first.script = lambda generate: busy  # so the other engine gets the next request
             with PairRequest(own, prompt=SHORT, max_tokens=100) as short:
-                assert eventually(lambda: [len(d.generates) for d in own.d] == [1, 1])
-                owners = {len(d.generates[0].prompt) == len(SHORT): d for d in own.d}
-                owners[False].await_steps(6)
-                owners[True].script = continued
-                owners[False].kill()
+                other.await_generates(1)
+                first.await_steps(6)
+                other.script = continued
+                first.kill()
                 long.__exit__()
-                with ScriptedEngine(owners[False].address, continued) as again:
+                with ScriptedEngine(first.address, continued) as again:
                     assert eventually(lambda: all(state["ready"] for state in states(own)))
-                    owners[True].kill()
+                    other.kill()
                     short.__exit__()
                     assert len(again.generates) == 1
         assert long.response.json()["error"]["code"] == "engine_lost"
