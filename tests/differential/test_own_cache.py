@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,27 +73,35 @@ def atol_of(logits: torch.Tensor) -> float:
     return ATOL * max(1.0, float(logits.abs().max()) / 5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_are_those_of_transformers_in_chunks_beside_another_request(
-    tmp_path: Path, architecture: str
-) -> None:
-    theirs = random_own_cache(architecture)
+@dataclass(frozen=True)
+class Pair:
+    """A model as transformers made it, and as the worker has loaded it."""
+
+    theirs: Any
+    loaded: LoadedModel
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    theirs = random_own_cache(request.param)
+    return Pair(theirs, load(write_directory(tmp_path_factory.mktemp("own"), theirs)))
+
+
+def test_logits_are_those_of_transformers_in_chunks_beside_another_request(pair: Pair) -> None:
+    theirs, loaded = pair.theirs, pair.loaded
     requests = [some_tokens(NUM_TOKENS), some_tokens(30, seed=1)]
-    loaded = load(write_directory(tmp_path, theirs))
     steps = [[20, 0], [1, 17], [1, 1], [39, 12]]
     for ours, tokens in zip(logits_of(loaded, requests, steps), requests, strict=True):
         logits = expected(theirs, tokens)
         torch.testing.assert_close(ours, logits, rtol=0, atol=atol_of(logits))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_answers_are_those_of_transformers_with_preemptions_and_reused_slots(
-    tmp_path: Path, architecture: str
+    pair: Pair,
 ) -> None:
     """A token may differ from the one that transformers chooses if the logits of both are almost
     equal."""
-    theirs = random_own_cache(architecture)
-    loaded = load(write_directory(tmp_path, theirs))
+    theirs, loaded = pair.theirs, pair.loaded
     prompts = [some_tokens(count, seed=count) for count in (23, 9, 30, 16, 20)]
     replica = Replica(
         loaded, token_budget=16, max_slots=3, num_blocks=20, block_tokens=4, prefix_cache=False
