@@ -343,7 +343,7 @@ def test_an_adapter_beside_the_weights_is_refused(olmo: Path, tmp_path: Path) ->
 def test_without_transformers_the_extra_is_named(
     olmo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.loading.header.find_spec", lambda _: None)
+    monkeypatch.setattr("worker.loading.transformers_header.find_spec", lambda _: None)
     with pytest.raises(UnusableModel, match="transformers, which is not installed") as refused:
         read_header(olmo)
     assert "tidegate[transformers]" in refused.value.remedy
