@@ -241,8 +241,9 @@ class ArgumentsWriter(msgspec.Struct):
     def start(
         self, key: str, kinds: tuple[str, ...], builder: EventBuilder, *, bare_json: bool = False
     ) -> None:
-        """Start the argument `key`, whose value may have the types `kinds`. Without `kinds` it is a
-        string, or any JSON if `bare_json`."""
+        """Start the argument `key`, whose value may have the types `kinds`. If `kinds` is empty,
+        the value is a string. With `bare_json` it is JSON instead if its text is valid JSON other
+        than a string. Pass the same `bare_json` to `end`."""
         builder.arguments_delta(("{" if self.count == 0 else ", ") + string_json(key) + ": ")
         self.count += 1
         self.kinds, self.lead, self.parts, self.tail = list(kinds), True, [], []

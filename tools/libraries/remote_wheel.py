@@ -52,7 +52,8 @@ class RangeFile(io.RawIOBase):
     """A file on a web server. Each read is a request with a Range header.
 
     The constructor raises NoRanges if the server cannot be reached, does not support ranges, or
-    reports another size than `size`. Reading raises ConnectionLost after too many retries.
+    reports another size than `size`. Reading raises ConnectionLost after too many retries, and
+    NoRanges if the server no longer sends the requested part of this file.
     """
 
     def __init__(self, url: str, size: int) -> None:

@@ -192,8 +192,8 @@ def _check_head(name: str, shape: Shape | None, wanted: Shape) -> None:
 
 
 def _gguf_prompt(fields: Fields) -> PairPrompt:
-    """Return the prompt of a GGUF file. Raises UnusableModel if it does not have a place for the
-    query and, after it, one for the document."""
+    """Return the prompt that a GGUF file names, or PROMPT if the file names none. Raises
+    UnusableModel if the named prompt has no `{query}` with a `{document}` after it."""
     template = fields.text(RERANK_TEMPLATE, "")
     if not template or template == PROMPT.plain:
         return PROMPT

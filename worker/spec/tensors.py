@@ -315,7 +315,8 @@ class ModelTensors:
         return VectorTensor(name, heads, self._vector_cut(heads))
 
     def _vector_cut(self, size: int) -> VectorCut | None:
-        """Return the cut of a vector of which each rank holds `size` items."""
+        """Return this rank's part of a vector that is divided among the ranks, `size` items on
+        each. Return None if the model is not divided; all items are read then."""
         if self.share is None:
             return None
         (items,) = self.share.ranges([size])
