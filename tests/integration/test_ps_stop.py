@@ -142,6 +142,7 @@ def test_sockets_of_dead_servers_are_removed(machine: ServerMachine) -> None:
     path = machine.leave_socket("8001")
     machine.kill(everybody)
     server.process.wait(10)
+    assert eventually(lambda: not any(map(is_alive, everybody)))
     assert "sockets without a process: engine.sock" in machine.tool("ps")
     assert machine.tool("stop", "8001") == "removed  8001/engine.sock\n"
     assert not path.exists()
