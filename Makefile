@@ -54,7 +54,7 @@ check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)
 
 clean:
-	rm -rf $(VENV) worker/kernels/_*.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) worker/kernels/_*.so* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `test` includes `all`, so after `make test`, `make serve` has nothing to install.

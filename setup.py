@@ -17,6 +17,7 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -107,8 +108,8 @@ class KernelBuild(build_ext):
     the instruction sets that this processor can run. Other builds contain all.
 
     A library in worker/kernels/ that is newer than its sources is not compiled again. Only one
-    build runs at a time. So `make` can compile while pip downloads: pip's own build waits, and
-    then finds the libraries.
+    build runs at a time, until its libraries are in worker/kernels/. So `make` can compile while
+    pip downloads: pip's own build waits, and then finds the libraries.
     """
 
     def finalize_options(self) -> None:
@@ -118,10 +119,18 @@ class KernelBuild(build_ext):
             names = {f"worker.kernels._{each.name}" for each in SETS if each.needs <= CPU_FLAGS}
             self.extensions = [each for each in self.extensions if each.name in names]
 
-    def build_extensions(self) -> None:
+    def run(self) -> None:
         with open("setup.py") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            super().build_extensions()
+            super().run()
+
+    def copy_file(self, infile: str, outfile: str, *options: Any, **named: Any) -> tuple[str, bool]:
+        """Replace `outfile` with a whole copy. A running worker keeps the library it has loaded;
+        if its file were overwritten, the worker would be killed by SIGBUS or SIGSEGV."""
+        part = f"{outfile}.part"
+        super().copy_file(infile, part, *options, **named)
+        os.replace(part, outfile)
+        return outfile, True
 
     def build_extension(self, ext: Extension) -> None:
         made, target = self.get_ext_filename(ext.name), self.get_ext_fullpath(ext.name)

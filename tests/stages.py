@@ -42,7 +42,9 @@ from protocol.process.process_state import read_all_stats
 from tests import oldest
 
 PYTEST = (sys.executable, "-m", "pytest")
-OPTIONS = ("-ra", "--durations=10")
+OPTIONS = ("-ra", "--durations=10", "--maxfail=30")
+"""If something is broken that most tests need, such as the kernels, a stage ends early instead of
+waiting for each server that does not start. ARGS="--maxfail 1000" shows the other failures too."""
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
 INTEGRATION = Path(__file__).parent / "integration"
 NICENESS = 10

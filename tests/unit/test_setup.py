@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,31 @@ LIBRARY = f"worker/kernels/_generic{sysconfig.get_config_var('EXT_SUFFIX')}"
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 SETS_AND_FLAGS = ("worker/kernels/instruction_sets.py", "worker/device/cpuinfo.py")
 SOURCES = ("setup.py", "worker/kernels/instruction_sets.py", "worker/kernels/csrc/simd.h")
+
+
+WATCHED_BUILD = """
+import fcntl, os, runpy
+import setuptools  # whose distutils is imported next
+from distutils import file_util
+
+copy = file_util._copy_file_contents
+
+def watched(infile, outfile, *options):
+    with open("setup.py") as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            state = "locked"
+        else:
+            state = "unlocked"
+    print(f"copy: {state}, {'over a file' if os.path.exists(outfile) else 'a new file'}")
+    copy(infile, outfile, *options)
+
+file_util._copy_file_contents = watched
+runpy.run_path("setup.py", run_name="__main__")
+"""
+"""Runs setup.py. Prints, for each file that is copied, whether another build could start now, and
+whether the copy overwrites a file."""
 
 
 @pytest.fixture
@@ -37,11 +63,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(checkout: Path, *options: str) -> str:
+def build(checkout: Path, *options: str, program: Sequence[str] = ("setup.py",)) -> str:
     """Build into the folder `out` with a compiler that always fails. Return what is printed."""
     folders = ("--build-lib", "out", "--build-temp", "temp")
     done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", *folders, *options],
+        [sys.executable, *program, "build_ext", *folders, *options],
         cwd=checkout,
         env={**os.environ, "CC": "false", "CXX": "false"},
         check=True,
@@ -56,6 +82,19 @@ def build(checkout: Path, *options: str) -> str:
 def test_a_library_newer_than_its_sources_is_copied(checkout: Path) -> None:
     build(checkout)
     assert (checkout / "out" / LIBRARY).read_bytes() == b"compiled before"
+
+
+def test_no_other_build_and_no_worker_sees_a_part_of_a_library(checkout: Path) -> None:
+    """A second build once took a half-copied library for a whole one, and workers that loaded it
+    were killed by SIGBUS."""
+    loaded = (checkout / LIBRARY).open("rb")
+    (checkout / "watched.py").write_text(WATCHED_BUILD)
+    printed = build(checkout, "--inplace", program=["watched.py"])
+    copies = re.findall(r"copy: (.*)", printed)
+    assert copies == ["locked, a new file"] * 2, printed  # to the folder `out`, and back
+    assert (checkout / LIBRARY).read_bytes() == b"compiled before"
+    assert not os.path.samestat(os.fstat(loaded.fileno()), (checkout / LIBRARY).stat())
+    loaded.close()
 
 
 @pytest.mark.parametrize("source", SOURCES)
