@@ -263,6 +263,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                  request keeps all of its blocks
     kv_groups    the K/V groups, if blocks of only some layers are freed; `kv_window` is then None
     max_adapters most LoRA adapters that can be loaded at the same time; 0: the engine has none
+    state_bytes  bytes of a request's recurrent state; 0: the model has none
+    num_checkpoints
+                 number of checkpoints of such states
     """
 
     max_len: int
@@ -275,6 +278,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     kv_window: int | None = None
     kv_groups: KVGroups | None = None
     max_adapters: int = 0
+    state_bytes: int = 0
+    num_checkpoints: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -42,6 +42,10 @@ tables, and those of blocks that a window has passed.
 """
 
 
+NO_CHECKPOINT = 0
+"""`SlotInit.checkpoint` of a request whose recurrent state starts with zeros. Checkpoints have ids
+from 1 on."""
+
 NO_ADAPTER = -1
 """`SlotInit.adapter` of a request that uses the model without an adapter."""
 
@@ -71,6 +75,9 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     adapter: int = NO_ADAPTER
     #: Generation of that row. The worker refuses another one than that of the loaded adapter.
     adapter_generation: int = 0
+    #: Id of the checkpoint with the recurrent state after the first `num_computed` positions.
+    #: NO_CHECKPOINT: `num_computed` is 0, or the model has no recurrent state.
+    checkpoint: int = NO_CHECKPOINT
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +90,8 @@ class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Compute one step, in this order: release slots, bind slots, extend block
-    tables, zero blocks, compute, sample.
+    """Engine -> worker. Compute one step, in this order: release slots, bind slots (and read their
+    checkpoints), extend block tables, zero blocks, compute, sample, save checkpoints.
 
     A row with drafts samples after its last known token and after each draft. Each sampled token is
     the one that decoding without drafts would have drawn there. The tokens up to and including the
@@ -131,6 +138,15 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: [R] number of tokens that the draft model then drafts, in rows that sample. Their blocks are
     #: allocated already. None if `follow_starts` is None.
     wanted: Int32 | None = None
+    #: [C] slots of rows of this step whose recurrent state is copied to a checkpoint on the way. A
+    #: slot can be there several times. None: no state is copied.
+    save_slots: Int32 | None = None
+    #: [C] number of the request's leading positions whose state is copied. The last of them is one
+    #: that the row computes. If it follows a wrong draft, the checkpoint stays as it was. None if
+    #: `save_slots` is None.
+    save_lens: Int32 | None = None
+    #: [C] ids of the checkpoints, all different. None if `save_slots` is None.
+    save_checkpoints: Int32 | None = None
 
 
 class EncodePlan(Message, frozen=True, kw_only=True):
@@ -306,6 +322,11 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     #: be shared, and no token can be taken back: there are no drafts. The engine counts blocks all
     #: the same, which bounds the memory of these objects.
     has_own_cache: bool = False
+    #: Bytes of the recurrent state of one request; 0: the model has none.
+    state_bytes: int = 0
+    #: Number of checkpoints, each of which can hold one such state. 0: there is no memory for them,
+    #: so that prefixes cannot be shared.
+    num_checkpoints: int = 0
 
 
 class RankDigest(Message, frozen=True, kw_only=True):
