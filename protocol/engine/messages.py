@@ -263,9 +263,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                  request keeps all of its blocks
     kv_groups    the K/V groups, if blocks of only some layers are freed; `kv_window` is then None
     max_adapters most LoRA adapters that can be loaded at the same time; 0: the engine has none
-    state_bytes  bytes of a request's recurrent state; 0: the model has none
-    num_checkpoints
-                 number of checkpoints of such states
+    state_bytes  bytes of a request's recurrent state; 0: the model has none. `num_checkpoints` can
+                 hold one each
     """
 
     max_len: int

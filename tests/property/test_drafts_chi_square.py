@@ -30,6 +30,7 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel
 from worker.lora.table import StepAdapters
+from worker.slots.states import StepStates
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17]
 PARAMS = SamplingParams(
@@ -58,6 +59,7 @@ class Bigrams:
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         return token_ids[:, None]
 

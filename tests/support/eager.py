@@ -19,6 +19,7 @@ from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import RowModel
+from worker.slots.states import StepStates
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
@@ -47,10 +48,13 @@ class EagerStepper:
     def __post_init__(self) -> None:
         config = self.loaded.spec
         sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
-        shape = (config.num_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
+        shape = (config.num_kv_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
         self.cache = KVCache(*shape, config.head_dim, self.dtype, CPU)
         self.blocks = scattered(sum(sizes) + 3, *sizes)
         self.computed = [0] * len(sizes)
+        #: The recurrent state of each request, and two checkpoints.
+        self.states = torch.zeros(len(sizes), config.state_items)
+        self.checkpoints = torch.zeros(3, config.state_items)
 
     def step(self, *counts: int) -> list[Tensor]:
         """Compute the next `counts[i]` tokens of request i. Return their logits, [tokens, V]."""
@@ -65,13 +69,37 @@ class EagerStepper:
             ).astype(np.int64)
             adapters = StepAdapters(self.table, of_tokens, CPU)
         assert not isinstance(self.loaded.model, RowModel)
-        hidden = self.loaded.model(torch.tensor(ids), batch, self.cache, self.attention, adapters)
+        hidden = self.loaded.model(
+            torch.tensor(ids),
+            batch,
+            self.cache,
+            self.attention,
+            adapters,
+            self._states(rows, order),
+        )
         logits = self.loaded.model.logits(hidden).split([row.count for row in rows])
         self.computed = [done + n for done, n in zip(self.computed, counts, strict=True)]
         result = [torch.empty(0, VOCAB)] * len(counts)
         for i, part in zip(order, logits, strict=True):
             result[i] = part
         return result
+
+    def _states(self, rows: Sequence[PagedRow], order: Sequence[int]) -> StepStates | None:
+        """Return the recurrent states of the requests in `order`; None if the model has none."""
+        if not self.states.shape[1]:
+            return None
+        counts, none = np.array([row.count for row in rows], np.int64), np.empty(0, np.int64)
+        return StepStates(
+            self.states,
+            self.checkpoints,
+            slots=np.array(order, np.int64),
+            firsts=counts.cumsum() - counts,
+            counts=counts,
+            kept=counts,
+            save_rows=none,
+            save_counts=none,
+            save_ids=none,
+        )
 
     def run(self, steps: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Run all steps. Return the logits of each request, [tokens, V]."""

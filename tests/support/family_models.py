@@ -11,6 +11,8 @@ from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+"""Model types some of whose layers are recurrent."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -25,6 +27,15 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """No two of these sizes are equal, so most transposed or misplaced tensors have the wrong shape."""
+HYBRID: dict[str, Any] = {
+    "initializer_range": 0.04,  # with larger weights, transformers differs from itself
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
@@ -56,6 +67,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "position_embedding_type": "rope",
         "mamba_n_heads": 8,
+    },
+    "qwen3_next": {
+        **HYBRID,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {
+        **HYBRID,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
     },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
@@ -154,6 +180,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "window": {"use_sliding_window": True, **WINDOW},
         "biases": BIASED,
     },
+    "qwen3_next": {
+        "not renormalised": {"norm_topk_prob": False},
+        "dense layers": {"mlp_only_layers": [1]},
+        "every second": {"layer_types": ["full_attention", "linear_attention"] * 2},
+        "biases": BIASED,
+        "whole heads": {"partial_rotary_factor": 1.0},
+    },
+    "qwen3_5_text": {
+        "tied": TIED,
+        "every second": {"layer_types": ["linear_attention", "full_attention"] * 2},
+        "long convolution": {"linear_conv_kernel_dim": 7},
+        "one head for each": {"linear_num_key_heads": 6},
+        "biases": BIASED,
+    },
+    "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
     "gemma2": {
         "untied": UNTIED,
         "biases": BIASED,

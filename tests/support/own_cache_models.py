@@ -87,9 +87,8 @@ ARCHITECTURES = (
     # recurrent layers
     *("BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
     *("Lfm2ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
-    *("NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM"),
+    *("NemotronHForCausalLM", "OlmoHybridForCausalLM"),
     "RwkvForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
     # shared keys and values
     *("Gemma3nForCausalLM", "Gemma4ForCausalLM", "MiMoV2FlashForCausalLM"),
     "Gemma4ForConditionalGeneration",

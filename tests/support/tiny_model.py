@@ -19,6 +19,7 @@ from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
 from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
+from worker.slots.states import StepStates
 from worker.slots.table import SlotField, SlotTable
 from worker.step.runner import Runner
 from worker.step.slot_registry import Poison, PoisonedSlots
@@ -54,6 +55,7 @@ class TinyModel:
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         x = self.embedding[token_ids] + self.places[batch.positions]
         q = (x @ self.query).view(-1, HEADS, HEAD_DIM)

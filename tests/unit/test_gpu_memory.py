@@ -30,6 +30,7 @@ from worker.lora.table import StepAdapters
 from worker.slots import features
 from worker.slots.features import features_of
 from worker.slots.fields import slot_fields
+from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
@@ -248,6 +249,7 @@ class ProfiledTinyModel(TinyModel):
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         self.num_tokens.append(len(token_ids))
         return super().__call__(token_ids, batch, cache, attention)

@@ -249,7 +249,7 @@ class WindowedModel:
 
     def __init__(self, *layer_windows: int | None) -> None:
         self.layer_windows = layer_windows
-        self.num_layers = len(layer_windows)
+        self.num_layers = self.num_kv_layers = len(layer_windows)
         self.window = None if None in layer_windows else layer_windows[0]
 
 

@@ -157,7 +157,7 @@ def test_a_card_names_the_kernels_and_dtype_on_which_bits_depend(
 def test_a_model_too_small_to_measure_has_no_dense_copies(directory: Path) -> None:
     loaded = load(directory, native_kernels(), torch.bfloat16, "both")
     assert loaded.step_costs == []
-    assert all(isinstance(layer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
+    assert all(isinstance(layer.mixer.qkv, PackedLinear) for layer in loaded.model.weights.layers)
     assert isinstance(loaded.model.weights.head, PackedLinear)
     assert loaded.model.whole.is_for(1 << 20)
 
@@ -194,7 +194,7 @@ def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
     )
     assert isinstance(loaded.model, DecoderModel)
     weights = loaded.model.weights
-    for linear in (weights.layers[0].qkv, weights.head):
+    for linear in (weights.layers[0].mixer.qkv, weights.head):
         assert isinstance(linear, PackedLinear)
         assert linear.matrix.struct.rounds_inputs == rounds
     assert [*loaded.rounded] == (["inputs"] if rounds else [])

@@ -50,7 +50,7 @@ def test_the_same_config_gives_the_same_weights(tmp_path: Path) -> None:
 def test_layers_have_different_weights(tmp_path: Path) -> None:
     first, second = decoder(write_config(tmp_path)).weights.layers
     x = torch.eye(32)
-    assert not torch.equal(first.qkv(x), second.qkv(x))
+    assert not torch.equal(first.mixer.qkv(x), second.mixer.qkv(x))
 
 
 def test_matrices_keep_the_variance_of_their_inputs() -> None:

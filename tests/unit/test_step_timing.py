@@ -124,9 +124,9 @@ def test_every_batch_is_timed_with_every_context(
 def test_the_benchmark_restores_the_model(checkpoint: Path) -> None:
     benchmark = benchmark_of(config(checkpoint))
     weights = benchmark.components.model.weights  # type: ignore[attr-defined]
-    before = [layer.qkv for layer in weights.layers]
+    before = [layer.mixer.qkv for layer in weights.layers]
     benchmark.timing(1, 5)
-    assert [layer.qkv for layer in weights.layers] == before
+    assert [layer.mixer.qkv for layer in weights.layers] == before
 
 
 @pytest.mark.parametrize("changes", [{"batch": []}, {"context": []}, {"batch": [0]}, {"steps": 0}])

@@ -28,6 +28,8 @@ from protocol.worker.steps import StepPlan
 from worker.attention.base import AttentionBatch
 from worker.device.staging import integers, upload
 from worker.sampling.verify import NO_DRAFT
+from worker.slots.fields import STATE
+from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
 
 Ints = NDArray[np.int64]
@@ -194,6 +196,48 @@ def build_batch(
         features_of_rows(slots, rows.slots),
     )
     return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
+
+
+def step_states(plan: StepPlan, rows: BatchRows, slots: SlotTable) -> StepStates | None:
+    """Return the recurrent states that the plan's rows continue; None if the model has none. Raises
+    ValueError if a state is to be saved at a position that its row does not compute."""
+    if STATE not in slots.fields:
+        return None
+    drafts = np.zeros_like(rows.counts)
+    if plan.row_drafts is not None:
+        drafts = integers(plan.row_drafts.data)
+    at = counts = ids = np.empty(0, np.int64)
+    if plan.save_slots is not None and plan.save_lens is not None and plan.save_checkpoints:
+        saved, lens, ids = (
+            integers(array.data)
+            for array in (plan.save_slots, plan.save_lens, plan.save_checkpoints)
+        )
+        order = np.argsort(rows.slots)
+        at = order[np.searchsorted(rows.slots, saved, sorter=order).clip(max=len(order) - 1)]
+        counts = lens - rows.starts[at]
+        kept = slots.checkpoints[STATE]
+        if (
+            not len(saved) == len(lens) == len(ids)
+            or (rows.slots[at] != saved).any()
+            or (counts < 1).any()
+            or (counts > rows.counts[at]).any()
+            or ids.min() < 1
+            or ids.max() >= len(kept)
+        ):
+            raise ValueError(f"step {plan.step}: a state cannot be saved as planned")
+        by_row = np.lexsort((counts, at))
+        at, counts, ids = at[by_row], counts[by_row], ids[by_row]
+    return StepStates(
+        memory=slots[STATE],
+        checkpoints=slots.checkpoints[STATE],
+        slots=rows.slots,
+        firsts=rows.ends - rows.counts,
+        counts=rows.counts,
+        kept=rows.counts - drafts,
+        save_rows=at,
+        save_counts=counts,
+        save_ids=ids,
+    )
 
 
 def features_of_rows(slots: SlotTable, row_slots: Ints) -> int:

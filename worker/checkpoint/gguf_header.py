@@ -201,7 +201,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
     if family.is_interleaved:
-        attention = spec.layers[0].attention
+        attention = spec.attentions[0]
         orders = {
             "q": interleaved(attention.num_heads, attention.head_dim),
             "k": interleaved(attention.num_kv_heads, attention.head_dim),
@@ -235,12 +235,13 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
 
     def changed(layer: LayerSpec) -> LayerSpec:
         attention, mlp = layer.attention, layer.mlp
-        attention = replace(
-            attention,
-            rope=attention.rope and _with_rope_factors(attention.rope, metadata),
-            qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
-            output_bias=attention.output_bias or has_bias("attn_output"),
-        )
+        if attention is not None:
+            attention = replace(
+                attention,
+                rope=attention.rope and _with_rope_factors(attention.rope, metadata),
+                qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
+                output_bias=attention.output_bias or has_bias("attn_output"),
+            )
         mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
         return replace(layer, attention=attention, mlp=mlp)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from worker.encoders.spec import OFFSET_BUCKETS, EncoderSpec
 from worker.errors import FETCH_AGAIN, UnusableModel
+from worker.spec.layer_tensors import FusedMatrix, MatrixPart, NormTensor, Shape
 from worker.spec.tensor_names import TensorNames
-from worker.spec.tensors import FusedMatrix, MatrixPart, NormTensor, Shape
 
 
 @dataclass(frozen=True, slots=True)

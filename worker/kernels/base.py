@@ -16,7 +16,9 @@ from torch import Tensor
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
+from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
+from worker.spec.recurrent import GatedDeltaSpec
 
 
 class Kernels(Protocol):
@@ -86,5 +88,28 @@ class Kernels(Protocol):
 
         inner   [T, 2 I], the columns of the gate and then those of up; [T, I] if `mlp` has no gate.
                 May be overwritten
+        """
+        ...
+
+    def gated_delta(
+        self,
+        spec: GatedDeltaSpec,
+        conv: Tensor,
+        qkv: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute the convolution and the recurrence of a gated delta net (layers/gated_delta.py):
+        return the results of all value heads, change the states, and save those that the step
+        saves. All numbers are float32.
+
+        conv      [kernel, C], oldest token first
+        qkv       [T, C] queries, keys and values before the convolution
+        beta      [T, value heads]
+        decay     [T, value heads] logarithm of the decay
+        offset    index of the layer's first number in a state
+        returns   [T, value heads, value dim]
         """
         ...

@@ -13,7 +13,9 @@ from worker.kernels.triton import layers
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
+from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
+from worker.spec.recurrent import GatedDeltaSpec
 
 WIDE = 256
 """Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""
@@ -102,6 +104,18 @@ class TritonKernels:
             num_warps=_warps(block),
         )
         return out
+
+    def gated_delta(
+        self,
+        spec: GatedDeltaSpec,
+        conv: Tensor,
+        qkv: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.gated_delta(spec, conv, qkv, beta, decay, states, offset)
 
 
 def _launch_add_norm(

@@ -21,7 +21,9 @@ from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED, stored_width
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
+from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
+from worker.spec.recurrent import GatedDeltaSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -189,6 +191,18 @@ class NativeKernels:
             address(out),
         )
         return out
+
+    def gated_delta(
+        self,
+        spec: GatedDeltaSpec,
+        conv: Tensor,
+        qkv: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.gated_delta(spec, conv, qkv, beta, decay, states, offset)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from worker.kv.cache import KVCache
+from worker.layers.delta_rule import gated_delta
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
+from worker.slots.states import StepStates
 from worker.spec.model_spec import Activation, MlpSpec
+from worker.spec.recurrent import GatedDeltaSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -79,6 +82,18 @@ class TorchKernels:
             return act(inner)
         gate, up = inner.chunk(2, dim=-1)
         return act(gate).mul_(up)
+
+    def gated_delta(
+        self,
+        spec: GatedDeltaSpec,
+        conv: Tensor,
+        qkv: Tensor,
+        beta: Tensor,
+        decay: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return gated_delta(spec, conv, qkv, beta, decay, states, offset)
 
 
 def scaled(delta: Tensor, post_norm: Norm | None, scale: float) -> Tensor:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from worker.device.zeros import lazy_zeros
 from worker.kv.rounding import ROUNDED, head_bytes, round_heads, stored_width
 from worker.kv.transfer.shared_memory import SharedMemory
 
@@ -85,7 +85,7 @@ class KVCache:
             num_bytes = num_blocks * block_bytes(
                 num_layers, block_tokens, num_kv_heads, head_dim, dtype
             )
-            self._memory = _zeros(num_bytes, device)
+            self._memory = lazy_zeros((num_bytes,), torch.uint8, device)
         else:
             self._memory = torch.from_numpy(shared.content)
         self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
@@ -157,12 +157,3 @@ def block_bytes(
 ) -> int:
     """Return the size in bytes of one block that stores `num_layers` layers."""
     return 2 * num_layers * block_tokens * num_kv_heads * head_bytes(head_dim, dtype)
-
-
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed memory, uint8 [num_bytes]. On the CPU the system zeroes a page when it is first
-    touched, so unused pages cost nothing. torch.zeros would write every page at once, which takes
-    seconds and makes the whole size resident."""
-    if device.type != "cpu":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8))

@@ -46,12 +46,30 @@ class Mlp:
 
 
 @dataclass(slots=True)
+class SharedExpert:
+    """An expert that computes every row. Its result is multiplied by the sigmoid of `score`
+    [N, 1]."""
+
+    mlp: Mlp
+    score: Linear
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Return the result [N, hidden] for x [N, hidden]."""
+        return self.mlp(x, kernels).mul_(self.score(x).sigmoid_())
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.mlp.tensors()
+        yield from self.score.tensors()
+
+
+@dataclass(slots=True)
 class ExpertMlp:
     """A mixture of experts: the router chooses `top_k` experts for each row. Each rank of a group
     has some of the experts, and the ranks add their results.
 
-    first   number of the first of `experts`
-    group   None: all experts are here
+    first    number of the first of `experts`
+    group    None: all experts are here
+    shared   its result is added; None: there is none
     """
 
     spec: MlpSpec
@@ -59,6 +77,7 @@ class ExpertMlp:
     experts: Sequence[Mlp]
     first: int = 0
     group: Group | None = None
+    shared: SharedExpert | None = None
 
     def __call__(
         self, x: Tensor, kernels: Kernels, adapters: LayerAdapters | None = None
@@ -74,6 +93,8 @@ class ExpertMlp:
             rows, place = torch.where(chosen == index)
             part = self.experts[index - self.first](x.index_select(0, rows), kernels)
             total.index_add_(0, rows, part * weights[rows, place, None])
+        if self.shared is not None:
+            total.add_(self.shared(x, kernels))
         return total if self.group is None else self.group.sum(total)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,3 +109,5 @@ class ExpertMlp:
         yield from self.router.tensors()
         for expert in self.experts:
             yield from expert.tensors()
+        if self.shared is not None:
+            yield from self.shared.tensors()

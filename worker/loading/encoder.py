@@ -26,8 +26,9 @@ from worker.layers.embedding import Embedding
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.loading.weights import WeightSource, read_box, read_part
+from worker.spec.layer_tensors import FusedMatrix, NormTensor
 from worker.spec.share import Box
-from worker.spec.tensors import FusedMatrix, ModelTensors, NormTensor
+from worker.spec.tensors import ModelTensors
 
 
 @dataclass(frozen=True, slots=True)

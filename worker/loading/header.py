@@ -59,6 +59,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.families.registry import find_family
 from worker.spec.fields import Fields, read_json
+from worker.spec.layer_tensors import Shape
 from worker.spec.model_spec import ModelSpec
 from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
 from worker.spec.tensor_names import (
@@ -67,7 +68,7 @@ from worker.spec.tensor_names import (
     with_stacked_experts,
     without_prefix,
 )
-from worker.spec.tensors import ModelTensors, Shape
+from worker.spec.tensors import ModelTensors
 from worker.spec.wrappers import text_name, text_part
 
 log = logging.getLogger(__name__)

@@ -245,7 +245,12 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     They are not random, because `torch.Generator` needs the postponed part of torch.
     """
     layer = spec.layers[0]
-    widths = (spec.hidden, layer.attention.q_width, spec.hidden, layer.mlp.intermediate)
+    if layer.recurrent is not None:
+        mixed = layer.recurrent.value_width
+    else:
+        assert layer.attention is not None
+        mixed = layer.attention.q_width
+    widths = (spec.hidden, mixed, spec.hidden, layer.mlp.intermediate)
     return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
 
 

@@ -8,7 +8,7 @@ of a tensor parallel group reads only its parts of the tensors, if the source ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -17,23 +17,28 @@ from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.embedding import DenseEmbedding, Embedding
+from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.linear import Dense, Linear
-from worker.layers.mlp import ExpertMlp, Mlp
+from worker.layers.mlp import ExpertMlp, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
-from worker.models.decoder import DecoderLayer, DecoderWeights
-from worker.spec.model_spec import LayerSpec, NormSpec
-from worker.spec.share import Box, MatrixCut, VectorCut
-from worker.spec.tensor_names import RowOrder
-from worker.spec.tensors import (
+from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights
+from worker.spec.layer_tensors import (
+    AttentionTensors,
     FusedMatrix,
+    GatedDeltaTensors,
     LayerTensors,
     MatrixPart,
-    ModelTensors,
     NormTensor,
+    SharedTensors,
     VectorTensor,
 )
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.share import Box, MatrixCut, VectorCut
+from worker.spec.tensor_names import RowOrder
+from worker.spec.tensors import ModelTensors
 
 
 class WeightSource(Protocol):
@@ -167,25 +172,50 @@ class _Loader:
 
     def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
         norm = self._tensors.spec.norm
-        qkv = self._fused(tensors.qkv)
-        q_norm = self._norm_or_none(tensors.q_norm, norm)
-        k_norm = self._norm_or_none(tensors.k_norm, norm)
-        if layer.attention.qk_norm == "projection" and self._group is not None:
-            assert q_norm is not None
-            assert k_norm is not None
-            qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
         return DecoderLayer(
             spec=layer,
             attention_norm=self._norm_or_none(tensors.attention_norm, norm),
-            qkv=qkv,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            sinks=self._sinks(tensors.sinks),
-            output=self._summed(tensors.output),
+            mixer=self._mixer(layer, tensors.mixer),
             post_attention_norm=self._norm_or_none(tensors.post_attention_norm, norm),
             mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
             mlp=self._mlp(layer, tensors),
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
+        )
+
+    def _mixer(
+        self, layer: LayerSpec, tensors: AttentionTensors | GatedDeltaTensors
+    ) -> AttentionBlock | GatedDelta:
+        if isinstance(tensors, AttentionTensors):
+            assert layer.attention is not None
+            return self._attention(layer.attention, tensors)
+        assert layer.recurrent is not None
+        return self._gated_delta(layer.recurrent, tensors)
+
+    def _attention(self, attention: AttentionSpec, tensors: AttentionTensors) -> AttentionBlock:
+        norm = self._tensors.spec.norm
+        qkv = self._fused(tensors.qkv)
+        q_norm = self._norm_or_none(tensors.q_norm, norm)
+        k_norm = self._norm_or_none(tensors.k_norm, norm)
+        if attention.qk_norm == "projection" and self._group is not None:
+            assert q_norm is not None
+            assert k_norm is not None
+            qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
+        sinks = self._sinks(tensors.sinks)
+        return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
+
+    def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
+        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensors.conv, conv)
+        norm = self._vector(VectorTensor(f"{tensors.norm.name}.weight", spec.value_dim))
+        return GatedDelta(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            gates=Dense(self._values(tensors.gates)),
+            conv=conv[:, 0].T.contiguous(),
+            decay=self._vector(tensors.decay).exp_().neg_(),
+            bias=self._vector(tensors.bias),
+            norm=Norm(NormSpec(eps=spec.eps), norm),
+            output=self._fused(tensors.output),
         )
 
     def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
@@ -198,7 +228,16 @@ class _Loader:
             for each in tensors.mlps
         ]
         first = self._tensors.experts(layer).start
-        return ExpertMlp(layer.mlp, router, experts, first, self._group)
+        return ExpertMlp(
+            layer.mlp, router, experts, first, self._group, self._shared(layer.mlp, tensors.shared)
+        )
+
+    def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
+        if tensors is None:
+            return None
+        whole = replace(mlp, intermediate=mlp.shared, num_experts=1, top_k=1, shared=0)
+        gate_up, down = self._fused(tensors.mlp.gate_up), self._fused(tensors.mlp.down)
+        return SharedExpert(Mlp(whole, gate_up, down), Dense(self._values(tensors.gate)))
 
     def _summed(self, matrix: FusedMatrix) -> Linear:
         """Return a linear layer whose results the ranks of a group add."""
@@ -219,11 +258,13 @@ class _Loader:
         return Norm(spec, weight.add_(spec.offset), bias)
 
     def _sinks(self, tensor: VectorTensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        sinks = torch.empty(tensor.size, dtype=torch.float32, device=self._device)
-        self._read_vector(tensor.name, sinks, tensor.cut)
-        return sinks
+        return None if tensor is None else self._vector(tensor)
+
+    def _vector(self, tensor: VectorTensor) -> Tensor:
+        """Read a vector [size] float32."""
+        vector = torch.empty(tensor.size, dtype=torch.float32, device=self._device)
+        self._read_vector(tensor.name, vector, tensor.cut)
+        return vector
 
     def _read_vector(self, name: str, target: Tensor, cut: VectorCut | None) -> None:
         if cut is None:
@@ -246,6 +287,8 @@ class _Loader:
         if part.is_transposed:
             return None
         blocks = self._source.blocks(part.weight, part.index)
+        if blocks is not None and part.cut is not None:
+            blocks = _cut_blocks(blocks, part.cut)
         if blocks is None or part.order is None:
             return blocks
         order, raw = part.order, blocks.raw
@@ -272,6 +315,14 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _cut_blocks(blocks: QuantBlocks, cut: MatrixCut) -> QuantBlocks | None:
+    """Return the rows of `cut` in blocks; None if the cut has only some of the columns."""
+    if len(cut.columns) < cut.whole[1]:
+        return None
+    rows = np.concatenate([blocks.raw[each.start : each.stop] for each in cut.rows])
+    return QuantBlocks(blocks.kind, rows)
 
 
 def read_part(

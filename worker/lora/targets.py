@@ -13,9 +13,10 @@ from typing import get_args
 
 from worker.lora.errors import UnusableAdapter
 from worker.spec.families.registry import FAMILIES
+from worker.spec.layer_tensors import FusedMatrix
 from worker.spec.model_spec import AdaptedLinear, ModelFacts, ModelSpec
 from worker.spec.tensor_names import RowOrder
-from worker.spec.tensors import FusedMatrix, ModelTensors
+from worker.spec.tensors import ModelTensors
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
 """The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""
@@ -54,16 +55,16 @@ def find_targets(spec: ModelFacts) -> dict[str, Target]:
 
 def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
     layer = tensors.layer(index)
-    linears: list[tuple[AdaptedLinear, FusedMatrix]] = [
-        ("qkv", layer.qkv),
-        ("output", layer.output),
-    ]
+    mixer_in, mixer_out = layer.mixer.matrices
+    linears: list[tuple[AdaptedLinear, FusedMatrix]] = [("qkv", mixer_in), ("output", mixer_out)]
     if layer.router is None:  # the experts of a mixture cannot have adapters
         (only,) = layer.mlps
         linears += [("gate_up", only.gate_up), ("down", only.down)]
     for linear, matrix in linears:
         first = 0
         for part in matrix.parts:
+            if part.cut is not None:
+                break  # the rows of this module are in several places of the linear
             yield part.name, Target(index, linear, first, part.rows, matrix.columns, part.order)
             first += part.rows
 

@@ -11,6 +11,7 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.batch.batch import BatchRows
 from worker.kv.cache import KVCache
 from worker.lora.table import StepAdapters
+from worker.slots.states import StepStates
 
 
 @runtime_checkable
@@ -43,11 +44,13 @@ class StepModel(Protocol):
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Compute a step: write the K/V of its tokens to `cache`, and return their hidden states.
 
         token_ids   [T] int64
         adapters    the adapters of the tokens; None: no token has one
+        states      the recurrent states of the rows; None: the model has none
         returns     [T, hidden], as `logits` expects them; before the final norm in models of our
                     families, after it in those that transformers computes
         """

@@ -8,14 +8,15 @@ from worker.spec.model_spec import ModelSpec
 
 def is_fitting(spec: ModelSpec) -> bool:
     """Return whether the compiled kernels support the dimensions of all layers of the model."""
+    widths = (spec.hidden, *{layer.mlp.intermediate for layer in spec.layers})
     return all(
         sizes.fits(
-            heads=layer.attention.num_heads,
-            kv_heads=layer.attention.num_kv_heads,
-            head_dim=layer.attention.head_dim,
-            sizes=(spec.hidden, layer.mlp.intermediate),
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            sizes=widths,
         )
-        for layer in set(spec.layers)
+        for attention in set(spec.attentions)
     )
 
 
@@ -24,6 +25,12 @@ def why_not(spec: ModelSpec) -> str:
     can."""
     if spec.head_bias:
         return "its output head has a bias"
+    if spec.state_items:
+        return "some of its layers are recurrent"
+    if any(each.gated for each in spec.attentions):
+        return "its attention has gates"
+    if any(layer.mlp.shared for layer in spec.layers):
+        return "it has shared experts"
     if len({each.num_heads for each in spec.attentions}) > 1:
         return "its layers have different sizes"
     return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,33 +20,57 @@ from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.layers.embedding import Embedding
+from worker.layers.gated_delta import GatedDelta
 from worker.layers.linear import Linear
-from worker.layers.low_rank import adapted
+from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
-from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.slots.states import StepStates
+from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.rope_config import RopeConfig
 
 
 @dataclass(slots=True)
-class DecoderLayer:
-    """Weights of a layer. A layer without a norm has None in its place.
+class AttentionBlock:
+    """Weights of a layer's attention. What it does not have is None.
 
-    qkv     weight [(H + 2 H_kv) * D, hidden]: rows of the queries, then of the keys and the values
+    qkv     weight [(H + 2 H_kv) * D, hidden]: rows of the queries, then of the keys and the values;
+            the gates, if there are any, have H * D rows after the queries
     sinks   [H] float32
     q_norm  over each head (weight [D]), or over all heads together ([H * D]); k_norm likewise
     """
 
-    spec: LayerSpec
-    attention_norm: Norm | None
+    spec: AttentionSpec
     qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: Tensor | None
     output: Linear
+
+    @property
+    def linears(self) -> list[tuple[Any, str]]:
+        return [(self, "qkv"), (self, "output")]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                yield from norm.tensors()
+        if self.sinks is not None:
+            yield self.sinks
+        for linear in (self.qkv, self.output):
+            yield from linear.tensors()
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Weights of a layer. A layer without a norm has None in its place."""
+
+    spec: LayerSpec
+    attention_norm: Norm | None
+    mixer: AttentionBlock | GatedDelta
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | ExpertMlp
@@ -53,23 +78,22 @@ class DecoderLayer:
 
     @property
     def norms(self) -> list[Norm]:
-        found = (self.attention_norm, self.q_norm, self.k_norm, self.post_attention_norm)
-        return [norm for norm in (*found, self.mlp_norm, self.post_mlp_norm) if norm is not None]
+        """Return the norms around the layer's blocks."""
+        found = (self.attention_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        return [norm for norm in found if norm is not None]
 
     @property
     def linears(self) -> list[tuple[Any, str]]:
-        """Return (owner, name of the attribute) for each linear layer except the router, so that
-        the caller can replace it."""
-        mlps = [(mlp, name) for mlp in self.mlp.experts for name in ("gate_up", "down")]
-        return [(self, "qkv"), (self, "output"), *mlps]
+        """Return (owner, name of the attribute) for each linear layer except those that stay dense,
+        so that the caller can replace it."""
+        shared = self.mlp.shared if isinstance(self.mlp, ExpertMlp) else None
+        mlps = [*self.mlp.experts, *([shared.mlp] if shared else [])]
+        return [*self.mixer.linears, *((mlp, name) for mlp in mlps for name in ("gate_up", "down"))]
 
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
-        if self.sinks is not None:
-            yield self.sinks
-        for linear in (self.qkv, self.output):
-            yield from linear.tensors()
+        yield from self.mixer.tensors()
         yield from self.mlp.tensors()
 
 
@@ -113,6 +137,7 @@ class DecoderModel:
         self.weights = weights
         self.kernels = kernels or TorchKernels()
         self._windows = spec.layer_windows
+        self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         # Rounded to the model's dtype, as in training.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
@@ -135,9 +160,10 @@ class DecoderModel:
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
-        Writes this step's keys and values to the cache."""
+        Writes this step's keys and values to the cache, and changes the states of its rows."""
         whole = self.whole
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)
@@ -153,29 +179,20 @@ class DecoderModel:
         turns = self._turns(batch.positions, x.dtype)
         delta: Tensor | None = None
         post_norm: Norm | None = None
+        place = 0  # number of the layer among those with attention
         for index, layer in enumerate(self.weights.layers):
-            spec = layer.spec
+            spec, mixer = layer.spec, layer.mixer
             terms = None if adapters is None else adapters.for_layer(index)
             normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
-            q = self.kernels.place(
-                adapted(terms, "qkv", normed, layer.qkv(normed)),
-                turns[spec.attention.rope],
-                cache,
-                index,
-                batch.for_entry(cache.entries[index]).slot_mapping,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-            )
-            seen = attention.run(
-                q,
-                *cache.layer(index),
-                plans[kinds[index]],
-                scale=spec.attention.scale,
-                soft_cap=spec.attention.soft_cap,
-                sinks=layer.sinks,
-            )
-            seen = seen.flatten(1)
-            delta = adapted(terms, "output", seen, layer.output(seen))
+            if isinstance(mixer, AttentionBlock):
+                turn, plan = turns[mixer.spec.rope], plans[kinds[place]]
+                delta = self._attend(
+                    mixer, normed, turn, batch, cache, place, attention, plan, terms
+                )
+                place += 1
+            else:
+                assert states is not None, "a model with recurrent layers needs states"
+                delta = mixer(normed, self.kernels, states, self._offsets[index], terms)
             post_norm = layer.post_attention_norm
             if spec.order in ("parallel", "parallel_one_norm"):
                 if layer.mlp_norm is not None:
@@ -185,6 +202,48 @@ class DecoderModel:
             normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
             delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
         return self._add_norm(x, delta, None, post_norm)
+
+    def _attend(
+        self,
+        block: AttentionBlock,
+        x: Tensor,
+        turn: CosSin | None,
+        batch: AttentionBatch,
+        cache: KVCache,
+        place: int,
+        attention: Attention,
+        plan: Any,
+        terms: LayerAdapters | None,
+    ) -> Tensor:
+        """Return the attention [T, hidden] of x [T, hidden]. `place` is the layer's number among
+        those with attention, whose keys and values are written there."""
+        spec = block.spec
+        qkv, gate = adapted(terms, "qkv", x, block.qkv(x)), None
+        if spec.gated:
+            queries, gate, rest = torch.split(
+                qkv, [spec.q_width, spec.q_width, 2 * spec.kv_width], dim=1
+            )
+            qkv = torch.cat([queries, rest], dim=1)
+        q = self.kernels.place(
+            qkv,
+            turn,
+            cache,
+            place,
+            batch.for_entry(cache.entries[place]).slot_mapping,
+            q_norm=block.q_norm,
+            k_norm=block.k_norm,
+        )
+        seen = attention.run(
+            q,
+            *cache.layer(place),
+            plan,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+            sinks=block.sinks,
+        ).flatten(1)
+        if gate is not None:
+            seen = seen * gate.sigmoid()
+        return adapted(terms, "output", seen, block.output(seen))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the final norm of hidden [S, hidden], in float32."""
@@ -227,3 +286,9 @@ class DecoderModel:
         residual scale. Return the norm of x; x itself without a norm."""
         scale = self.spec.residual_scale
         return self.kernels.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+
+
+def _state_offsets(spec: ModelSpec) -> list[int]:
+    """Return, for each layer, how many numbers of a state belong to the layers before it."""
+    sizes = [layer.recurrent.state_items if layer.recurrent else 0 for layer in spec.layers]
+    return [0, *accumulate(sizes)]

@@ -42,6 +42,7 @@ from worker.models.hf_attention import (
     misfit,
     registered,
 )
+from worker.slots.states import StepStates
 from worker.spec import kernel_sizes as sizes
 from worker.spec.architectures import (
     BITNET,
@@ -127,6 +128,7 @@ class TransformersModel:
         cache: KVCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of token_ids [T] int64, after the final norm. Writes
         this step's keys and values to the cache."""

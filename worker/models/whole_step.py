@@ -27,6 +27,7 @@ from worker.kernels.native import DTYPE_CODES, NativeKernels, address, rounds_kv
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache
 from worker.layers.embedding import DenseEmbedding, Embedding
+from worker.layers.gated_delta import GatedDelta
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp
@@ -60,7 +61,7 @@ class WholePass:
         self, spec: ModelSpec, weights: DecoderWeights, head: PackedMatrix, kernels: NativeKernels
     ) -> None:
         self._spec = spec
-        self._attention = spec.layers[0].attention
+        self._attention = spec.attentions[0]
         self._weights = weights
         self.kernels = kernels
         dtype = weights.embedding.dtype
@@ -269,9 +270,10 @@ def _embedding(embedding: Embedding) -> dict[str, int | None]:
 
 def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
     """Return the struct of a layer without its router and MLPs."""
-    qkv, output = _packed(layer.qkv), _packed(layer.output)
-    attention, mlp = layer.spec.attention, layer.spec.mlp
-    q_norm, k_norm = layer.q_norm, layer.k_norm
+    block, mlp = layer.mixer, layer.spec.mlp
+    assert not isinstance(block, GatedDelta)
+    qkv, output = _packed(block.qkv), _packed(block.output)
+    attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm
     return structs.CLayer(
         attention_norm=_norm(layer.attention_norm, dtype),
         post_attention_norm=_norm(layer.post_attention_norm, dtype),
@@ -287,7 +289,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
             attention.scale,
             attention.soft_cap,
             attention.window,
-            layer.sinks,
+            block.sinks,
             heads=attention.num_heads,
         ),
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),

@@ -43,7 +43,7 @@ def architecture_of(spec: ModelSpec) -> str:
 def metadata(spec: ModelSpec, architecture: str) -> Values:
     """Return the metadata of the model by name, without the architecture's prefix ("block_count",
     not "llama.block_count")."""
-    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    attention, mlp = spec.attentions[0], spec.layers[0].mlp
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
     found: Values = {
         "context_length": spec.context_tokens,
@@ -101,25 +101,25 @@ def _ropes(spec: ModelSpec) -> Values:
 
 def _own(spec: ModelSpec, architecture: str) -> Values:
     """Return the metadata that only some architectures have."""
-    layer = spec.layers[0]
+    attention = spec.attentions[0]
     match architecture:
         case "gemma2":
-            caps = {"attn": layer.attention.soft_cap, "final": spec.logits_soft_cap}
+            caps = {"attn": attention.soft_cap, "final": spec.logits_soft_cap}
             return {f"{name}_logit_softcapping": cap for name, cap in caps.items() if cap}
         case "gemma3" if spec.logits_soft_cap:
             return {"final_logit_softcapping": spec.logits_soft_cap}
         case "granite":
             return {
-                "attention.scale": layer.attention.scale,
+                "attention.scale": attention.scale,
                 "embedding_scale": spec.embedding_scale,
                 "residual_scale": spec.residual_scale,
                 "logit_scale": 1 / spec.logits_scale,
-                "rope.scaling.finetuned": layer.attention.rope is not None,
+                "rope.scaling.finetuned": attention.rope is not None,
             }
         case "cohere2":
             return {"logit_scale": spec.logits_scale}
         case "stablelm" | "gptneox":
-            return {"use_parallel_residual": layer.order.startswith("parallel")}
+            return {"use_parallel_residual": spec.layers[0].order.startswith("parallel")}
     return {}
 
 
@@ -157,11 +157,13 @@ def check_spec(spec: ModelSpec, found: ModelSpec, family: GGUFFamily) -> None:
 def _with_rope(found: LayerSpec, ours: LayerSpec) -> LayerSpec:
     """Return `found` with the rotary scaling of `ours`, if a tensor stores its factors. That tensor
     is written after the check."""
-    theirs, rope = found.attention.rope, ours.attention.rope
-    if theirs is None or rope is None or not isinstance(theirs.scaling, FactorScaling):
+    attention, mine = found.attention, ours.attention
+    if attention is None or mine is None or attention.rope is None or mine.rope is None:
         return found
-    changed = replace(theirs, scaling=rope.scaling)
-    return replace(found, attention=replace(found.attention, rope=changed))
+    if not isinstance(attention.rope.scaling, FactorScaling):
+        return found
+    changed = replace(attention.rope, scaling=mine.rope.scaling)
+    return replace(found, attention=replace(attention, rope=changed))
 
 
 def _facts(value: Any, name: str) -> Iterator[tuple[str, Any]]:

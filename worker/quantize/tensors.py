@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from worker.loading.weights import WeightSource, read_part
+from worker.spec.layer_tensors import FusedMatrix, MatrixPart, NormTensor
 from worker.spec.tensor_names import RowOrder
-from worker.spec.tensors import FusedMatrix, MatrixPart, ModelTensors, NormTensor
+from worker.spec.tensors import ModelTensors
 
 Shape = tuple[int, ...]
 

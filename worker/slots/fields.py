@@ -37,12 +37,29 @@ LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 
 SAMPLED = ("SlotTable.append_tokens", "sampling.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
-"""Values of `SlotField.written_by`: sampling writes the field, or the plan does."""
+COMPUTED = ("Kernels.gated_delta",)
+"""Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
+STATE = "state"
+"""Name of the field with the recurrent state."""
 
 
-def slot_fields(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:
-    """Return all fields, for requests of at most max_len tokens and max_blocks blocks."""
-    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists())
+def slot_fields(max_len: int, max_blocks: int, state_items: int = 0) -> tuple[SlotField, ...]:
+    """Return all fields, for requests of at most max_len tokens and max_blocks blocks, and for a
+    model whose recurrent state has `state_items` numbers."""
+    state = [_state(state_items)] if state_items else []
+    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists(), *state)
+
+
+def _state(items: int) -> SlotField:
+    """Return the field of the recurrent state, after the request's last computed position
+    (spec/recurrent.py). Only layers write it (slots/states.py)."""
+    return SlotField(
+        name=STATE,
+        dtype=torch.float32,
+        shape=(items,),
+        rest=RestPolicy.RESTORED,
+        written_by=COMPUTED,
+    )
 
 
 def _tokens_and_blocks(max_len: int, max_blocks: int) -> tuple[SlotField, ...]:

@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.worker.steps import SlotInit
+from protocol.worker.steps import NO_CHECKPOINT, SlotInit
 from worker.device.staging import Words, upload
+from worker.device.zeros import lazy_zeros
 
 Value = int | float | Words
 Derive = Callable[["SlotTable", Tensor], None]
@@ -44,6 +45,9 @@ class RestPolicy(Enum):
     """The rest keeps its old values. Readers stop at a count, which is the FILL field `guard`."""
     DERIVED = auto()
     """The field has no `init`. Its row is computed from other fields after they are written."""
+    RESTORED = auto()
+    """The field has no `init`. Its row is a copy of the checkpoint that the request starts from, or
+    zeros if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,11 @@ class SlotField:
             raise ValueError(f"slot field {self.name}: a scalar has no rest to guard")
         if (self.rest is RestPolicy.DERIVED) != (self.derive is not None):
             raise ValueError(f"slot field {self.name}: DERIVED, and only DERIVED, needs a derive")
-        if (self.rest is RestPolicy.DERIVED) == (self.init is not None):
-            raise ValueError(f"slot field {self.name}: init is for fields that are not DERIVED")
+        has_init = self.rest not in (RestPolicy.DERIVED, RestPolicy.RESTORED)
+        if has_init == (self.init is None):
+            raise ValueError(
+                f"slot field {self.name}: init is for fields that are not DERIVED or RESTORED"
+            )
         if self.host and (self.shape or self.written_by or self.init is None):
             raise ValueError(
                 f"slot field {self.name}: a host copy must be a scalar that only bind writes"
@@ -115,7 +122,13 @@ class SlotTable:
     them.
     """
 
-    def __init__(self, fields: Iterable[SlotField], max_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        fields: Iterable[SlotField],
+        max_slots: int,
+        device: torch.device,
+        num_checkpoints: int = 0,
+    ) -> None:
         self.fields = {field.name: field for field in fields}
         self.max_slots = max_slots
         self.device = device
@@ -124,6 +137,12 @@ class SlotTable:
         #: Dtype -> the memory of all its fields, flat.
         self._flat = self._allocate(device)
         self._tensors = {f.name: self._rows_of(f) for f in self.fields.values()}
+        #: RESTORED field -> [1 + number of checkpoints, width]. Row 0 is NO_CHECKPOINT: zeros.
+        self.checkpoints = {
+            f.name: lazy_zeros((1 + num_checkpoints, f.width), f.dtype, device)
+            for f in self.fields.values()
+            if f.rest is RestPolicy.RESTORED
+        }
         self._host = {f.name: self._host_copy(f) for f in self.fields.values() if f.host}
         #: Bound slot -> the generation of its binding.
         self._occupants: dict[int, int] = {}
@@ -155,7 +174,8 @@ class SlotTable:
         """Assign a free slot to a request. The next flush writes the request's state into the row.
 
         Raises ValueError if the slot does not exist or is occupied, if the generation is not newer
-        than the slot's last one, or if a value is longer than its row.
+        than the slot's last one, if a value is longer than its row, or if the checkpoint does not
+        exist or is missing.
         """
         slot = init.slot
         if not 0 <= slot < self.max_slots:
@@ -165,6 +185,7 @@ class SlotTable:
         if init.generation <= self._generations.get(slot, -1):
             raise ValueError(f"slot {slot}: generation {init.generation} is not new")
         self._check_widths(init)
+        self._check_checkpoint(init)
         self.states.pop(slot, None)
         self._occupants[slot] = self._generations[slot] = init.generation
         self._binds[slot] = init
@@ -220,6 +241,8 @@ class SlotTable:
             for field in self.fields.values():
                 if field.rest is RestPolicy.FILL and field.shape:
                     self._fill(field, slots)
+                elif field.rest is RestPolicy.RESTORED:
+                    self._restore(field, inits)
         for items, index, values in zip(self._flat.values(), moved[::2], moved[1::2], strict=True):
             if len(index):
                 items.index_copy_(0, index, values.to(items.dtype))
@@ -248,6 +271,12 @@ class SlotTable:
     def _fill(self, field: SlotField, slots: Tensor) -> None:
         """Fill whole rows of the new occupants' slots [N]."""
         self[field.name].index_fill_(0, slots, field.fill)
+
+    def _restore(self, field: SlotField, inits: Sequence[SlotInit]) -> None:
+        """Copy the checkpoints of the new occupants to their rows."""
+        rows, kept = self[field.name], self.checkpoints[field.name]
+        for init in inits:
+            rows[init.slot].copy_(kept[init.checkpoint])
 
     def _derive(self, field: SlotField, slots: Tensor) -> None:
         """Compute the rows of `field` for the new occupants' slots [N] from their other fields."""
@@ -282,6 +311,8 @@ class SlotTable:
         """Return the memory of all fields by dtype, and set the fields' places in it."""
         sizes: dict[torch.dtype, int] = {}
         for field in self.fields.values():
+            if field.rest is RestPolicy.RESTORED:
+                continue  # large, and never written by items
             self._first[field.name] = first = sizes.get(field.dtype, 0)
             num_items = self.max_slots * field.width
             sizes[field.dtype] = first + -(-num_items // ALIGNED_ITEMS) * ALIGNED_ITEMS
@@ -290,7 +321,11 @@ class SlotTable:
         }
 
     def _rows_of(self, field: SlotField) -> Tensor:
-        """Return the field's buffer [slots, *shape] in the memory of its dtype."""
+        """Return the field's buffer [slots, *shape]: in the memory of its dtype, or its own."""
+        if field.rest is RestPolicy.RESTORED:
+            return self._unused(
+                field, lazy_zeros((self.max_slots, *field.shape), field.dtype, self.device)
+            )
         first, num_items = self._first[field.name], self.max_slots * field.width
         items = self._flat[field.dtype][first : first + num_items]
         return self._unused(field, items.view(self.max_slots, *field.shape))
@@ -311,6 +346,16 @@ class SlotTable:
             if field.guard and (guard is None or guard.shape or guard.rest is not RestPolicy.FILL):
                 raise ValueError(
                     f"slot field {field.name}: guard must be a FILL scalar of the table"
+                )
+
+    def _check_checkpoint(self, init: SlotInit) -> None:
+        for name, kept in self.checkpoints.items():
+            if not 0 <= init.checkpoint < len(kept):
+                raise ValueError(f"checkpoint {init.checkpoint} does not exist")
+            if (init.checkpoint == NO_CHECKPOINT) != (init.num_computed == 0):
+                raise ValueError(
+                    f"slot {init.slot}: the {name} after {init.num_computed} positions cannot be "
+                    f"that of checkpoint {init.checkpoint}"
                 )
 
     def _check_widths(self, init: SlotInit) -> None:

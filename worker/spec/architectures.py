@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from worker.errors import UnusableModel
 from worker.spec.families.registry import FAMILIES
+from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits
 
 CHECKED: dict[str, str] = {
@@ -130,8 +131,8 @@ _OWN_CACHE: dict[str, str] = {
         KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
         MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
-        Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM
-        RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
+        Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
+        Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM
     """,
     "its layers share keys and values, or have different shapes of them": """
@@ -261,6 +262,15 @@ class TransformersSpec:
     own_cache: OwnCache | None = None
 
     @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers
+
+    @property
+    def state_items(self) -> int:
+        """Return 0: a model with a recurrent state keeps it in `SlotTable.states`."""
+        return 0
+
+    @property
     def window(self) -> int | None:
         """Return None: the model's class decides which keys a layer sees, when it runs."""
         return None
@@ -276,12 +286,27 @@ def keeps_own_cache(spec: object) -> bool:
     return isinstance(spec, TransformersSpec) and spec.own_cache is not None
 
 
-def state_bytes(spec: object, limits: StepLimits) -> int:
-    """Return the memory of what the caches of all slots hold besides their tokens, in bytes. Some
-    classes compute it in float32 whatever the dtype is."""
-    if not isinstance(spec, TransformersSpec) or spec.own_cache is None:
+def state_bytes(spec: ModelSpec | TransformersSpec, limits: StepLimits) -> int:
+    """Return the memory of the recurrent states of all slots, in bytes. Some classes of
+    transformers compute them in float32 whatever the dtype is."""
+    own = spec.own_cache if isinstance(spec, TransformersSpec) else None
+    return 4 * (spec.state_items if own is None else own.state_items) * limits.max_slots
+
+
+CHECKPOINTS_PER_SLOT = 4
+CHECKPOINT_SHARE = 8
+"""At most 1/CHECKPOINT_SHARE of the free memory is for checkpoints."""
+
+
+def num_checkpoints(spec: ModelSpec | TransformersSpec, limits: StepLimits, free_bytes: int) -> int:
+    """Return how many checkpoints of recurrent states a worker keeps; 0: the model has none.
+
+    free_bytes   memory that the weights, the slots and a step leave
+    """
+    if not spec.state_items:
         return 0
-    return 4 * spec.own_cache.state_items * limits.max_slots
+    most = max(free_bytes, 0) // CHECKPOINT_SHARE // (4 * spec.state_items)
+    return min(CHECKPOINTS_PER_SLOT * limits.max_slots, most)
 
 
 @dataclass(frozen=True, slots=True)

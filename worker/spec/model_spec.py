@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from worker.errors import UnusableModel
+from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import RopeConfig
 
 MAX_DIMENSION = 1 << 24
@@ -17,13 +18,14 @@ MAX_LAYERS = 1 << 12
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
-"""The linears of a layer that a LoRA adapter can change."""
+"""The linears of a layer that a LoRA adapter can change. The first two are those of the token
+mixer, whatever its kind is."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
 class ModelFacts(Protocol):
     """Facts about a model that a worker needs, whether our decoder or transformers computes it.
-    Every layer has the same key/value heads."""
+    Every layer with attention has the same key/value heads."""
 
     @property
     def architecture(self) -> str: ...
@@ -36,6 +38,11 @@ class ModelFacts(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers with keys and values."""
+        ...
+
+    @property
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
@@ -47,8 +54,14 @@ class ModelFacts(Protocol):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer, in tokens; None for a layer that sees all tokens, or
-        whose window is not known."""
+        """Return the window of each layer with keys and values, in tokens; None for a layer that
+        sees all tokens, or whose window is not known."""
+        ...
+
+    @property
+    def state_items(self) -> int:
+        """Return how many float32 numbers the recurrent state of a request has; 0: the model has
+        none in its slots."""
         ...
 
 
@@ -85,6 +98,9 @@ class AttentionSpec:
     soft_cap: float | None = None
     #: Whether a learned score of each head joins the softmax, without a value of its own.
     sinks: bool = False
+    #: Whether the result of each head is multiplied by the sigmoid of a gate, which the projection
+    #: of the queries also makes: in the file, the rows of a head are its query and then its gate.
+    gated: bool = False
 
     @property
     def q_width(self) -> int:
@@ -116,11 +132,15 @@ class MlpSpec:
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
+    #: Intermediate size of an expert that computes every token beside the chosen ones. Its result
+    #: is multiplied by the sigmoid of a learned score of the token. 0: there is none.
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: two blocks, attention and MLP. `order` says where their norms are.
+    """One layer: two blocks, a token mixer and an MLP. The mixer is attention or a recurrence.
+    `order` says where the norms of the blocks are.
 
     pre                 norm before each block
     post                norm after each block, before its result is added
@@ -129,7 +149,8 @@ class LayerSpec:
     parallel_one_norm   both blocks read the layer's input through one norm
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None = None
+    recurrent: GatedDeltaSpec | None = None
     mlp: MlpSpec
     order: LayerOrder = "pre"
 
@@ -160,17 +181,28 @@ class ModelSpec:
     def __post_init__(self) -> None:
         sizes = [self.vocab_size, self.hidden, self.context_tokens, len(self.layers)]
         for layer in set(self.layers):
-            attention, mlp = layer.attention, layer.mlp
-            _check_attention(attention)
-            sizes += [attention.num_heads, attention.num_kv_heads, attention.head_dim]
+            mlp = layer.mlp
+            attention, recurrent = layer.attention, layer.recurrent
+            if (attention is None) == (recurrent is None):
+                raise UnusableModel("a layer has no token mixer, or several")
+            if attention is not None:
+                _check_attention(attention)
+                sizes += [attention.num_heads, attention.num_kv_heads, attention.head_dim]
+            if recurrent is not None:
+                recurrent.check()
+                sizes += recurrent.sizes
             sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]
+            sizes += [mlp.shared] if mlp.shared else []
             if mlp.top_k > mlp.num_experts:
                 raise UnusableModel(f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen")
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
             raise UnusableModel(
                 f"a dimension of the model is not within 1..{MAX_DIMENSION}: {sizes}"
             )
-        if len({(each.num_kv_heads, each.head_dim) for each in self.attentions}) != 1:
+        shapes = {(each.num_kv_heads, each.head_dim) for each in self.attentions}
+        if not shapes:
+            raise UnusableModel("models without any layer with attention are not supported")
+        if len(shapes) > 1:
             raise UnusableModel("layers with different key/value heads are not supported")
 
     @property
@@ -179,8 +211,19 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """Return the attention of each layer."""
-        return tuple(layer.attention for layer in self.layers)
+        """Return the attention of each layer that has one."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return len(self.attentions)
+
+    @property
+    def state_items(self) -> int:
+        """Return how many float32 numbers the recurrent state of a request has; 0: no layer has
+        one."""
+        return sum(layer.recurrent.state_items for layer in self.layers if layer.recurrent)
 
     @property
     def window(self) -> int | None:
@@ -190,24 +233,26 @@ class ModelSpec:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer, in tokens; None for a layer that sees all tokens."""
+        """Return the window of each layer with attention, in tokens; None for a layer that sees all
+        tokens."""
         return tuple(attention.window for attention in self.attentions)
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of key/value heads, which is the same in every layer."""
-        return self.layers[0].attention.num_kv_heads
+        """Return the number of key/value heads, which is the same in every layer with
+        attention."""
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Return the head dimension, which is the same in every layer."""
-        return self.layers[0].attention.head_dim
+        """Return the head dimension, which is the same in every layer with attention."""
+        return self.attentions[0].head_dim
 
     @property
     def windows(self) -> frozenset[int | None]:
         """Return the distinct windows of the layers, in tokens. They include None if a layer sees
         all tokens."""
-        return frozenset(attention.window for attention in self.attentions)
+        return frozenset(self.layer_windows)
 
 
 def checked_layers(count: int) -> int:

@@ -117,6 +117,17 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
             f"{spec.architecture} has layer norms over the queries of all heads, which "
             "--tensor-parallel does not support"
         )
+    if spec.state_items:
+        raise UnusableModel(
+            f"{spec.architecture} has recurrent layers, which --tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
+    if any(each.gated for each in spec.attentions) or any(each.mlp.shared for each in spec.layers):
+        raise UnusableModel(
+            f"{spec.architecture} has gates of attention or shared experts, which "
+            "--tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
     for layer in set(spec.layers):
         for what, count in _divided_evenly(layer).items():
             if count % size:
@@ -135,12 +146,14 @@ def _divided_evenly(layer: LayerSpec) -> Mapping[str, int]:
     """Return a mapping: what is divided equally among the ranks, such as "heads" -> its number. A
     key/value head is never on several ranks."""
     attention, mlp = layer.attention, layer.mlp
+    assert attention is not None
     counts = {"heads": attention.num_heads, "key/value heads": attention.num_kv_heads}
     return counts if mlp.num_experts > 1 else counts | {"columns of an MLP": mlp.intermediate}
 
 
 def _divided_layer(layer: LayerSpec, size: int) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
+    assert attention is not None
     heads, kv_heads = attention.num_heads // size, attention.num_kv_heads // size
     if mlp.num_experts == 1:
         mlp = replace(mlp, intermediate=mlp.intermediate // size)

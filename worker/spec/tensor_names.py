@@ -54,6 +54,8 @@ class TensorNames:
     endings: Mapping[str, Endings] = field(default_factory=dict)
     #: Ends of names of tensors that older checkpoints store although the config determines them.
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    #: Begins of names of tensors that the model does not use: those of its layers for drafts.
+    unused: tuple[str, ...] = ()
     #: Prefix of names. Some files leave it out.
     prefix: str = ""
 

@@ -1,4 +1,4 @@
-"""The tensors of a model: their shapes in its files, and the matrices that they form.
+"""The tensors of a model: their names and shapes in its files (those of a layer: layer_tensors.py).
 
 The loader, the header check and the memory plan use this list. For a rank of a tensor parallel
 group it holds the rank's parts of the tensors (`ModelTensors.for_rank`). Needs no torch.
@@ -8,169 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from worker.errors import FETCH_AGAIN, UnusableModel
-from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.layer_tensors import (
+    AttentionTensors,
+    FusedMatrix,
+    GatedDeltaTensors,
+    LayerTensors,
+    MatrixPart,
+    MlpTensors,
+    NormTensor,
+    Shape,
+    SharedTensors,
+    VectorTensor,
+)
+from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.share import MatrixCut, Share, VectorCut, divided
-from worker.spec.tensor_names import ENDINGS, Endings, RowOrder, TensorNames
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """One tensor of a matrix that consists of several tensors, stacked by rows.
-
-    rows    number of rows that are read
-    index   index of the expert, if the tensor holds several
-    of      number of experts that the tensor holds
-    cut     the part of the tensor that is read; None: all of it
-    """
-
-    name: str
-    rows: int
-    order: RowOrder | None = None
-    is_transposed: bool = False
-    index: int | None = None
-    of: int = 1
-    endings: Endings = ENDINGS
-    cut: MatrixCut | None = None
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.name + self.endings[0]
-
-    @property
-    def bias(self) -> str:
-        """Return the name of the bias."""
-        return self.name + self.endings[1]
-
-    def shape(self, columns: int) -> Shape:
-        """Return the shape of the weight in the file. `columns` is the number of columns that are
-        read."""
-        rows, columns = (self.rows, columns) if self.cut is None else self.cut.whole
-        return self._stacked((columns, rows) if self.is_transposed else (rows, columns))
-
-    @property
-    def bias_shape(self) -> Shape:
-        """Return the shape of the bias in the file."""
-        return self._stacked((self.rows if self.cut is None else self.cut.whole[0],))
-
-    def _stacked(self, shape: Shape) -> Shape:
-        return shape if self.index is None else (self.of, *shape)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedMatrix:
-    """Matrices with the same input, which are computed as one matrix."""
-
-    parts: tuple[MatrixPart, ...]
-    columns: int
-    has_bias: bool = False
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the weights."""
-        return [part.weight for part in self.parts]
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Yield name and shape of each weight and bias in the file."""
-        for part in self.parts:
-            yield part.weight, part.shape(self.columns)
-            if self.has_bias:
-                yield part.bias, part.bias_shape
-
-
-@dataclass(frozen=True, slots=True)
-class NormTensor:
-    """A norm's weight [size], and its bias if it has one.
-
-    cut   the items that are read; None: all. A norm with a bias is never cut
-    """
-
-    name: str
-    size: int
-    has_bias: bool = False
-    cut: VectorCut | None = None
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.size if self.cut is None else self.cut.whole,)
-        if self.has_bias:
-            yield f"{self.name}.bias", (self.size,)
-
-
-@dataclass(frozen=True, slots=True)
-class VectorTensor:
-    """A vector [size]. `name` is its whole name, to which no ending is added.
-
-    cut   the items that are read; None: all
-    """
-
-    name: str
-    size: int
-    cut: VectorCut | None = None
-
-    @property
-    def whole(self) -> int:
-        """Return the number of items in the file."""
-        return self.size if self.cut is None else self.cut.whole
-
-
-@dataclass(frozen=True, slots=True)
-class MlpTensors:
-    """The tensors of an MLP, or of one expert. `gate_up` stacks the rows of the gate projection and
-    of the up projection, in this order. Without a gate, it has only those of the up projection."""
-
-    gate_up: FusedMatrix
-    down: FusedMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """The tensors of a layer. A layer without a norm, or without sinks, has None in its place.
-
-    mlps   the MLP, or the experts
-    """
-
-    attention_norm: NormTensor | None
-    qkv: FusedMatrix
-    q_norm: NormTensor | None
-    k_norm: NormTensor | None
-    sinks: VectorTensor | None
-    output: FusedMatrix
-    post_attention_norm: NormTensor | None
-    mlp_norm: NormTensor | None
-    router: FusedMatrix | None
-    mlps: tuple[MlpTensors, ...]
-    post_mlp_norm: NormTensor | None
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        """Return all matrices except the router, which stays dense."""
-        mlps = (matrix for mlp in self.mlps for matrix in (mlp.gate_up, mlp.down))
-        return self.qkv, self.output, *mlps
-
-    @property
-    def norms(self) -> tuple[NormTensor, ...]:
-        found = (self.attention_norm, self.q_norm, self.k_norm, self.post_attention_norm)
-        return tuple(norm for norm in (*found, self.mlp_norm, self.post_mlp_norm) if norm)
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
-        yielded once for each of them."""
-        for norm in self.norms:
-            yield from norm.tensors()
-        if self.sinks is not None:
-            yield self.sinks.name, (self.sinks.whole,)
-        for matrix in (*self.matrices, *((self.router,) if self.router else ())):
-            yield from matrix.tensors()
-
+from worker.spec.tensor_names import ENDINGS, TensorNames
 
 NORMS = {
     "pre": ("attention_norm", "mlp_norm"),
@@ -235,9 +91,26 @@ class ModelTensors:
 
     def layer(self, index: int) -> LayerTensors:
         layer = self.spec.layers[index]
-        attention, hidden = layer.attention, self.spec.hidden
         norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
-        q_norm = k_norm = None
+        mixer: AttentionTensors | GatedDeltaTensors
+        if layer.recurrent is not None:
+            mixer = self._gated_delta(layer.recurrent, index)
+        else:
+            assert layer.attention is not None
+            mixer = self._attention(layer.attention, index)
+        return LayerTensors(
+            attention_norm=norms.get("attention_norm"),
+            mixer=mixer,
+            post_attention_norm=norms.get("post_attention_norm"),
+            mlp_norm=norms.get("mlp_norm"),
+            router=self._router(layer, index),
+            mlps=self._mlps(layer, index),
+            shared=self._shared(layer, index) if layer.mlp.shared else None,
+            post_mlp_norm=norms.get("post_mlp_norm"),
+        )
+
+    def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
+        hidden, q_norm, k_norm = self.spec.hidden, None, None
         if attention.qk_norm != "none":
             by_head = attention.qk_norm == "head"
             q_norm = self._qk_norm("q_norm", index, attention.num_heads, by_head)
@@ -246,19 +119,48 @@ class ModelTensors:
         if "qkv" in self.names:
             qkv = self._parts(index, {"qkv": (q, kv, kv)}, hidden)
         else:
-            qkv = self._parts(index, {"q": (q,), "k": (kv,), "v": (kv,)}, hidden)
-        return LayerTensors(
-            attention_norm=norms.get("attention_norm"),
+            queries = (q, q) if attention.gated else (q,)
+            qkv = self._parts(index, {"q": queries, "k": (kv,), "v": (kv,)}, hidden)
+        return AttentionTensors(
             qkv=FusedMatrix(qkv, hidden, attention.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
             output=self._summed(index, "output", q, attention.output_bias),
-            post_attention_norm=norms.get("post_attention_norm"),
-            mlp_norm=norms.get("mlp_norm"),
-            router=self._router(layer, index),
-            mlps=self._mlps(layer, index),
-            post_mlp_norm=norms.get("post_mlp_norm"),
+        )
+
+    def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> GatedDeltaTensors:
+        hidden, key, value = self.spec.hidden, delta.key_width, delta.value_width
+        if "delta_qkvz" in self.names:
+            group = delta.num_value_heads // delta.num_key_heads
+            widths = (delta.key_dim, delta.key_dim, *(group * delta.value_dim,) * 2)
+            heads = delta.num_key_heads
+            inputs = self._by_head(index, "delta_qkvz", heads, widths, columns=hidden)
+            gates = self._by_head(index, "delta_ba", heads, (group, group), columns=hidden)
+        else:
+            inputs = self._parts(
+                index, {"delta_qkv": (2 * key + value,), "delta_z": (value,)}, hidden
+            )
+            of_heads = (delta.num_value_heads,)
+            gates = self._parts(index, {"delta_b": of_heads, "delta_a": of_heads}, hidden)
+        return GatedDeltaTensors(
+            inputs=FusedMatrix(inputs, hidden),
+            gates=FusedMatrix(gates, hidden),
+            conv=self._name("delta_conv", index),
+            decay=VectorTensor(self._name("delta_decay", index), delta.num_value_heads),
+            bias=VectorTensor(self._name("delta_bias", index), delta.num_value_heads),
+            norm=NormTensor(self.names.roles["delta_norm"].format(i=index), delta.value_dim),
+            output=FusedMatrix((self._part("delta_output", hidden, index),), value),
+            conv_shape=(delta.conv_width, 1, delta.kernel),
+        )
+
+    def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:
+        hidden, inner = self.spec.hidden, layer.mlp.shared
+        gate_up = self._parts(index, {"shared_gate": (inner,), "shared_up": (inner,)}, hidden)
+        down = (self._part("shared_down", hidden, index),)
+        return SharedTensors(
+            MlpTensors(FusedMatrix(gate_up, hidden), FusedMatrix(down, inner)),
+            FusedMatrix((self._part("shared_score", 1, index),), hidden),
         )
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
@@ -281,7 +183,7 @@ class ModelTensors:
         """Raise UnusableModel, naming a tensor, unless the files hold exactly the model's tensors.
 
         found   name -> shape of each tensor in the files; a copy of tied embeddings is allowed, and
-                so are tensors that can be computed
+                so are tensors that can be computed or are not used
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
         for name, shape in self.tensors():
@@ -292,12 +194,12 @@ class ModelTensors:
             if found[name] != shape:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
-        if others := sorted(n for n in found.keys() - known if not self._is_computed(n)):
+        if others := sorted(n for n in found.keys() - known if not self._is_left_out(n)):
             some = ", ".join(others[:3])
             raise UnusableModel(f"the files have {len(others)} unexpected tensors: {some}")
 
-    def _is_computed(self, name: str) -> bool:
-        return name.endswith(self.names.computed)
+    def _is_left_out(self, name: str) -> bool:
+        return name.endswith(self.names.computed) or name.startswith(self.names.unused)
 
     def _norm(self, role: str, index: int) -> NormTensor:
         name = self.names.roles[role].format(i=index)
@@ -310,9 +212,11 @@ class ModelTensors:
         return NormTensor(name, heads * head_dim, cut=self._vector_cut(heads * head_dim))
 
     def _sinks(self, index: int, heads: int) -> VectorTensor:
-        name = self.names.roles["sinks"].format(i=index)
-        name += self.names.endings.get("sinks", ENDINGS)[0]
-        return VectorTensor(name, heads, self._vector_cut(heads))
+        return VectorTensor(self._name("sinks", index), heads, self._vector_cut(heads))
+
+    def _name(self, role: str, index: int) -> str:
+        """Return the whole name of a tensor that is no matrix of linear layers."""
+        return self.names.roles[role].format(i=index) + self.names.endings.get(role, ENDINGS)[0]
 
     def _vector_cut(self, size: int) -> VectorCut | None:
         """Return this rank's part of a vector that is divided among the ranks, `size` items on
@@ -390,6 +294,24 @@ class ModelTensors:
             replace(self._part(role, sum(rows), index), cut=self._row_cut(rows, columns))
             for role, rows in sections.items()
         )
+
+    def _by_head(
+        self, index: int, role: str, heads: int, widths: Sequence[int], *, columns: int
+    ) -> tuple[MatrixPart, ...]:
+        """Return the parts of a tensor that stores one head after the other, and in each head the
+        rows of several matrices.
+
+        widths   rows of a head for each of the matrices
+        """
+        assert self.share is None, "such a tensor is not divided among ranks"
+        stride, first, parts = sum(widths), 0, []
+        for width in widths:
+            starts = range(first, heads * stride, stride)
+            rows = tuple(range(start, start + width) for start in starts)
+            cut = MatrixCut(rows, range(columns), (heads * stride, columns))
+            parts.append(replace(self._part(role, heads * width, index), cut=cut))
+            first += width
+        return tuple(parts)
 
     def _row_cut(self, sections: Sequence[int], columns: int) -> MatrixCut | None:
         share = self.share

@@ -44,6 +44,8 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "Qwen2_5_VLForConditionalGeneration": frozenset({"qwen2_5_vl_text"}),
     "Qwen3VLForConditionalGeneration": frozenset({"qwen3_vl_text"}),
     "Qwen3VLMoeForConditionalGeneration": frozenset({"qwen3_vl_moe_text"}),
+    "Qwen3_5ForConditionalGeneration": frozenset({"qwen3_5_text"}),
+    "Qwen3_5MoeForConditionalGeneration": frozenset({"qwen3_5_moe_text"}),
     "SmolVLMForConditionalGeneration": frozenset({"llama"}),
     "VoxtralForConditionalGeneration": frozenset({"llama"}),
 }

@@ -122,6 +122,8 @@ def assemble(
         max_adapters=adapters.num_rows,
         adapters=infos,
         has_own_cache=keeps_own_cache(loaded.spec),
+        state_bytes=4 * loaded.spec.state_items,
+        num_checkpoints=memory.num_checkpoints,
     )
     runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
     return Assembled(runner, encoder, with_input_limit(ready))

@@ -151,7 +151,7 @@ def decoder_runner(
         loaded.vectors,
         attention,
         norm=model.normed,
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_tokens=config.block_tokens,

@@ -50,8 +50,8 @@ def reason_against_groups(options: WorkerConfig, spec: ModelFacts) -> str:
         return ""
     num_full = spec.layer_windows.count(None)
     num_stored = num_column_blocks(groups) * num_full
-    if num_stored > MAX_PADDING * spec.num_layers or groups.window_blocks > MAX_WINDOW_BLOCKS:
-        return f"the layers: {num_full} of {spec.num_layers} have no window"
+    if num_stored > MAX_PADDING * spec.num_kv_layers or groups.window_blocks > MAX_WINDOW_BLOCKS:
+        return f"the layers: {num_full} of {spec.num_kv_layers} have no window"
     if groups.window >= max_len:
         return f"the length of requests: {max_len} tokens at most"
     return ""
@@ -60,7 +60,7 @@ def reason_against_groups(options: WorkerConfig, spec: ModelFacts) -> str:
 def _possible_groups(spec: ModelFacts) -> KVGroups | None:
     """Return the K/V groups of a model if some of its layers have a window and some have none."""
     windows = [window for window in spec.layer_windows if window is not None]
-    num_full = spec.num_layers - len(windows)
+    num_full = spec.num_kv_layers - len(windows)
     if not windows or not num_full:
         return None
     return KVGroups(window=max(windows), window_blocks=-(-len(windows) // num_full))
@@ -69,7 +69,7 @@ def _possible_groups(spec: ModelFacts) -> KVGroups | None:
 def num_block_layers(spec: ModelFacts, groups: KVGroups | None) -> int:
     """Return how many layers a block stores: all of them, or with groups the number of layers
     without a window."""
-    return spec.num_layers if groups is None else spec.layer_windows.count(None)
+    return spec.num_kv_layers if groups is None else spec.layer_windows.count(None)
 
 
 def reason_to_keep(options: WorkerConfig) -> str:

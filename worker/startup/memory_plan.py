@@ -37,10 +37,11 @@ from worker.lora.targets import adapter_bytes
 from worker.models.compiled import is_fitting, why_not
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
-from worker.spec.architectures import TransformersSpec, state_bytes
+from worker.spec.architectures import TransformersSpec, num_checkpoints, state_bytes
+from worker.spec.layer_tensors import AttentionTensors, FusedMatrix, GatedDeltaTensors, LayerTensors
 from worker.spec.model_spec import ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
-from worker.spec.tensors import FusedMatrix, LayerTensors, ModelTensors
+from worker.spec.tensors import ModelTensors
 from worker.startup.gpu_memory import (
     SMALLER_STEP,
     GpuMemory,
@@ -209,8 +210,8 @@ def _least_free_bytes(options: WorkerConfig, block_bytes: int, device: str) -> i
 def _total_work_bytes(
     options: WorkerConfig, model: AnyPlanned, dtype: str, demand: KVDemand, free_bytes: int
 ) -> int:
-    """Return the memory of a step, of the slots and of adapters, in bytes. `free_bytes` is what the
-    weights leave."""
+    """Return the memory of a step, of the slots, checkpoints and adapters, in bytes. `free_bytes`
+    is what the weights leave."""
     work = work_bytes(model, dtype, demand.limits)
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
@@ -220,7 +221,10 @@ def _total_work_bytes(
         window=demand.window,
         groups=demand.groups,
     )
-    return work + 4 * demand.limits.max_slots * longest + adapters_bytes(options, model, dtype)
+    states = num_checkpoints(model.spec, demand.limits, free_bytes - work)
+    checkpoints = 4 * states * model.spec.state_items
+    slots = 4 * demand.limits.max_slots * longest
+    return work + slots + checkpoints + adapters_bytes(options, model, dtype)
 
 
 def adapters_bytes(options: WorkerConfig, model: AnyPlanned, dtype: str) -> int:
@@ -266,16 +270,24 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
-        if layer.sinks is not None:
-            total += layer.sinks.size * DTYPE_BYTES["float32"]
+        total += _mixer_bytes(layer.mixer, item)
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
-        if layer.router is not None:
+        for matrix in layer.dense:
+            total += matrix.rows * (matrix.columns + matrix.has_bias) * item
+        if layer.router is not None and model.is_packed and not why_not(spec):
+            # models/whole_step.py packs a copy
             router = layer.router
-            total += router.rows * (router.columns + router.has_bias) * item
-            if model.is_packed and not why_not(spec):  # models/whole_step.py packs a copy
-                total += _packed_bytes([(DENSE_FORMATS[dtype], router.rows)], router.columns)
+            total += _packed_bytes([(DENSE_FORMATS[dtype], router.rows)], router.columns)
     return total + _matrix_bytes(head, model, dtype)
+
+
+def _mixer_bytes(mixer: AttentionTensors | GatedDeltaTensors, item: int) -> int:
+    """Return the bytes of a token mixer's tensors that are no norms of the model and not packed."""
+    if isinstance(mixer, AttentionTensors):
+        return 0 if mixer.sinks is None else mixer.sinks.size * DTYPE_BYTES["float32"]
+    vectors = math.prod(mixer.conv_shape) + mixer.decay.size + mixer.bias.size + mixer.norm.size
+    return vectors * DTYPE_BYTES["float32"] + mixer.gates.rows * mixer.gates.columns * item
 
 
 def _embedding_bytes(model: PlannedModel, dtype: str) -> int:
@@ -375,9 +387,12 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     if isinstance(spec, TransformersSpec):
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
-    # Queries, keys, values and results.
-    heads = max(2 * (each.q_width + each.kv_width) for each in spec.attentions)
-    return heads + 3 * max(layer.mlp.intermediate * layer.mlp.top_k for layer in spec.layers)
+    # Queries, keys, values, gates and results.
+    heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
+    deltas = (layer.recurrent for layer in spec.layers if layer.recurrent)
+    widest = max((3 * each.conv_width + 4 * each.value_width for each in deltas), default=0)
+    inner = (each.mlp.intermediate * each.mlp.top_k + each.mlp.shared for each in spec.layers)
+    return max(heads, widest) + 3 * max(inner)
 
 
 def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
@@ -396,8 +411,10 @@ def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
     bits: the integers, the scales and sums of the groups, and the remainders of some groups."""
     if isinstance(spec, TransformersSpec):
         return 0
-    inputs = (max(each.attention.q_width, each.mlp.intermediate) for each in spec.layers)
-    return 2 * max(spec.hidden, *inputs)
+    heads = (each.q_width for each in spec.attentions)
+    values = (layer.recurrent.value_width for layer in spec.layers if layer.recurrent)
+    inner = (max(layer.mlp.intermediate, layer.mlp.shared) for layer in spec.layers)
+    return 2 * max(spec.hidden, *heads, *values, *inner)
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:

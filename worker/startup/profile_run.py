@@ -15,7 +15,7 @@ import torch
 
 from protocol.engine.sampling import MAX_LOGPROBS, SamplingParams
 from protocol.wire.arrays import Int32, UInt8
-from protocol.worker.steps import Masks, SlotInit, SlotRelease, StepPlan
+from protocol.worker.steps import NO_CHECKPOINT, Masks, SlotInit, SlotRelease, StepPlan
 from worker.errors import NotEnoughMemory
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField
@@ -169,10 +169,13 @@ class ProfileRun:
     block_tokens: int
     num_entries: int
     has_draft: bool
+    #: Numbers of a recurrent state; 0: the model has none.
+    state_items: int = 0
 
     def slot_fields(self) -> tuple[SlotField, ...]:
         """Return the fields of the slots that the runner needs."""
-        return slot_fields(self._width, self._columns(self._width) * self.num_entries)
+        num_blocks = self._columns(self._width) * self.num_entries
+        return slot_fields(self._width, num_blocks, self.state_items)
 
     def run(self, runner: Runner) -> None:
         """Run the steps in free slots, with generations from 0 on. The slots of the last step stay
@@ -229,6 +232,7 @@ class ProfileRun:
             tokens=Int32.of([0] * row.known),
             prompt_tokens=row.known,
             num_computed=row.start,
+            checkpoint=1 if row.start and self.state_items else NO_CHECKPOINT,
             blocks=Int32.of([1] * (self._columns(row.end) * self.num_entries)),
             seed=0,
             stop_ids=[0],

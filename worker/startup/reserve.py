@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from worker.loading.decoder import LoadedModel
 from worker.lora.startup import kept_bytes
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
-from worker.spec.architectures import keeps_own_cache, state_bytes
+from worker.spec.architectures import keeps_own_cache, num_checkpoints, state_bytes
 from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
@@ -47,6 +47,8 @@ class ReservedMemory:
     groups       the K/V groups; None: none
     caches       a cache for each model
     fields       the fields of `slots`
+    num_checkpoints
+                 number of checkpoints of recurrent states
     """
 
     num_blocks: int
@@ -56,6 +58,7 @@ class ReservedMemory:
     caches: list[KVCache]
     fields: Sequence[SlotField]
     slots: SlotTable
+    num_checkpoints: int
 
     def slots_of_one(self, device: torch.device) -> SlotTable:
         """Return another table with the same fields, for one request."""
@@ -90,17 +93,25 @@ def reserve_memory(
     )
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
-        kept = kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
-        budget = kv_budget(config, demand, free_bytes=max(free - kept, 0))
+        free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
+        checkpoints = num_checkpoints(loaded.spec, limits, free)
+        free -= 4 * checkpoints * loaded.spec.state_items
+        budget = kv_budget(config, demand, free_bytes=max(free, 0))
     else:
         memory = measured_memory(config, parts, make_caches, limits, device, encoder)
-        budget = gpu_kv_budget(config, demand, memory)
+        checkpoints = num_checkpoints(loaded.spec, limits, memory.free_bytes - memory.step_bytes)
+        kept = 4 * checkpoints * loaded.spec.state_items + state_bytes(loaded.spec, limits)
+        budget = gpu_kv_budget(
+            config, demand, replace(memory, reserve_bytes=memory.reserve_bytes + kept)
+        )
     num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
     caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
     columns = -(-budget.max_len // config.block_tokens)
-    fields = slot_fields(budget.max_len, columns * num_column_blocks(groups))
+    num_blocks = columns * num_column_blocks(groups)
+    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items)
     others = [*(each.model for each in parts.models), caches, parts.attentions, parts.adapters]
-    slots = _slot_table(fields, limits.max_slots, config.poison_slots, device, *others)
+    sizes = limits.max_slots, checkpoints
+    slots = _slot_table(fields, sizes, config.poison_slots, device, *others)
     return ReservedMemory(
         num_blocks=budget.num_blocks,
         max_len=budget.max_len,
@@ -109,6 +120,7 @@ def reserve_memory(
         caches=caches,
         fields=fields,
         slots=slots,
+        num_checkpoints=checkpoints,
     )
 
 
@@ -135,8 +147,9 @@ def measured_memory(
             block_tokens=config.block_tokens,
             num_entries=caches[0].num_entries,
             has_draft=len(caches) > 1,
+            state_items=parts.models[0].spec.state_items,
         )
-        slots = SlotTable(profile.slot_fields(), limits.max_slots, device)
+        slots = SlotTable(profile.slot_fields(), limits.max_slots, device, num_checkpoints=1)
         profile.run(parts.runner(slots, caches))
         if encoder is not None:
             encode_longest(encoder, longest_input(config, card))
@@ -166,7 +179,7 @@ def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGrou
     windows = [each for each in spec.layer_windows if each is not None]
     if not windows:
         return None, None
-    count, longest = f"{len(windows)} of {spec.num_layers}", max(windows)
+    count, longest = f"{len(windows)} of {spec.num_kv_layers}", max(windows)
     if groups is not None:
         log.info("K/V blocks of %s layers are freed once they are %d tokens back", count, longest)
     elif window is not None:
@@ -201,20 +214,22 @@ def _shared_memory(
 
 def _slot_table(
     fields: Iterable[SlotField],
-    max_slots: int,
+    sizes: tuple[int, int],
     poisoning: Poisoning,
     device: torch.device,
     *others: object,
 ) -> SlotTable:
-    """Return the slot table. The number of rows of a poisoned table equals no dimension of the
-    tensors in `others`, so that a search can recognise per-slot tensors
-    (step/slot_registry.py)."""
+    """Return the slot table with `sizes`: (slots, checkpoints). The number of rows of a poisoned
+    table equals no dimension of the tensors in `others`, so that a search can recognise per-slot
+    tensors (step/slot_registry.py)."""
+    max_slots, num_checkpoints = sizes
     if poisoning == "off":
-        return SlotTable(fields, max_slots, device)
+        return SlotTable(fields, max_slots, device, num_checkpoints)
     from worker.step.slot_registry import Poison, PoisonedSlots, rows_for
 
     rows = rows_for(max_slots, others)
-    return PoisonedSlots(fields, rows, device, poison=Poison[poisoning.upper()])
+    poison = Poison[poisoning.upper()]
+    return PoisonedSlots(fields, rows, device, num_checkpoints, poison=poison)
 
 
 def _cache_shape(

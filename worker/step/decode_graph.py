@@ -258,6 +258,8 @@ def reason_against_graphs(model: StepModel | RowModel, attention: Attention) -> 
         return "the model is computed by transformers"
     if any(layer.mlp.num_experts > 1 for layer in model.spec.layers):
         return "the host chooses the rows of each expert"
+    if model.spec.state_items:
+        return "the host chooses the states of recurrent layers"
     return "" if attention.is_capturable else "the attention backend makes its plan on the host"
 
 

@@ -30,6 +30,7 @@ from worker.batch.batch import (
     features_of_rows,
     read_rows,
     stage_drafts,
+    step_states,
 )
 from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.device.readback import Mark, Readback, mark
@@ -42,6 +43,7 @@ from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
 from worker.sampling.logprobs import prompt_logprobs
 from worker.sampling.torch_sampling import TorchSampling
+from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
 from worker.step.decode_fast_path import DecodeFastPath, PlainDecode
 
@@ -133,11 +135,14 @@ class Runner:
                     block_tokens=self._cache.block_tokens,
                     num_entries=self._cache.num_entries,
                 )
-                hidden = self._compute(batch, adapters)
+                states = step_states(plan, rows, self._slots)
+                hidden = self._compute(batch, adapters, states)
                 prompt_columns = prompt_logprobs(
                     hidden, self._model.logits, self._slots, batch, self._sampling.score
                 )
                 sampled = self._sample(hidden, batch, plan, receive_masks)
+                if states is not None and states.has_drafts:
+                    states.accept(_num_accepted(rows, sampled))
                 proposed = self._run_draft_model(plan, batch, sampled)
         return PendingStep.start_readback(
             plan.step, started, readback, sampled, prompt_columns, proposed
@@ -171,12 +176,16 @@ class Runner:
             if self.draft_model is not None:
                 self.draft_model.cache.zero(blocks)
 
-    def _compute(self, batch: StepBatch, adapters: StepAdapters | None) -> Tensor:
+    def _compute(
+        self, batch: StepBatch, adapters: StepAdapters | None, states: StepStates | None
+    ) -> Tensor:
         """Return the hidden states [T, hidden] of a step's tokens."""
         model = self._model
         if isinstance(model, RowModel):
             return model.compute_rows(batch.token_ids, batch.rows, self._slots.states)
-        return model(batch.token_ids, batch.attention, self._cache, self._attention, adapters)
+        return model(
+            batch.token_ids, batch.attention, self._cache, self._attention, adapters, states
+        )
 
     def _decode_for(
         self, plan: StepPlan, rows: BatchRows, adapters: StepAdapters | None
@@ -250,7 +259,24 @@ def _known_lens(batch: StepBatch, sampled: SampledTokens | None) -> Ints:
     verified, this waits for the device."""
     rows, lens = batch.rows, batch.rows.known.copy()
     if sampled is not None:
-        first = np.flatnonzero(np.diff(rows.sampled, prepend=-1))
-        counts = np.ones_like(first) if sampled.counts is None else sampled.counts.cpu().numpy()
+        first, counts = _sampled_counts(rows, sampled)
         lens[rows.sampled[first]] += counts - rows.drafts_after[first]
     return lens
+
+
+def _num_accepted(rows: BatchRows, sampled: SampledTokens | None) -> Ints:
+    """Return how many drafts of each row were right, [R] int64. This waits for the device."""
+    accepted = np.zeros_like(rows.counts)
+    if sampled is not None:
+        first, counts = _sampled_counts(rows, sampled)
+        accepted[rows.sampled[first]] = np.minimum(counts - 1, rows.drafts_after[first])
+    return accepted
+
+
+def _sampled_counts(rows: BatchRows, sampled: SampledTokens) -> tuple[Ints, Ints]:
+    """Return, for each row that samples, the index of its first sampled place, and the number of
+    its new tokens."""
+    first = np.flatnonzero(np.diff(rows.sampled, prepend=-1))
+    if sampled.counts is None:
+        return first, np.ones_like(first)
+    return first, sampled.counts.cpu().numpy().astype(np.int64)

@@ -51,18 +51,21 @@ class Poison(Enum):
 
 
 class PoisonedSlots(SlotTable):
-    """A slot table whose free rows hold poison."""
+    """A slot table whose free rows, and checkpoints that were never saved, hold poison."""
 
     def __init__(
         self,
         fields: Iterable[SlotField],
         max_slots: int,
         device: torch.device,
+        num_checkpoints: int = 0,
         *,
         poison: Poison = Poison.WILD,
     ) -> None:
         self._poison = poison
-        super().__init__(fields, max_slots, device)
+        super().__init__(fields, max_slots, device, num_checkpoints)
+        for name, kept in self.checkpoints.items():
+            kept[1:].fill_(self._poison_of(self.fields[name]))
 
     def release(self, slot: int, generation: int) -> None:
         super().release(slot, generation)
@@ -106,6 +109,7 @@ def strays(root: object) -> list[str]:
     tables = [thing for _, thing in things if isinstance(thing, SlotTable)]
     numbers = {table.max_slots for table in tables}
     known = [_memory(tensor) for table in tables for tensor in table.tensors()]
+    known += [_memory(kept) for table in tables for kept in table.checkpoints.values()]
     own = (tensor for table in tables for _, tensor in _tensors(_walk([table.states])))
     known += [_memory(tensor) for tensor in own]
     return [

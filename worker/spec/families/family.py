@@ -7,7 +7,7 @@ understood are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,13 +116,17 @@ class ConfigFields(Fields):
 
     def mlp(self, **changes: Any) -> MlpSpec:
         """Return the spec of a gated MLP, with the fields `changes` replaced."""
-        usual: dict[str, Any] = {"intermediate": self.integer("intermediate_size")}
+        usual: dict[str, Any] = {}
+        if "intermediate" not in changes:
+            usual["intermediate"] = self.integer("intermediate_size")
         if "activation" not in changes:
             usual["activation"] = self.activation()
         return MlpSpec(**(usual | changes))
 
-    def layer_types(self, default: Callable[[int], str]) -> list[str]:
-        """Return the kind of each layer, FULL or SLIDING. If the config has no list `layer_types`,
+    def layer_types(
+        self, default: Callable[[int], str], *, known: Collection[str] = (FULL, SLIDING)
+    ) -> list[str]:
+        """Return the kind of each layer, one of `known`. If the config has no list `layer_types`,
         `default` returns the kind of the layer with a given index."""
         kinds = self.get("layer_types")
         if kinds is None:
@@ -130,7 +134,7 @@ class ConfigFields(Fields):
         if not isinstance(kinds, list) or len(kinds) != self.num_layers:
             raise UnusableModel(f"layer_types must be a list of {self.num_layers} layers")
         kinds = [FULL if kind == FULL_ONCE else str(kind) for kind in kinds]
-        if others := sorted(set(kinds) - {FULL, SLIDING}):
+        if others := sorted(set(kinds) - {*known}):
             raise UnusableModel(
                 f"layers of type {others[0]!r} are not supported for {self.architecture}"
             )
@@ -156,7 +160,7 @@ class ConfigFields(Fields):
             "tied_embeddings": self.flag("tie_word_embeddings"),
         }
         for layer in shared:
-            rope = layer.attention.rope
+            rope = layer.attention.rope if layer.attention else None
             if rope is not None and isinstance(rope.scaling, LongRopeScaling):
                 limit = min(usual["context_tokens"], rope.scaling.original_context)
                 usual["context_tokens"] = limit

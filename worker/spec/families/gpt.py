@@ -110,7 +110,7 @@ def gpt2_names(spec: ModelSpec) -> TensorNames:
 def gpt_neox_names(spec: ModelSpec) -> TensorNames:
     """Return the tensor names, and the row order of the fused projection: the file stores the
     query, key and value rows of the first head, then those of the next one, and so on."""
-    layer, attention = "gpt_neox.layers.{i}.", spec.layers[0].attention
+    layer, attention = "gpt_neox.layers.{i}.", spec.attentions[0]
     return TensorNames(
         {
             "embedding": "gpt_neox.embed_in",
@@ -131,7 +131,7 @@ def gpt_neox_names(spec: ModelSpec) -> TensorNames:
 def cohere2_names(spec: ModelSpec) -> TensorNames:
     """Return the tensor names. Rotary embeddings turn neighbouring items of a head, so the rows of
     queries and keys are stored interleaved, also in layers without rotary embeddings."""
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     return names_of(
         orders={
             "q": interleaved(attention.num_heads, attention.head_dim),

@@ -1,12 +1,17 @@
 """The families of Qwen: Qwen2 and Qwen2.5 (with biases), Qwen3 and Qwen3-MoE (with norms of
-queries and keys)."""
+queries and keys), and the hybrids Qwen3-Next and Qwen3.5 to 3.8."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from worker.errors import UnusableModel
-from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
+from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
-from worker.spec.tensor_names import names_of
+from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.tensor_names import RowOrder, TensorNames, names_of
+
+LINEAR = "linear_attention"
 
 
 def _windows(config: ConfigFields) -> list[int | None]:
@@ -41,6 +46,15 @@ def read_qwen3(config: ConfigFields) -> ModelSpec:
     return config.model(layers, config.rms_norm())
 
 
+def _sparse(config: ConfigFields, experts: MlpSpec) -> Callable[[int], MlpSpec]:
+    """Return a function from a layer's index to its MLP: `experts` in some layers."""
+    dense = config.mlp()
+    step, without = max(config.integer("decoder_sparse_step"), 1), config.get("mlp_only_layers", [])
+    if not isinstance(without, list):
+        raise UnusableModel(f"config.json: 'mlp_only_layers' is {without!r:.80}, not a list")
+    return lambda index: dense if index in without or (index + 1) % step else experts
+
+
 def read_qwen3_moe(config: ConfigFields) -> ModelSpec:
     bias = config.flag("attention_bias")
     attention = config.attention(
@@ -50,22 +64,106 @@ def read_qwen3_moe(config: ConfigFields) -> ModelSpec:
         output_bias=bias,
         qk_norm="head",
     )
-    dense = config.mlp()
     experts = config.mlp(
         intermediate=config.integer("moe_intermediate_size"),
         num_experts=config.integer("num_experts"),
         top_k=config.integer("num_experts_per_tok"),
         renormalize=config.flag("norm_topk_prob"),
     )
-    step, without = max(config.integer("decoder_sparse_step"), 1), config.get("mlp_only_layers", [])
-    if not isinstance(without, list):
-        raise UnusableModel(f"config.json: 'mlp_only_layers' is {without!r:.80}, not a list")
-
-    def mlp(index: int) -> MlpSpec:
-        return dense if index in without or (index + 1) % step else experts
-
+    mlp = _sparse(config, experts)
     layers = [LayerSpec(attention=attention, mlp=mlp(i)) for i in range(config.num_layers)]
     return config.model(layers, config.rms_norm())
+
+
+def _linear_layers(config: ConfigFields) -> list[bool]:
+    """Return whether each layer of a hybrid has linear attention."""
+    default = every(config.integer("full_attention_interval", 4), regular=LINEAR)
+    return [kind == LINEAR for kind in config.layer_types(default, known=(FULL, LINEAR))]
+
+
+def _hybrid(config: ConfigFields, mlp: Callable[[int], MlpSpec]) -> ModelSpec:
+    """Return a model in which gated delta nets alternate with attention that has gates."""
+    bias = config.flag("attention_bias")
+    attention = config.attention(
+        config.rope(partial=0.25),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        gated=True,
+    )
+    delta = GatedDeltaSpec(
+        num_key_heads=config.integer("linear_num_key_heads"),
+        num_value_heads=config.integer("linear_num_value_heads"),
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim"),
+        eps=config.number("rms_norm_eps"),
+    )
+    layers = [
+        LayerSpec(recurrent=delta, mlp=mlp(index))
+        if is_linear
+        else LayerSpec(attention=attention, mlp=mlp(index))
+        for index, is_linear in enumerate(_linear_layers(config))
+    ]
+    return config.model(layers, config.rms_norm(offset=1.0))
+
+
+def read_qwen3_5(config: ConfigFields) -> ModelSpec:
+    dense = config.mlp()
+    return _hybrid(config, lambda index: dense)
+
+
+def read_qwen3_5_moe(config: ConfigFields) -> ModelSpec:
+    experts = _experts(config, renormalize=True)
+    return _hybrid(config, lambda index: experts)
+
+
+def read_qwen3_next(config: ConfigFields) -> ModelSpec:
+    return _hybrid(
+        config, _sparse(config, _experts(config, renormalize=config.flag("norm_topk_prob")))
+    )
+
+
+def _experts(config: ConfigFields, *, renormalize: bool) -> MlpSpec:
+    """Return the experts of a layer with a shared one."""
+    return config.mlp(
+        intermediate=config.integer("moe_intermediate_size"),
+        num_experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        renormalize=renormalize,
+        shared=config.integer("shared_expert_intermediate_size"),
+    )
+
+
+DELTA_NAMES = {
+    "delta_qkv": "model.layers.{i}.linear_attn.in_proj_qkv",
+    "delta_z": "model.layers.{i}.linear_attn.in_proj_z",
+    "delta_b": "model.layers.{i}.linear_attn.in_proj_b",
+    "delta_a": "model.layers.{i}.linear_attn.in_proj_a",
+    "delta_qkvz": "model.layers.{i}.linear_attn.in_proj_qkvz",
+    "delta_ba": "model.layers.{i}.linear_attn.in_proj_ba",
+    "delta_conv": "model.layers.{i}.linear_attn.conv1d",
+    "delta_decay": "model.layers.{i}.linear_attn.A_log",
+    "delta_bias": "model.layers.{i}.linear_attn.dt_bias",
+    "delta_norm": "model.layers.{i}.linear_attn.norm",
+    "delta_output": "model.layers.{i}.linear_attn.out_proj",
+    "shared_gate": "model.layers.{i}.mlp.shared_expert.gate_proj",
+    "shared_up": "model.layers.{i}.mlp.shared_expert.up_proj",
+    "shared_down": "model.layers.{i}.mlp.shared_expert.down_proj",
+    "shared_score": "model.layers.{i}.mlp.shared_expert_gate",
+}
+FUSED = {"delta_qkvz", "delta_ba"}
+SEPARATE = {"delta_qkv", "delta_z", "delta_b", "delta_a"}
+
+
+def _hybrid_names(spec: ModelSpec, without: set[str]) -> TensorNames:
+    """Return the names of a hybrid's tensors, without some roles. The rows of each head's query and
+    of its gate are next to each other."""
+    attention = spec.attentions[0]
+    roles = {role: name for role, name in DELTA_NAMES.items() if role not in without}
+    endings = dict.fromkeys(("delta_decay", "delta_bias"), ("", ""))
+    orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
+    return names_of(roles, orders=orders, endings=endings, unused=("mtp.",))
 
 
 QWEN2_DEFAULTS = DEFAULTS | {
@@ -76,6 +174,21 @@ QWEN2_DEFAULTS = DEFAULTS | {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
+    "layer_types": None,
+}
+HYBRID_DEFAULTS = DEFAULTS | {
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
     "layer_types": None,
 }
 NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
@@ -121,5 +234,53 @@ FAMILIES = (
         aliases={"num_local_experts": "num_experts"},
         read=read_qwen3_moe,
         names=lambda spec: names_of(),
+    ),
+    ModelFamily(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        defaults=HYBRID_DEFAULTS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+            "mlp_only_layers": None,
+        },
+        aliases={"num_local_experts": "num_experts"},
+        read=read_qwen3_next,
+        names=lambda spec: _hybrid_names(spec, SEPARATE),
+    ),
+    ModelFamily(
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        defaults=HYBRID_DEFAULTS,
+        read=read_qwen3_5,
+        names=lambda spec: _hybrid_names(spec, FUSED),
+    ),
+    ModelFamily(
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        defaults={
+            key: value for key, value in HYBRID_DEFAULTS.items() if key != "intermediate_size"
+        }
+        | {
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        aliases={"num_local_experts": "num_experts"},
+        read=read_qwen3_5_moe,
+        names=lambda spec: _hybrid_names(spec, FUSED),
     ),
 )

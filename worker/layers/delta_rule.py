@@ -1,0 +1,121 @@
+"""The recurrence of a gated delta net in torch: the definition of the compiled one, token by token.
+
+Legend: T tokens of the step, R rows, N tokens of each row, H value heads, K key dim, V value dim, C
+width of the convolution, all as in GatedDeltaSpec.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from worker.slots.states import Ints, StepStates
+from worker.spec.recurrent import GatedDeltaSpec
+
+NORM_EPS = 1e-6
+"""Added to the squares of a query or a key before it is divided by their root."""
+
+
+def gated_delta(
+    spec: GatedDeltaSpec,
+    conv: Tensor,
+    qkv: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    states: StepStates,
+    offset: int,
+) -> Tensor:
+    """Compute a step of one layer and change the states of its rows. Arguments and result are those
+    of `Kernels.gated_delta`."""
+    out = qkv.new_empty(len(qkv), spec.num_value_heads, spec.value_dim)
+    memory = states.memory[:, offset : offset + spec.state_items]
+    rule = _Rule(spec, conv, (qkv, beta, decay), out)
+    single = (states.counts == 1) & (states.kept == 1)
+    if single.any():
+        slots, firsts = (_on(qkv, each[single]) for each in (states.slots, states.firsts))
+        held = memory.index_select(0, slots)
+        rule(firsts[:, None], held)
+        memory.index_copy_(0, slots, held)
+        for at in np.flatnonzero(single[states.save_rows]):
+            slot = int(states.slots[states.save_rows[at]])
+            _save(states, offset, int(states.save_ids[at]), memory[slot])
+    for row in np.flatnonzero(~single).tolist():
+        held = memory[int(states.slots[row])]
+        first, kept = int(states.firsts[row]), int(states.kept[row])
+        done = 0
+        for count, checkpoint in [*states.saves(row), (kept, 0)]:
+            if count > kept:
+                continue
+            rule(_tokens(qkv, first + done, first + count), held[None])
+            done = count
+            if checkpoint:
+                _save(states, offset, checkpoint, held)
+        rule(_tokens(qkv, first + kept, first + int(states.counts[row])), held.clone()[None])
+    return out
+
+
+class _Rule:
+    """The recurrence over some tokens of a step."""
+
+    def __init__(
+        self,
+        spec: GatedDeltaSpec,
+        conv: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        self._spec, self._conv, self._inputs, self._out = spec, conv, inputs, out
+
+    def __call__(self, tokens: Tensor, held: Tensor) -> None:
+        """Write the results of `tokens` [R, N], indexes in the step, and change `held` [R, items],
+        the states of the rows."""
+        spec = self._spec
+        if not tokens.numel():
+            return
+        qkv, beta, decay = (each[tokens] for each in self._inputs)
+        sizes = [spec.tail_items, spec.state_items - spec.tail_items]
+        tail, matrices = torch.split(held, sizes, dim=1)
+        tail = tail.view(len(held), spec.kernel - 1, spec.conv_width)
+        state = matrices.view(len(held), spec.num_value_heads, spec.key_dim, spec.value_dim)
+        q, k, v = self._convolved(qkv, tail)
+        factor = decay.exp()
+        for at in range(tokens.shape[1]):
+            state.mul_(factor[:, at, :, None, None])
+            known = torch.einsum("rhkv,rhk->rhv", state, k[:, at])
+            change = (v[:, at] - known).mul_(beta[:, at, :, None])
+            state.add_(k[:, at, :, :, None] * change[:, :, None, :])
+            self._out[tokens[:, at]] = torch.einsum("rhkv,rhk->rhv", state, q[:, at])
+
+    def _convolved(self, qkv: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries and keys [R, N, H, K] and the values [R, N, H, V] of `qkv` [R, N, C],
+        and move `tail` [R, kernel - 1, C] on."""
+        spec, length = self._spec, qkv.shape[1]
+        window = torch.cat([tail, qkv], dim=1)
+        tail.copy_(window[:, length:])
+        taps = (window[:, i : i + length] * tap for i, tap in enumerate(self._conv))
+        mixed = silu(sum(taps, start=torch.zeros_like(qkv)))
+        q, k, v = torch.split(mixed, [spec.key_width, spec.key_width, spec.value_width], dim=2)
+        keys = (*qkv.shape[:2], spec.num_key_heads, spec.key_dim)
+        group = spec.num_value_heads // spec.num_key_heads
+        q, k = (_unit(each.view(keys)).repeat_interleave(group, dim=2) for each in (q, k))
+        values = v.view(*qkv.shape[:2], spec.num_value_heads, spec.value_dim)
+        return q.mul_(spec.key_dim**-0.5), k, values
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return vectors [..., K] divided by their length."""
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
+
+
+def _save(states: StepStates, offset: int, checkpoint: int, held: Tensor) -> None:
+    states.checkpoints[checkpoint, offset : offset + len(held)] = held
+
+
+def _tokens(like: Tensor, first: int, end: int) -> Tensor:
+    return torch.arange(first, end, device=like.device)[None]
+
+
+def _on(like: Tensor, values: Ints) -> Tensor:
+    return torch.from_numpy(values).to(like.device)

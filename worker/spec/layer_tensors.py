@@ -1,0 +1,242 @@
+"""The tensors of one layer of a model, and the matrices that they form. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from worker.spec.share import MatrixCut, VectorCut
+from worker.spec.tensor_names import ENDINGS, Endings, RowOrder
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """One tensor of a matrix that consists of several tensors, stacked by rows.
+
+    rows    number of rows that are read
+    index   index of the expert, if the tensor holds several
+    of      number of experts that the tensor holds
+    cut     the part of the tensor that is read; None: all of it
+    """
+
+    name: str
+    rows: int
+    order: RowOrder | None = None
+    is_transposed: bool = False
+    index: int | None = None
+    of: int = 1
+    endings: Endings = ENDINGS
+    cut: MatrixCut | None = None
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.name + self.endings[0]
+
+    @property
+    def bias(self) -> str:
+        """Return the name of the bias."""
+        return self.name + self.endings[1]
+
+    def shape(self, columns: int) -> Shape:
+        """Return the shape of the weight in the file. `columns` is the number of columns that are
+        read."""
+        rows, columns = (self.rows, columns) if self.cut is None else self.cut.whole
+        return self._stacked((columns, rows) if self.is_transposed else (rows, columns))
+
+    @property
+    def bias_shape(self) -> Shape:
+        """Return the shape of the bias in the file."""
+        return self._stacked((self.rows if self.cut is None else self.cut.whole[0],))
+
+    def _stacked(self, shape: Shape) -> Shape:
+        return shape if self.index is None else (self.of, *shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMatrix:
+    """Matrices with the same input, which are computed as one matrix."""
+
+    parts: tuple[MatrixPart, ...]
+    columns: int
+    has_bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the weights."""
+        return [part.weight for part in self.parts]
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each weight and bias in the file."""
+        for part in self.parts:
+            yield part.weight, part.shape(self.columns)
+            if self.has_bias:
+                yield part.bias, part.bias_shape
+
+
+@dataclass(frozen=True, slots=True)
+class NormTensor:
+    """A norm's weight [size], and its bias if it has one.
+
+    cut   the items that are read; None: all. A norm with a bias is never cut
+    """
+
+    name: str
+    size: int
+    has_bias: bool = False
+    cut: VectorCut | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        yield f"{self.name}.weight", (self.size if self.cut is None else self.cut.whole,)
+        if self.has_bias:
+            yield f"{self.name}.bias", (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTensor:
+    """A vector [size]. `name` is its whole name, to which no ending is added.
+
+    cut   the items that are read; None: all
+    """
+
+    name: str
+    size: int
+    cut: VectorCut | None = None
+
+    @property
+    def whole(self) -> int:
+        """Return the number of items in the file."""
+        return self.size if self.cut is None else self.cut.whole
+
+
+@dataclass(frozen=True, slots=True)
+class MlpTensors:
+    """The tensors of an MLP, or of one expert. `gate_up` stacks the rows of the gate projection and
+    of the up projection, in this order. Without a gate, it has only those of the up projection."""
+
+    gate_up: FusedMatrix
+    down: FusedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """The tensors of a layer's attention. What it does not have is None.
+
+    qkv   stacks the rows of the queries, of their gates if there are any, of the keys and of the
+          values
+    """
+
+    qkv: FusedMatrix
+    q_norm: NormTensor | None
+    k_norm: NormTensor | None
+    sinks: VectorTensor | None
+    output: FusedMatrix
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        return self.qkv, self.output
+
+    @property
+    def norms(self) -> tuple[NormTensor, ...]:
+        return tuple(norm for norm in (self.q_norm, self.k_norm) if norm)
+
+    def others(self) -> Iterator[tuple[str, Shape]]:
+        if self.sinks is not None:
+            yield self.sinks.name, (self.sinks.whole,)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaTensors:
+    """The tensors of a gated delta net (spec/recurrent.py).
+
+    inputs   stacks the rows of the queries, keys, values and output gates
+    gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
+    conv     [conv_width, 1, kernel]
+    decay    logarithm of the factor of the decay, and `bias` what is added to the projected decay
+    norm     over the output of each head. Its weight has no offset
+    """
+
+    inputs: FusedMatrix
+    gates: FusedMatrix
+    conv: str
+    decay: VectorTensor
+    bias: VectorTensor
+    norm: NormTensor
+    output: FusedMatrix
+    conv_shape: Shape
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        """Return the matrices that can be packed."""
+        return self.inputs, self.output
+
+    def others(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the tensors in the file that are not part of `matrices`."""
+        yield from self.gates.tensors()
+        yield self.conv, self.conv_shape
+        yield self.decay.name, (self.decay.size,)
+        yield self.bias.name, (self.bias.size,)
+        yield from self.norm.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """The tensors of a shared expert, and of the score that its result is multiplied by."""
+
+    mlp: MlpTensors
+    gate: FusedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """The tensors of a layer. What the layer does not have is None.
+
+    mixer    its token mixer
+    mlps     the MLP, or the experts
+    shared   the shared expert
+    """
+
+    attention_norm: NormTensor | None
+    mixer: AttentionTensors | GatedDeltaTensors
+    post_attention_norm: NormTensor | None
+    mlp_norm: NormTensor | None
+    router: FusedMatrix | None
+    mlps: tuple[MlpTensors, ...]
+    shared: SharedTensors | None
+    post_mlp_norm: NormTensor | None
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        """Return all matrices except those that stay dense."""
+        mlps = (*self.mlps, *((self.shared.mlp,) if self.shared else ()))
+        inner = (matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down))
+        return *self.mixer.matrices, *inner
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        """Return the matrices of the MLP that stay dense: that of the router, and that of the
+        shared expert's score."""
+        found = (self.router, self.shared.gate if self.shared else None)
+        return tuple(matrix for matrix in found if matrix is not None)
+
+    @property
+    def norms(self) -> tuple[NormTensor, ...]:
+        """Return the norms whose weights have the model's offset."""
+        inner = self.mixer.norms if isinstance(self.mixer, AttentionTensors) else ()
+        blocks = (self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        return tuple(norm for norm in (self.attention_norm, *inner, *blocks) if norm)
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
+        yielded once for each of them."""
+        for norm in self.norms:
+            yield from norm.tensors()
+        yield from self.mixer.others()
+        for matrix in (*self.matrices, *self.dense):
+            yield from matrix.tensors()
