@@ -105,6 +105,7 @@ class Replica:
     """An engine with its worker. `run` computes everything that was added; `outputs[n]` are the
     outputs of request n.
 
+    num_checkpoints   number of checkpoints, if the model has a recurrent state
     max_len           maximum number of tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             the draft model, if any
@@ -123,6 +124,7 @@ class Replica:
     token_budget: int = 512
     max_slots: int = 16
     num_blocks: int = 1024
+    num_checkpoints: int = 24
     block_tokens: int = 16
     prefix_cache: bool = True
     steps_in_flight: int = 1
@@ -161,8 +163,17 @@ class Replica:
             kv_window=window,
             kv_groups=groups,
             max_adapters=len(self.adapters),
+            state_bytes=4 * config.state_items,
+            num_checkpoints=self.num_checkpoints if config.state_items else 0,
         )
-        slots = slot_table(max_len, self.block_tokens, self.max_slots, groups=groups)
+        slots = slot_table(
+            max_len,
+            self.block_tokens,
+            self.max_slots,
+            groups=groups,
+            state_items=config.state_items,
+            num_checkpoints=limits.num_checkpoints,
+        )
         shared = self.moves is not None and self.moves.kv_export
         self.cache = new_cache(
             self.loaded, self.num_blocks, self.block_tokens, groups, is_shared=shared
@@ -344,9 +355,15 @@ def slot_table(
     poison: Poison | None = Poison.WILD,
     kind: type[SlotTable] = SlotTable,
     groups: KVGroups | None = None,
+    state_items: int = 0,
+    num_checkpoints: int = 0,
 ) -> SlotTable:
-    fields = slot_fields(max_len, -(-max_len // block_tokens) * num_column_blocks(groups))
-    return new_slots(fields, max_slots, torch.device("cpu"), poison=poison, kind=kind)
+    num_blocks = -(-max_len // block_tokens) * num_column_blocks(groups)
+    fields = slot_fields(max_len, num_blocks, state_items)
+    device = torch.device("cpu")
+    return new_slots(
+        fields, max_slots, device, poison=poison, kind=kind, num_checkpoints=num_checkpoints
+    )
 
 
 def new_cache(

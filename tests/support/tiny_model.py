@@ -90,12 +90,13 @@ def new_slots(
     *,
     poison: Poison | None,
     kind: type[SlotTable] = SlotTable,
+    num_checkpoints: int = 0,
 ) -> SlotTable:
     """Return a table of this kind, with or without poison in its free rows."""
     if poison is None:
-        return kind(fields, max_slots, device)
+        return kind(fields, max_slots, device, num_checkpoints)
     poisoned = type(f"Poisoned{kind.__name__}", (PoisonedSlots, kind), {})
-    table: SlotTable = poisoned(fields, max_slots, device, poison=poison)
+    table: SlotTable = poisoned(fields, max_slots, device, num_checkpoints, poison=poison)
     return table
 
 
