@@ -215,37 +215,14 @@ class Prefixes:
             found = self._cache.match_window(hashes, self._num_passed)
         return found, len(found)
 
-    def publish(self, request: Request) -> range:
+    def publish(self, request: Request, num_full: int | None = None) -> range:
         """Publish the blocks that were filled since the last call for this request. Return their
-        indexes in the request's block table."""
-        return self._publish(request, request.num_shareable // self._block_tokens)
-
-    def publish_all(self, request: Request) -> range:
-        """Publish all blocks that the request has computed, before it releases them. Return their
         indexes in the request's block table.
 
-        Unlike `publish`, this includes blocks that the draft model has not computed. And if a block
-        was published while another one with its content was cached, and that one is gone, the block
-        is published again.
+        `num_full` is the number of leading blocks that may be published; None: those that all
+        models have computed.
         """
-        full = request.num_computed // self._block_tokens
-        request.num_published = 0 if request.window_tables else request.num_passed
-        self._extend(request, full)
-        return self._publish(request, full)
-
-    def entries(self, request: Request, indexes: Iterable[int]) -> Iterator[tuple[int, bytes, int]]:
-        """Yield (index, key, block) for each block at `indexes` of the request's block table that
-        the window has not passed."""
-        for index in indexes:
-            content = request.hashes[index]
-            yield index, content, request.blocks[index]
-            if index >= request.num_passed:
-                keys = window_keys(content, len(request.window_tables))
-                for key, table in zip(keys, request.window_tables, strict=True):
-                    yield index, key, table[index]
-
-    def _publish(self, request: Request, full: int) -> range:
-        """Publish the first `full` blocks of the request that are not published yet."""
+        full = request.num_shareable // self._block_tokens if num_full is None else num_full
         published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:
             self._extend(request, full)
@@ -267,6 +244,30 @@ class Prefixes:
                 self._publish_window(request, published)
             request.num_published = full
         return published
+
+    def publish_all(self, request: Request) -> range:
+        """Publish all blocks that the request has computed, before it releases them. Return their
+        indexes in the request's block table.
+
+        Unlike `publish`, this includes blocks that the draft model has not computed. And if a block
+        was published while another one with its content was cached, and that one is gone, the block
+        is published again.
+        """
+        full = request.num_computed // self._block_tokens
+        request.num_published = 0 if request.window_tables else request.num_passed
+        self._extend(request, full)
+        return self.publish(request, full)
+
+    def entries(self, request: Request, indexes: Iterable[int]) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (index, key, block) for each block at `indexes` of the request's block table that
+        the window has not passed."""
+        for index in indexes:
+            content = request.hashes[index]
+            yield index, content, request.blocks[index]
+            if index >= request.num_passed:
+                keys = window_keys(content, len(request.window_tables))
+                for key, table in zip(keys, request.window_tables, strict=True):
+                    yield index, key, table[index]
 
     def _publish_window(self, request: Request, published: range) -> None:
         """Publish the blocks at the indexes `published` of the layers with a window, except blocks
