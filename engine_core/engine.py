@@ -351,7 +351,10 @@ class Engine:
         totals.num_admitted_tokens = 0
         self.history.on_step(step, num_computed, elapsed_s, self.scheduler.lack)
         self.endings.release_committed()
-        return self._messages(result.step, self._commit_rows(step, results))
+        outputs = self._commit_rows(step, results)
+        if self.scheduler.checkpointing is not None:
+            self.scheduler.checkpointing.on_committed(step)
+        return self._messages(result.step, outputs)
 
     def commit_encoded(self, result: EncodeResult, elapsed_s: float) -> dict[bytes, Outputs]:
         """Apply the result of the oldest plan in flight that encodes, and return the outputs of

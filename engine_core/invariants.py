@@ -47,6 +47,7 @@ def check_invariants(
     _check_slots(scheduler, holders)
     _check_blocks(scheduler, holders, leases)
     _check_content(scheduler, holders)
+    _check_checkpoints(scheduler, holders)
 
 
 def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -147,6 +148,33 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
             )
             assert not is_draft_computed or end <= request.num_draft_computed, (
                 f"block {block}: not computed by the draft model"
+            )
+
+
+def _check_checkpoints(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Check that each checkpoint is free, held by one of `requests`, or cached with its block."""
+    held = [number for request in requests for number in request.checkpoints.values()]
+    checkpoints = scheduler.pool.cache.checkpoints
+    if checkpoints is None:
+        assert not held, "a checkpoint is held, but there are none"
+        return
+    cached = checkpoints.items()
+    owners = sorted([*checkpoints.free, *held, *cached.values()])
+    assert owners == [*range(1, checkpoints.total + 1)], (
+        "a checkpoint is not in exactly one of three places: free, held or cached"
+    )
+    assert (checkpoints.num_held, checkpoints.num_cached) == (len(held), len(cached))
+    lost = cached.keys() - set(scheduler.pool.cache.items().values())
+    assert not lost, "a checkpoint is cached without the block that it follows"
+    size = scheduler.limits.block_tokens
+    for request in requests:
+        for position in request.checkpoints:
+            assert position > 0, f"{request.number}: a checkpoint of no positions"
+            assert position % size == 0, f"{request.number}: a checkpoint within a block"
+            assert position <= request.num_scheduled, f"{request.number}: a checkpoint never saved"
+            is_saved = position <= request.num_computed
+            assert is_saved or request.num_in_flight, (
+                f"{request.number}: holds a checkpoint that no step saves"
             )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from engine_core.adapters import AdapterRegistry
 from engine_core.admission.admission import Admission
 from engine_core.blocks.cache_events import CacheEvents
+from engine_core.blocks.checkpoints import CheckpointPool
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
@@ -93,12 +94,15 @@ def build_parts(
     hashes = ContentHashes(model.digest, limits.block_tokens)
     names, size = config.kv_events_namespace, limits.block_tokens
     cache_events = CacheEvents(names, size) if config.kv_events else None
-    pool = BlockPool(limits.num_blocks, PrefixCache(cache_events))
+    has_checkpoints = limits.state_bytes > 0 and limits.prefix_cache
+    checkpoints = CheckpointPool(limits.num_checkpoints) if has_checkpoints else None
+    pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, checkpoints))
     peers = Peers(config, cluster, hashes, limits.block_tokens)
     throughput = Throughput()
     tier_index = TierIndex(tiers, hashes, limits.block_tokens, throughput, config.kv_load_tokens)
     kv_transfers = KVTransfers(config, pool, peers, tier_index)
-    scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs)
+    interval = config.state_interval
+    scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs, interval)
     encoding = EncodeScheduler(scheduler.fair_share, limits.token_budget)
     open_requests, accounts = OpenRequests(), Accounts()
     clock, deadlines = EngineClock(), Deadlines()

@@ -4,7 +4,8 @@ Every block except the null block is either free or held. Free blocks are alloca
 
 1. blocks without cached content
 2. *passed* blocks: cached blocks whose last holder released them because its window had passed
-   them. Only another prompt that shares no more than this beginning can still use them
+   them, or because no checkpoint of the recurrent state follows them (checkpoints.py). Only another
+   prompt that shares no more than this beginning can still use them
 3. other cached blocks
 
 Within 2 and 3, the block that was released longest ago comes first. A passed block that is found
@@ -90,6 +91,21 @@ class BlockPool:
                 self.num_cached -= 1
             self.holders[block] += 1
 
+    def replace(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
+        """Let a held `block` take the place of a free block with the same content in the prefix
+        cache, if there is one. The free block then has no cached content."""
+        old = self.cache.find(content)
+        if old is None or self.holders[old]:
+            return
+        self.cache.move(content, block, is_draft_computed=is_draft_computed)
+        if old in self._proven:
+            self._proven.remove(old)
+            self._proven.add(block)
+        self._passed.pop(old, None)
+        self._free[old] = None
+        self._free.move_to_end(old, last=False)
+        self.num_cached -= 1
+
     def prove(self, blocks: Iterable[int]) -> None:
         """Mark held blocks as worth caching after the attention window has passed them, because
         other prompts use them."""
@@ -99,7 +115,8 @@ class BlockPool:
         """Remove one holder from each of a sequence's blocks.
 
         The last block is freed first, so the first block stays in the prefix cache longest.
-        `passed` is whether the window of the sequence has passed the blocks.
+        `passed` is whether the window of the sequence has passed the blocks, or no checkpoint of
+        its state follows them.
         """
         for block in reversed(blocks):
             self.holders[block] -= 1

@@ -7,14 +7,18 @@ The cache does not hold its blocks, so it does not keep them from being reused.
 For each block, the cache also records whether the draft model's K/V exists for it. If not, a
 request that uses the draft model finds the block, but its draft model must compute it. The draft
 model is not used for every request (speculation/draft_policy.py).
+
+If the model has a recurrent state, a prefix is found only up to its last checkpoint
+(checkpoints.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from engine_core.blocks.cache_events import CacheEvents
+from engine_core.blocks.checkpoints import CheckpointPool
 from engine_core.blocks.hash import ContentHashes
 from engine_core.requests.request import Request
 from protocol.engine.kv_window import num_passed_blocks
@@ -33,11 +37,15 @@ def window_keys(content: bytes, window_blocks: int) -> list[bytes]:
 class PrefixCache:
     """A one-to-one mapping between content hashes and blocks of the pool.
 
-    events   collects what enters and leaves the cache; None if nothing is reported
+    events        collects what enters and leaves the cache; None if nothing is reported
+    checkpoints   of the states after some of the blocks; None if the model has no state
     """
 
-    def __init__(self, events: CacheEvents | None = None) -> None:
+    def __init__(
+        self, events: CacheEvents | None = None, checkpoints: CheckpointPool | None = None
+    ) -> None:
         self.events = events
+        self.checkpoints = checkpoints
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._draft_computed: set[int] = set()
@@ -125,6 +133,21 @@ class PrefixCache:
             self._draft_computed.discard(block)
             if self.events is not None:
                 self.events.on_removed(content)
+            if self.checkpoints is not None:
+                self.checkpoints.remove(content)
+
+    def find(self, content: bytes) -> int | None:
+        """Return the block with this content; None if there is none."""
+        return self._block_of.get(content)
+
+    def move(self, content: bytes, block: int, *, is_draft_computed: bool) -> None:
+        """Let `block` take the place of the cached block with this content."""
+        old = self._block_of[content]
+        del self._hash_of[old]
+        self._draft_computed.discard(old)
+        self._block_of[content], self._hash_of[block] = block, content
+        if is_draft_computed:
+            self._draft_computed.add(block)
 
     def items(self) -> dict[int, bytes]:
         """Return a copy of the mapping from block to hash, for checks."""
@@ -171,30 +194,47 @@ class Prefixes:
         usable = (len(request.tokens) - 1) // self._block_tokens
         self._extend(request, usable)
         hashes = request.hashes[:usable]
-        if self._window is None:
-            return self._cache.match(hashes)
-        if self._window_blocks:
-            found, num_columns = self._cache.match_groups(
-                hashes, self._num_passed, self._window_blocks
-            )
-            if len(found) < num_columns:
-                request.num_shared_columns = num_columns
-            return found
-        return self._cache.match_window(hashes, self._num_passed)
+        found, num_columns = self._match(hashes)
+        checkpoints = self._cache.checkpoints
+        if checkpoints is not None:
+            request.num_shared_columns = 0
+            while (end := checkpoints.num_covered(hashes, len(found))) < len(found):
+                found, _ = self._match(hashes[:end])
+        if len(found) < num_columns:
+            request.num_shared_columns = num_columns
+        return found
 
-    def publish(self, request: Request) -> range:
+    def _match(self, hashes: Sequence[bytes]) -> tuple[list[int], int]:
+        """Return the blocks of the longest cached prefix of `hashes`, as `find` does, and the
+        number of leading columns that other prompts have in common with `hashes`."""
+        if self._window_blocks:
+            return self._cache.match_groups(hashes, self._num_passed, self._window_blocks)
+        if self._window is None:
+            found = self._cache.match(hashes)
+        else:
+            found = self._cache.match_window(hashes, self._num_passed)
+        return found, len(found)
+
+    def publish(self, request: Request, num_full: int | None = None) -> range:
         """Publish the blocks that were filled since the last call for this request. Return their
-        indexes in the request's block table."""
-        full = request.num_shareable // self._block_tokens
+        indexes in the request's block table.
+
+        `num_full` is the number of leading blocks that may be published; None: those that all
+        models have computed.
+        """
+        full = request.num_shareable // self._block_tokens if num_full is None else num_full
         published = range(request.num_published, full) if self._is_enabled else range(0)
         if published:
             self._extend(request, full)
             events, new = self._cache.events, []
+            num_drafted = 0
+            if request.uses_draft_model:
+                num_drafted = request.num_draft_computed // self._block_tokens
             for index in published:
                 is_new = self._cache.publish(
                     request.hashes[index],
                     request.blocks[index],
-                    is_draft_computed=request.uses_draft_model,
+                    is_draft_computed=index < num_drafted,
                 )
                 if is_new and events is not None:
                     new.append(index)
@@ -204,6 +244,30 @@ class Prefixes:
                 self._publish_window(request, published)
             request.num_published = full
         return published
+
+    def publish_all(self, request: Request) -> range:
+        """Publish all blocks that the request has computed, before it releases them. Return their
+        indexes in the request's block table.
+
+        Unlike `publish`, this includes blocks that the draft model has not computed. And if a block
+        was published while another one with its content was cached, and that one is gone, the block
+        is published again.
+        """
+        full = request.num_computed // self._block_tokens
+        request.num_published = 0 if request.window_tables else request.num_passed
+        self._extend(request, full)
+        return self.publish(request, full)
+
+    def entries(self, request: Request, indexes: Iterable[int]) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (index, key, block) for each block at `indexes` of the request's block table that
+        the window has not passed."""
+        for index in indexes:
+            content = request.hashes[index]
+            yield index, content, request.blocks[index]
+            if index >= request.num_passed:
+                keys = window_keys(content, len(request.window_tables))
+                for key, table in zip(keys, request.window_tables, strict=True):
+                    yield index, key, table[index]
 
     def _publish_window(self, request: Request, published: range) -> None:
         """Publish the blocks at the indexes `published` of the layers with a window, except blocks

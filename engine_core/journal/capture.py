@@ -16,6 +16,7 @@ from engine_core.journal.snapshot import (
     AdmissionSnapshot,
     BlockSnapshot,
     CachedGrammarSnapshot,
+    CheckpointSnapshot,
     DraftingSnapshot,
     EncodeStepSnapshot,
     EncodingSnapshot,
@@ -211,6 +212,7 @@ def _from_encoding(encoding: EncodeScheduler, requests: dict[Request, int]) -> E
 
 
 def _from_pool(pool: BlockPool) -> BlockSnapshot:
+    checkpoints = pool.cache.checkpoints
     return BlockSnapshot(
         holders=pool.holders,
         free=list(pool._free),
@@ -218,6 +220,11 @@ def _from_pool(pool: BlockPool) -> BlockSnapshot:
         proven=pool._proven,
         cached=pool.cache._hash_of,
         draft_computed=pool.cache._draft_computed,
+        checkpoints=(
+            None
+            if checkpoints is None
+            else CheckpointSnapshot(free=checkpoints._free, cached=checkpoints._cached)
+        ),
     )
 
 

@@ -9,7 +9,7 @@ answer, and an n-gram index is built.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
@@ -225,6 +225,11 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
         is_draft_computed = block in part.draft_computed
         pool.cache.publish(content, block, is_draft_computed=is_draft_computed)
     pool.num_cached = sum(block in pool.cache for block in (*part.free, *part.passed))
+    if part.checkpoints is not None:
+        checkpoints = pool.cache.checkpoints
+        assert checkpoints is not None
+        checkpoints._free = part.checkpoints.free
+        checkpoints._cached = OrderedDict(part.checkpoints.cached)
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

@@ -103,6 +103,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     uses_draft_model: bool
     num_draft_computed: int
     num_published: int
+    checkpoints: dict[int, int]
     num_cached: int
     num_fetched: int
     num_preemptions: int
@@ -222,6 +223,15 @@ class SchedulerSnapshot(SnapshotPart, frozen=True, kw_only=True):
     slot_releases: list[SlotRelease]
 
 
+class CheckpointSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of the `CheckpointPool`. The requests store the checkpoints that they hold."""
+
+    #: Free checkpoints; the last one is allocated first.
+    free: list[int]
+    #: Hash -> checkpoint, the one used longest ago first.
+    cached: dict[bytes, int]
+
+
 class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
     """The state of the `BlockPool` and its `PrefixCache`."""
 
@@ -234,6 +244,8 @@ class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):
     #: Block -> hash of its content.
     cached: dict[int, bytes]
     draft_computed: set[int]
+    #: None: the model has no recurrent state.
+    checkpoints: CheckpointSnapshot | None
 
 
 class FetchSnapshot(SnapshotPart, frozen=True, kw_only=True):

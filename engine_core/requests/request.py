@@ -156,9 +156,9 @@ class Request:
     #: Number of leading blocks that the model's window has passed. The request has released them.
     num_passed: int = 0
     #: Number of leading columns whose blocks for the layers without a window were cached when the
-    #: request was admitted, although blocks in the window after them were missing; 0: none were
-    #: missing. Other prompts have the same beginning, so the request keeps this window in the
-    #: prefix cache.
+    #: request was admitted, although blocks in the window after them, or a checkpoint of the state
+    #: after them, were missing; 0: none were missing. Other prompts have the same beginning, so the
+    #: request keeps this window in the prefix cache, and a checkpoint there.
     num_shared_columns: int = 0
     #: How many of `num_passed` are the null block in the worker's block table too.
     num_passed_sent: int = 0
@@ -181,6 +181,9 @@ class Request:
     num_draft_computed: int = 0
     #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0
+    #: The checkpoints that the request holds, by the number of leading positions whose recurrent
+    #: state they contain. Those beyond `num_computed` are saved by a step in flight.
+    checkpoints: dict[int, int] = field(default_factory=dict)
     #: Prompt tokens whose K/V was cached or fetched at the first admission.
     num_cached: int = 0
     #: How many of `num_cached` another engine computed for this request.
@@ -250,6 +253,20 @@ class Request:
             return self.blocks[self.num_passed :]
         tables = (table[self.num_passed :] for table in self.window_tables)
         return [*self.blocks, *chain.from_iterable(tables)]
+
+    def held_until(self, column: int) -> list[int]:
+        """Return those of `held_blocks` that are in the first `column` columns."""
+        blocks, tables, first = self.blocks, self.window_tables, self.num_passed
+        if not tables:
+            return blocks[first:column]
+        return [*blocks[:column], *(block for table in tables for block in table[first:column])]
+
+    def held_after(self, column: int) -> list[int]:
+        """Return those of `held_blocks` that are not in the first `column` columns."""
+        blocks, tables, first = self.blocks, self.window_tables, max(self.num_passed, column)
+        if not tables:
+            return blocks[first:]
+        return [*blocks[column:], *(block for table in tables for block in table[first:])]
 
     @property
     def block_table(self) -> list[int]:

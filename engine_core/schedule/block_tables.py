@@ -77,9 +77,17 @@ class BlockTables:
         request.num_passed = request.num_passed_sent = num_passed
         return True
 
-    def release(self, request: Request) -> None:
-        """Release all blocks of the request."""
-        self._pool.release(request.held_blocks)
+    def release(self, request: Request, num_useful: int | None = None) -> None:
+        """Release all blocks of the request.
+
+        `num_useful` is the number of leading columns that a checkpoint of the request's state
+        follows. The blocks after them are evicted first. None: the model has no state.
+        """
+        if num_useful is None:
+            self._pool.release(request.held_blocks)
+        else:
+            self._pool.release(request.held_after(num_useful), passed=True)
+            self._pool.release(request.held_until(num_useful))
         request.blocks = []
         request.num_passed = request.num_passed_sent = 0
 

@@ -67,8 +67,8 @@ class GroupedBlockTables(BlockTables):
         request.num_passed = request.num_passed_sent = num_passed
         return True
 
-    def release(self, request: Request) -> None:
-        super().release(request)
+    def release(self, request: Request, num_useful: int | None = None) -> None:
+        super().release(request, num_useful)
         request.window_tables = []
 
     def release_passed(self, request: Request) -> None:

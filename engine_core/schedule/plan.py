@@ -16,7 +16,7 @@ from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.columns import samples_column, slot_column, start_column
 from engine_core.schedule.inflight import InflightStep
 from protocol.wire.arrays import Int32, UInt8
-from protocol.worker.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
+from protocol.worker.steps import NO_ADAPTER, NO_CHECKPOINT, SlotInit, SlotRelease, StepPlan
 
 
 class DraftCatchUp(NamedTuple):
@@ -56,6 +56,10 @@ class Schedule:
     table_updates: list[tuple[int, int, int]] = field(default_factory=list)
     #: Blocks allocated for new content; the worker zeroes them.
     new_blocks: list[int] = field(default_factory=list)
+    #: The checkpoints that `admitted` requests start with.
+    checkpoints: dict[Request, int] = field(default_factory=dict)
+    #: (request, number of leading positions, checkpoint) of each recurrent state to save.
+    saves: list[tuple[Request, int, int]] = field(default_factory=list)
     #: Tokens left of the token budget.
     budget: int = 0
 
@@ -114,7 +118,7 @@ def build_plan(
     The starts of the rows are read from `num_scheduled`. So call this before
     `InflightSteps.on_sent`, which advances it.
     """
-    requests, updates = rows.requests, schedule.table_updates
+    requests, updates, saves = rows.requests, schedule.table_updates, schedule.saves
     catch_ups = _catch_ups(schedule, requests)
     row_slots, row_tokens, row_samples = (
         (newest.plan.row_slots, newest.plan.row_tokens, newest.plan.row_samples)
@@ -130,7 +134,10 @@ def build_plan(
     return StepPlan(
         step=step,
         release=releases,
-        bind=[_slot_init(request) for request in schedule.admitted],
+        bind=[
+            _slot_init(request, schedule.checkpoints.get(request, NO_CHECKPOINT))
+            for request in schedule.admitted
+        ],
         block_slots=_int32([slot for slot, _, _ in updates]),
         block_indexes=_int32([index for _, index, _ in updates]),
         block_ids=_int32([block for _, _, block in updates]),
@@ -146,6 +153,9 @@ def build_plan(
         follow_starts=None if catch_ups is None else Int32.of([row.start for row in catch_ups]),
         follow_tokens=None if catch_ups is None else Int32.of([r.num_tokens for r in catch_ups]),
         wanted=None if catch_ups is None else Int32.of([row.num_requested for row in catch_ups]),
+        save_slots=Int32.of([_slot(request) for request, _, _ in saves]) if saves else None,
+        save_lens=Int32.of([position for _, position, _ in saves]) if saves else None,
+        save_checkpoints=Int32.of([number for _, _, number in saves]) if saves else None,
     )
 
 
@@ -237,7 +247,7 @@ def _slot(request: Request) -> int:
     return request.slot
 
 
-def _slot_init(request: Request) -> SlotInit:
+def _slot_init(request: Request, checkpoint: int) -> SlotInit:
     return SlotInit(
         slot=_slot(request),
         generation=request.slot_generation,
@@ -250,4 +260,5 @@ def _slot_init(request: Request) -> SlotInit:
         params=request.params,
         adapter=NO_ADAPTER if request.adapter is None else request.adapter.row,
         adapter_generation=0 if request.adapter is None else request.adapter.generation,
+        checkpoint=checkpoint,
     )

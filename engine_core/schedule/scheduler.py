@@ -46,7 +46,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
@@ -63,10 +62,12 @@ from engine_core.policy.fair_share import (
 from engine_core.policy.queue import WaitingQueue
 from engine_core.requests.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.block_tables import BlockTables
+from engine_core.schedule.checkpointing import Checkpointing
 from engine_core.schedule.columns import running_column, uncomputed_column
 from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.schedule.slot_pool import SlotPool
+from engine_core.speculation.draft_policy import Speculation
 from protocol.engine.messages import Limits
 from protocol.engine.timeline import Lack
 
@@ -75,24 +76,6 @@ MAX_DRAFT_LAG = 32
 
 One pass over many tokens costs little more than a pass over one token.
 """
-
-
-class DraftPolicy(Protocol):
-    """Decides which requests get drafts, and how many. `Speculation` (speculation/draft_policy.py)
-    implements it."""
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether any request can get drafts."""
-        ...
-
-    def propose(self, request: Request, max_tokens: int, rows: int) -> list[int]:
-        """Return at most `max_tokens` drafts (>= 1) for a request in a step of `rows` rows."""
-        ...
-
-    def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request from the draft model, at most `max_tokens` (>= 1)."""
-        ...
 
 
 class Scheduler:
@@ -107,8 +90,9 @@ class Scheduler:
         hashes: ContentHashes,
         pool: BlockPool,
         kv_transfers: KVTransfers,
-        speculation: DraftPolicy,
+        speculation: Speculation,
         step_costs: Sequence[tuple[int, float]] = (),
+        state_interval: int = 0,
     ) -> None:
         self.fair_share = FairShare(limits, step_costs)
         self.waiting = WaitingQueue(self.fair_share)
@@ -126,6 +110,12 @@ class Scheduler:
         self.slots = SlotPool(limits.max_slots)
         self.limits = limits
         self.prefixes = Prefixes(limits, hashes, pool.cache)
+        #: None: the model has no state, or prefixes are not shared.
+        self.checkpointing = (
+            None
+            if pool.cache.checkpoints is None
+            else Checkpointing(limits, state_interval, pool, self.prefixes)
+        )
         self._kv_transfers = kv_transfers
         self._speculation = speculation
         #: Each running request needs at least one token of the budget per step.
@@ -182,6 +172,8 @@ class Scheduler:
             self._pause_decodes(step, decodes)
         self._add_drafts(step)
         self._plan_draft_model(step)
+        if self.checkpointing is not None:
+            self.checkpointing.plan_saves(step)
         if self.tables.frees_blocks:
             self.tables.plan_passed(step)
         prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
@@ -376,14 +368,18 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         if published := self.prefixes.publish(request):
             self._kv_transfers.publish(request, published)
+            if self.checkpointing is not None:
+                self.checkpointing.on_published(request, published)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         self._kv_transfers.on_releasing(request)
+        saving = self.checkpointing
+        num_useful = None if saving is None else saving.on_releasing(request)
         is_bound = request not in self.unbound
         (self.running if is_bound else self.unbound).remove(request)
         self.slots.release(request, is_bound=is_bound)
-        self.tables.release(request)
+        self.tables.release(request, num_useful)
         request.num_computed = request.num_scheduled = request.num_draft_computed = 0
         request.num_published = 0
         if request.num_generated == 0:
@@ -406,6 +402,8 @@ class Scheduler:
             match = self._kv_transfers.match(request, len(found))
             if match is None and not step.budget:
                 return  # only a request that starts a fetch needs no budget
+            if self.checkpointing is not None:
+                step.checkpoints[request] = self.checkpointing.to_read(request, len(found))
             if not self._allocate_for(request, found):
                 self._blocked_newcomer = request
                 return

@@ -59,6 +59,15 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     prefix_cache: Annotated[
         bool, about("reuse computed blocks for prompts that start with the same tokens")
     ] = True
+    state_interval: Annotated[
+        int,
+        about(
+            "for a model with recurrent layers: tokens of a long prompt between two checkpoints of "
+            "its state, at which other prompts can resume; a multiple of --block-tokens",
+            ge=1,
+            le=1 << 24,
+        ),
+    ] = 2048
     speculation: Annotated[
         Literal["none", "ngram", "model"],
         about(
@@ -210,6 +219,11 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             raise ValueError("kv_events_replay needs kv_events")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min ({self.ngram_min}) exceeds ngram_max ({self.ngram_max})")
+        if self.state_interval % self.worker.block_tokens:
+            raise ValueError(
+                f"state_interval ({self.state_interval}) must be a multiple of block_tokens "
+                f"({self.worker.block_tokens})"
+            )
         self._check_group()
         # The worker reserves memory for the largest step of its engine. It needs the key only to
         # exchange K/V, for which it keeps all blocks of a request (worker/startup/kv_window.py).

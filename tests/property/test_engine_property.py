@@ -16,6 +16,7 @@ from tests.support.storm import (
     AdapterStorm,
     RequestStorm,
     SmallCacheStorm,
+    StateStorm,
     WindowStorm,
 )
 
@@ -70,6 +71,52 @@ def test_every_answer_is_right_in_a_cache_smaller_than_the_texts_of_a_windowed_m
         assert stats.num_cached_tokens > 100
     if seed >= SPECULATING:
         assert stats.num_accepted_tokens > 0
+
+
+# ---- recurrent states
+STATE_SEEDS = (3, 5, 9, 11, 101, 103, 107, 109, 201, 205, 207)
+
+
+@pytest.mark.parametrize("seed", STATE_SEEDS)
+def test_every_row_continues_the_right_state_of_a_model_with_recurrent_layers(seed: int) -> None:
+    storm = StateStorm(seed)
+    for _ in range(OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    stats = storm.bench.engine.stats()
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    assert stats.num_cached_tokens > 50
+    assert storm.num_restored > 10
+    assert storm.num_saves > storm.num_restored
+    if seed >= SPECULATING:
+        assert stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("seed", "options"), [(2, {}), (104, {}), (3, {"num_checkpoints": 0})])
+def test_without_checkpoints_no_prefix_of_a_model_with_a_state_is_shared(
+    seed: int, options: dict[str, int]
+) -> None:
+    storm = StateStorm(seed, **options)
+    for _ in range(WINDOW_OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    assert storm.bench.engine.stats().num_cached_tokens == 0
+    assert storm.num_saves == storm.num_restored == 0
+
+
+@pytest.mark.parametrize(("seed", "window_blocks"), WINDOW_SEEDS)
+def test_every_row_continues_the_right_state_beside_layers_with_a_window(
+    seed: int, window_blocks: int
+) -> None:
+    storm = WindowStorm(seed, window_blocks, state_bytes=8, num_checkpoints=8, state_interval=16)
+    for _ in range(WINDOW_OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    if storm.bench.limits.prefix_cache:
+        assert storm.bench.engine.stats().num_cached_tokens > 50
 
 
 # ---- tiers

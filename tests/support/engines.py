@@ -3,7 +3,8 @@
 `EchoWorker` executes plans as the real worker must: it stores the tokens of every slot and the
 content of every block. It samples a token that is a pure function of all tokens so far. So a wrong
 block, a stale slot or a lost token leads to a wrong answer, not only to a wrong count. The K/V of
-drafts is written as in the real worker, whether the drafts are right or not.
+drafts is written as in the real worker, whether the drafts are right or not. If the model has a
+recurrent state, the state of a slot is the tuple of all tokens that it has seen.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Float32, Int32
 from protocol.wire.errors import ServingError
 from protocol.worker.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
-from protocol.worker.steps import NULL_BLOCK, EncodePlan, EncodeResult, Masks, StepPlan, StepResult
+from protocol.worker.steps import (
+    NO_CHECKPOINT,
+    NULL_BLOCK,
+    EncodePlan,
+    EncodeResult,
+    Masks,
+    SlotInit,
+    StepPlan,
+    StepResult,
+)
 from tests.support.echo_adapters import ROOT, EchoAdapters, adapter_info
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover
@@ -117,6 +127,8 @@ class EchoWorker:
     sample, guess   the model and the draft model
     kv              block -> offset -> the token whose K/V is there; None: zeroed
     draft_kv        the same for the draft model
+    states          slot -> the tokens of which it has the recurrent state
+    checkpoints     checkpoint -> the tokens of whose state it is a copy
     """
 
     limits: Limits
@@ -129,6 +141,8 @@ class EchoWorker:
     seeds: dict[int, int] = field(default_factory=dict)
     kv: dict[int, list[int | None]] = field(default_factory=dict)
     draft_kv: dict[int, list[int | None]] = field(default_factory=dict)
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    checkpoints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _possible: list[list[int] | None] = field(default_factory=list)
 
     @property
@@ -145,7 +159,7 @@ class EchoWorker:
         for released in plan.release:
             slot = released.slot
             assert self.bound.pop(slot) == released.generation, "another's slot was released"
-            del self.tokens[slot], self.tables[slot], self.seeds[slot]
+            del self.tokens[slot], self.tables[slot], self.seeds[slot], self.states[slot]
         for init in plan.bind:
             assert init.slot not in self.bound, "a slot was bound twice"
             assert init.generation > self.generations.get(init.slot, 0), "a generation came twice"
@@ -153,6 +167,7 @@ class EchoWorker:
             self.tokens[init.slot] = init.tokens.tolist()
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
+            self.states[init.slot] = self._first_state(init)
         appended = zip(
             plan.block_slots.tolist(),
             plan.block_indexes.tolist(),
@@ -182,6 +197,7 @@ class EchoWorker:
             )
         ]
         results = [tokens for tokens in sampled if tokens]
+        self._save_states(plan)
         assert plan.row_tokens.tolist()[: plan.num_decodes] == [1] * plan.num_decodes
         assert sum(plan.row_tokens.tolist()) <= self.limits.token_budget
         return StepResult(
@@ -262,6 +278,10 @@ class EchoWorker:
             seen = [self.kv[own[p // size]][p % size] for p in range(first, start + count)]
             right = [token + index * VOCAB for token in tokens[first : start + count]]
             assert seen == right, "attention would read another's K/V"
+        assert self.states[slot] == tuple(tokens[:start]) or not self.limits.state_bytes, (
+            "the row does not start with the state of the positions before it"
+        )
+        self.states[slot] = tuple(tokens[: start + count])
         if not samples:
             assert not drafts
             return []
@@ -273,7 +293,33 @@ class EchoWorker:
             known.append(self.sample(known, self.seeds[slot], possible))
             if known[-1] != draft:
                 break
+        self.states[slot] = tuple(known[:-1])
         return known[before:]
+
+    def _first_state(self, init: SlotInit) -> tuple[int, ...]:
+        """Return the state that a bound slot starts with, and check that it is the right one."""
+        if not self.limits.state_bytes or not init.num_computed:
+            assert init.checkpoint == NO_CHECKPOINT, "no checkpoint is needed"
+            return ()
+        state = self.checkpoints[init.checkpoint]
+        assert state == tuple(init.tokens.tolist()[: init.num_computed]), "another's checkpoint"
+        return state
+
+    def _save_states(self, plan: StepPlan) -> None:
+        if plan.save_slots is None or plan.save_lens is None or plan.save_checkpoints is None:
+            assert plan.save_slots is plan.save_lens is plan.save_checkpoints is None
+            return
+        starts, counts = plan.row_starts.tolist(), plan.row_tokens.tolist()
+        rows = dict(zip(plan.row_slots.tolist(), zip(starts, counts, strict=True), strict=True))
+        numbers, lengths = plan.save_checkpoints.tolist(), plan.save_lens.tolist()
+        assert len(set(numbers)) == len(numbers), "two states are saved to one checkpoint"
+        assert set(numbers) <= {*range(1, self.limits.num_checkpoints + 1)}
+        for slot, length, number in zip(plan.save_slots.tolist(), lengths, numbers, strict=True):
+            start, count = rows[slot]
+            assert start < length <= start + count, "the row does not compute this state"
+            assert length % self.limits.block_tokens == 0
+            if length <= len(self.states[slot]):  # else it follows a wrong draft
+                self.checkpoints[number] = self.states[slot][:length]
 
 
 def drafts_of(plan: StepPlan) -> list[list[int]]:
@@ -353,6 +399,8 @@ class Bench:
         max_len: int = 200,
         kv_window: int | None = None,
         kv_groups: KVGroups | None = None,
+        state_bytes: int = 0,
+        num_checkpoints: int = 0,
         prefix_cache: bool = True,
         max_waiting: int = 1000,
         max_waiting_tokens: int = 1_000_000,
@@ -396,12 +444,15 @@ class Bench:
             kv_window=kv_window,
             kv_groups=kv_groups,
             max_adapters=max_adapters,
+            state_bytes=state_bytes,
+            num_checkpoints=num_checkpoints,
         )
         self.config = EngineConfig(
             worker=WorkerConfig(
                 model="",
                 draft_model=draft_model_for(config),
                 lora_dir=ROOT if max_adapters else "",
+                block_tokens=block_tokens if state_bytes else 16,
             ),
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,

@@ -293,6 +293,51 @@ class WindowStorm(RequestStorm):
         assert limits.max_len == 60 > num_tokens // num_column_blocks(limits.kv_groups)
 
 
+class StateStorm(RequestStorm):
+    """A storm of a model with a recurrent state. There are few checkpoints, and most prompts share
+    a beginning with others. The echo worker checks that each slot has the state of the positions
+    before its next row.
+
+    num_saves      states that plans saved
+    num_restored   requests that were bound with a checkpoint
+    """
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        draw = random.Random(seed)
+        size = draw.choice([1, 4, 8])
+        options = {
+            "block_tokens": size,
+            "num_blocks": 1 + draw.choice([64, 160]) // size,
+            "num_checkpoints": draw.choice([3, 8, 24]),
+            "state_interval": 16,
+        } | config
+        super().__init__(seed, state_bytes=8, **options)
+        self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(4)]
+
+    def operate(self) -> None:
+        if self.random.random() < 0.4:
+            self.bench.step()
+        else:
+            super().operate()
+
+    def prompt(self) -> list[int]:
+        """Return a prompt that starts with part of one of a few openings, or a fork of an earlier
+        conversation."""
+        fresh = super().prompt()
+        if self.random.random() < 0.5:
+            return fresh
+        opening = self.random.choice(self.openings)
+        return opening[: self.random.randrange(len(opening))] + fresh[:14]
+
+    @property
+    def num_saves(self) -> int:
+        return sum(len(plan.save_slots or ()) for plan in self.bench.plans)
+
+    @property
+    def num_restored(self) -> int:
+        return sum(init.checkpoint > 0 for plan in self.bench.plans for init in plan.bind)
+
+
 class SmallCacheStorm(RequestStorm):
     """A storm with a cache that is far too small, so that many blocks come from the tiers.
 

@@ -26,6 +26,7 @@ from tests.support.storm import (
     EncodeStorm,
     RequestStorm,
     SmallCacheStorm,
+    StateStorm,
     WindowStorm,
 )
 
@@ -84,7 +85,7 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
 # ---- the restored engine
 def storms() -> Iterator[RequestStorm]:
     """Yield each storm after each of its operations. Some storms have grammars, either kind of
-    drafts, steps in flight, tiers or windows."""
+    drafts, steps in flight, tiers, windows or recurrent states."""
     plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
     windows = [WindowStorm(103), WindowStorm(103, 2)]
     others = [
@@ -92,6 +93,8 @@ def storms() -> Iterator[RequestStorm]:
         AdapterStorm(5),
         EncodeStorm(4),
         EncodeStorm(5),
+        StateStorm(9),
+        StateStorm(205),
     ]
     for storm in [*plain, *others, *windows]:
         for number in range(120):
@@ -142,6 +145,7 @@ STORED = {
     "AdapterRegistry": "_adapters _generations",
     "Admission": "_order is_draining num_accepted num_refused",
     "BlockPool": "_free _passed _proven holders",
+    "CheckpointPool": "_cached _free",
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",
@@ -162,13 +166,13 @@ STORED = {
     "PendingGrammar": "accounts num_chars requests",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
-    "Request": "account account_usage adapter arrived_at blocks client deadline drafting encode "
-    "grammar hashes labels matcher max_total_tokens namespace num_accepted num_cached num_charged "
-    "num_computed num_draft_computed num_drafts num_fetched num_in_flight num_pending "
-    "num_preemptions num_passed num_passed_sent num_published num_scheduled num_shared_columns "
-    "number order params "
-    "phase priority_credit prompt_logprobs prompt_tokens queue_time seed slot slot_generation "
-    "stage_timer start_deadline stop_ids tokens uses_draft_model window_tables",
+    "Request": "account account_usage adapter arrived_at blocks checkpoints client deadline "
+    "drafting encode grammar hashes labels matcher max_total_tokens namespace num_accepted "
+    "num_cached num_charged num_computed num_draft_computed num_drafts num_fetched "
+    "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
+    "num_scheduled num_shared_columns number order params phase priority_credit "
+    "prompt_logprobs prompt_tokens queue_time seed slot slot_generation stage_timer "
+    "start_deadline stop_ids tokens uses_draft_model window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "RequestEndings": "in_flight",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
@@ -204,6 +208,8 @@ DERIVED = {
 CONFIGURED = {
     "AdapterRegistry": "_can_load _reserved _started",
     "Admission": "_config _draw_seed _limits _model",
+    "CheckpointPool": "total",
+    "Checkpointing": "_interval _size",
     "BlockTables": "_max_first _pool _size _window frees_blocks",
     "ContentHashes": "_block_tokens _roots model_digest",
     "EncodeScheduler": "_token_budget",
@@ -230,14 +236,17 @@ PARTS = {
     "Admission": "_accounts _adapters _clock _deadlines _encoding _fair_share _grammars "
     "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
+    "Checkpointing": "_blocks _prefixes pool",
     "EncodeScheduler": "_fair_share waiting",
     "Engine": "_parts accounts adapters admission clock deadlines encoding endings inflight "
     "kv_transfers open_requests scheduler speculation throughput totals",
     "EngineParts": "accounts adapters admission clock deadlines encoding inflight kv_transfers "
     "open_requests scheduler speculation throughput totals",
     "KVTransfers": "_peers fetches leases tiers",
+    "PrefixCache": "checkpoints",
     "RequestEndings": "_parts",
-    "Scheduler": "_kv_transfers _speculation fair_share pool prefixes slots tables waiting",
+    "Scheduler": "_kv_transfers _speculation checkpointing fair_share pool prefixes slots tables "
+    "waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
     "TierIndex": "_throughput",
