@@ -38,6 +38,9 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3,
@@ -149,8 +152,10 @@ def _add_facts(writer: GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    inner = config.n_inner if config.model_type == "gpt2" else config.intermediate_size
-    writer.add_feed_forward_length(inner or 4 * config.hidden_size)
+    if config.model_type == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
+    elif config.model_type != "qwen3_5_moe_text":  # all its layers have experts
+        writer.add_feed_forward_length(config.intermediate_size)
     heads = config.num_attention_heads
     writer.add_head_count(heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
@@ -175,6 +180,21 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
+            if config.model_type != "qwen3_5_text":
+                writer.add_expert_count(config.num_experts)
+                writer.add_expert_used_count(config.num_experts_per_tok)
+                writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+                shared = config.shared_expert_intermediate_size
+                writer.add_expert_shared_feed_forward_length(shared)
+            writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+            writer.add_ssm_state_size(config.linear_key_head_dim)
+            writer.add_ssm_group_count(config.linear_num_key_heads)
+            writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+            writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+            is_linear = [kind == "linear_attention" for kind in config.layer_types]
+            name = MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
+            writer.add_array(f"{name}.attention.recurrent_layers", is_linear)
         case "gemma2":
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -278,6 +298,9 @@ def _expert_index(name: str) -> int:
 def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor as the converter writes it. A tensor with gate and up projections becomes two:
     in gpt-oss the projections alternate in it, in Granite 4 they are its halves."""
+    if getattr(config, "linear_num_key_heads", None):
+        yield from _hybrid(config, name, data)
+        return
     if ".shared_mlp." in name:
         block = name.partition("shared_mlp")[0] + "mlp."
         parts = {"down_proj": data}
@@ -296,6 +319,53 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _hybrid(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
+    """Yield a tensor of Qwen3-Next or Qwen3.5. In files of Qwen3.5, the value heads are ordered so
+    that key head k serves the heads k, k + number of key heads, and so on."""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    group, num_keys = value_heads // key_heads, 2 * key_heads * key_dim
+
+    def tiled(rows: Array, width: int) -> Array:
+        if config.model_type == "qwen3_next":
+            return rows
+        split = rows.reshape(key_heads, group, width, *rows.shape[1:])
+        return split.swapaxes(0, 1).reshape(rows.shape)
+
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(data, 2, axis=1)
+        yield from (
+            (name.replace("gate_up_proj", each), part)
+            for each, part in zip(("gate_proj.weight", "up_proj.weight"), (gate, up), strict=True)
+        )
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", data
+    elif name.endswith("A_log"):
+        yield name, -np.exp(tiled(data, 1))
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), tiled(data, 1)
+    elif name.endswith("conv1d.weight"):
+        flat = data.squeeze(1)
+        yield name, np.concatenate([flat[:num_keys], tiled(flat[num_keys:], value_dim)])
+    elif "in_proj_qkvz" in name:
+        by_head = data.reshape(key_heads, -1, data.shape[1])
+        ends = np.cumsum([key_dim, key_dim, group * value_dim])
+        parts = [each.reshape(-1, data.shape[1]) for each in np.split(by_head, ends, axis=1)]
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate(parts[:3])
+        yield name.replace("in_proj_qkvz", "in_proj_z"), parts[3]
+    elif "in_proj_qkv" in name:
+        yield name, np.concatenate([data[:num_keys], tiled(data[num_keys:], value_dim)])
+    elif "in_proj_z" in name:
+        yield name, tiled(data, value_dim)
+    elif "in_proj_a." in name or "in_proj_b." in name:
+        yield name, tiled(data, 1)
+    elif "linear_attn.out_proj" in name:
+        yield name, tiled(data.T, value_dim).T
+    else:
+        is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+        yield name, data + 1 if is_norm else data
 
 
 def _ordered(config: Any, name: str, data: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.checkpoint.gguf_file import GGMLType, GGUFFile
 from worker.errors import UnusableModel
-from worker.spec.families.family import FULL, SLIDING
+from worker.spec.families.family import FULL, LINEAR, SLIDING
 from worker.spec.fields import Fields
 from worker.spec.model_spec import checked_layers
 
@@ -107,10 +107,11 @@ class Metadata:
 def common(metadata: Metadata) -> Config:
     """Return the keys of config.json that all architectures have."""
     tensors = metadata.file.tensors
+    has_experts_only = "expert_feed_forward_length" in metadata
     return {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.shared("feed_forward_length"),
+        "intermediate_size": metadata.shared("feed_forward_length", *[1] * has_experts_only),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
         "num_key_value_heads": metadata.shared("attention.head_count_kv", metadata.num_heads),
@@ -253,6 +254,39 @@ def qwen3_moe(metadata: Metadata) -> Config:
     inner = metadata.integer("expert_feed_forward_length")
     experts = {**_experts(metadata), "moe_intermediate_size": inner, "norm_topk_prob": True}
     return rms(metadata) | experts
+
+
+def qwen_hybrid(metadata: Metadata) -> Config:
+    """Return the keys of Qwen3-Next and Qwen3.5 besides those of `common`. Their files count the
+    layers for drafts among the model's."""
+    num_layers = metadata.num_layers - metadata.integer("nextn_predict_layers", 0)
+    recurrent = metadata.get("attention.recurrent_layers")
+    if recurrent is None:
+        interval = max(metadata.integer("full_attention_interval", 4), 1)
+        recurrent = [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(recurrent, list) or len(recurrent) < num_layers:
+        name = metadata.key("attention.recurrent_layers")
+        raise UnusableModel(f"{name} must have an item for each of the {num_layers} layers")
+    value_heads = metadata.integer("ssm.time_step_rank")
+    found = {
+        "num_hidden_layers": num_layers,
+        "layer_types": [LINEAR if is_linear else FULL for is_linear in recurrent[:num_layers]],
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(value_heads, 1),
+    }
+    if metadata.integer("expert_count", 0):
+        found |= {
+            **_experts(metadata),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": metadata.integer(
+                "expert_shared_feed_forward_length"
+            ),
+            "norm_topk_prob": True,
+        }
+    return rms(metadata) | found
 
 
 def gpt_oss(metadata: Metadata) -> Config:

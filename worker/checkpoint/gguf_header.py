@@ -47,6 +47,22 @@ ROLES = {
     "expert_up": LAYER + "ffn_up_exps",
     "expert_down": LAYER + "ffn_down_exps",
 }
+HYBRID_ROLES = {
+    "mlp_norm": LAYER + "post_attention_norm",
+    "delta_qkv": LAYER + "attn_qkv",
+    "delta_z": LAYER + "attn_gate",
+    "delta_conv": LAYER + "ssm_conv1d",
+    "delta_decay": LAYER + "ssm_a",
+    "delta_bias": LAYER + "ssm_dt.bias",
+    "delta_norm": LAYER + "ssm_norm",
+    "delta_output": LAYER + "ssm_out",
+    "shared_gate": LAYER + "ffn_gate_shexp",
+    "shared_up": LAYER + "ffn_up_shexp",
+    "shared_down": LAYER + "ffn_down_shexp",
+    "shared_score": LAYER + "ffn_gate_inp_shexp",
+}
+TILED_ROLES = {"delta_b": LAYER + "ssm_beta", "delta_a": LAYER + "ssm_alpha"}
+"""Roles of the gated delta nets whose value heads the converter has put in another order."""
 OLD_EXPERTS = {
     "expert_gate": LAYER + "ffn_gate.{e}",
     "expert_up": LAYER + "ffn_up.{e}",
@@ -111,6 +127,24 @@ FAMILIES = {
     "qwen2vl": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
     "qwen3vl": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
     "qwen3vlmoe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
+    "qwen3next": GGUFFamily(
+        families=("Qwen3NextForCausalLM",),
+        config=gguf_config.qwen_hybrid,
+        roles=HYBRID_ROLES | {"delta_ba": LAYER + "ssm_ba"},
+        has_whole_norms=True,
+    ),
+    "qwen35": GGUFFamily(
+        families=("Qwen3_5ForCausalLM",),
+        config=gguf_config.qwen_hybrid,
+        roles=HYBRID_ROLES | TILED_ROLES,
+        has_whole_norms=True,
+    ),
+    "qwen35moe": GGUFFamily(
+        families=("Qwen3_5MoeForCausalLM",),
+        config=gguf_config.qwen_hybrid,
+        roles=HYBRID_ROLES | TILED_ROLES,
+        has_whole_norms=True,
+    ),
     "gemma2": GGUFFamily(
         families=("Gemma2ForCausalLM",),
         config=gguf_config.gemma2,
@@ -206,8 +240,30 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
             "q": interleaved(attention.num_heads, attention.head_dim),
             "k": interleaved(attention.num_kv_heads, attention.head_dim),
         }
-    computed = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS)
-    return TensorNames({**ROLES, **family.roles}, orders=orders, computed=computed)
+    attention = spec.attentions[0]
+    if attention.gated:
+        orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
+    return TensorNames(
+        {**ROLES, **family.roles},
+        orders=orders,
+        computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS),
+        endings=dict.fromkeys(("delta_decay", "delta_bias"), ("", "")),
+        stores_decay_factors=True,
+        # The layers for drafts follow those of the model.
+        unused=(f"blk.{spec.num_layers}.",) if spec.state_items else (),
+    )
+
+
+def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor as the model's own files have it: the converter drops axes of
+    one item."""
+    shapes = {name: info.shape for name, info in file.tensors.items()}
+    for name, shape in shapes.items():
+        if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
+            shapes[name] = (shape[0], 1, shape[1])
+        elif name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
+            shapes[name] = (1, *shape)
+    return shapes
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
@@ -229,9 +285,12 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
     """Return `spec` with the biases and the factors of rotary frequencies for which the file has
     tensors."""
     tensors = metadata.file.tensors
+    is_tiled = TILED_ROLES.items() <= gguf_family(metadata.architecture).roles.items()
+
+    first = next(index for index, layer in enumerate(spec.layers) if layer.attention is not None)
 
     def has_bias(*names: str) -> bool:
-        return any(f"blk.0.{name}.bias" in tensors for name in names)
+        return any(f"blk.{first}.{name}.bias" in tensors for name in names)
 
     def changed(layer: LayerSpec) -> LayerSpec:
         attention, mlp = layer.attention, layer.mlp
@@ -243,7 +302,10 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
                 output_bias=attention.output_bias or has_bias("attn_output"),
             )
         mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
-        return replace(layer, attention=attention, mlp=mlp)
+        recurrent = layer.recurrent
+        if recurrent is not None and is_tiled:
+            recurrent = replace(recurrent, tiled=True)
+        return replace(layer, attention=attention, recurrent=recurrent, mlp=mlp)
 
     new = {layer: changed(layer) for layer in set(spec.layers)}
     return replace(spec, layers=tuple(new[layer] for layer in spec.layers))

@@ -99,7 +99,11 @@ class _Rule:
         q, k, v = torch.split(mixed, [spec.key_width, spec.key_width, spec.value_width], dim=2)
         keys = (*qkv.shape[:2], spec.num_key_heads, spec.key_dim)
         group = spec.num_value_heads // spec.num_key_heads
-        q, k = (_unit(each.view(keys)).repeat_interleave(group, dim=2) for each in (q, k))
+        q, k = (_unit(each.view(keys)) for each in (q, k))
+        if spec.tiled:
+            q, k = (each.repeat(1, 1, group, 1) for each in (q, k))
+        else:
+            q, k = (each.repeat_interleave(group, dim=2) for each in (q, k))
         values = v.view(*qkv.shape[:2], spec.num_value_heads, spec.value_dim)
         return q.mul_(spec.key_dim**-0.5), k, values
 

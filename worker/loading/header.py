@@ -18,7 +18,7 @@ from protocol.config.worker import PoolingOption
 from protocol.engine.encoding import EncodingCard
 from worker.checkpoint.gguf_config import Metadata
 from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
-from worker.checkpoint.gguf_header import gguf_names, gguf_spec
+from worker.checkpoint.gguf_header import gguf_names, gguf_spec, tensor_shapes
 from worker.checkpoint.gguf_tokenizer import gguf_text
 from worker.checkpoint.quantized_layers import QuantizedFiles
 from worker.checkpoint.safetensors_files import (
@@ -406,7 +406,7 @@ def _gguf_header(path: Path) -> ModelHeader:
     tensors = ModelTensors(spec, gguf_names(file, spec))
     metadata = Metadata(file)
     ranks = spec.architecture == RERANKER and metadata.integer("pooling_type", 0) == RANK
-    shapes = {name: info.shape for name, info in file.tensors.items()}
+    shapes = tensor_shapes(file)
     if ranks:
         shapes.pop(GGUF_TENSOR, None)
     tensors.check(shapes)

@@ -207,12 +207,13 @@ class _Loader:
         conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
         self._source.read_into(tensors.conv, conv)
         norm = self._vector(VectorTensor(f"{tensors.norm.name}.weight", spec.value_dim))
+        decay = self._vector(tensors.decay)
         return GatedDelta(
             spec=spec,
             inputs=self._fused(tensors.inputs),
             gates=Dense(self._values(tensors.gates)),
             conv=conv[:, 0].T.contiguous(),
-            decay=self._vector(tensors.decay).exp_().neg_(),
+            decay=decay if tensors.is_factor else decay.exp_().neg_(),
             bias=self._vector(tensors.bias),
             norm=Norm(NormSpec(eps=spec.eps), norm),
             output=self._fused(tensors.output),

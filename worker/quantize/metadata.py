@@ -25,8 +25,9 @@ from worker.spec.rope_config import (
 )
 
 Values = dict[str, Any]
-NOT_WRITTEN = frozenset({"gpt-oss"})
-"""Architectures that are read, but whose fused experts and sinks are not written."""
+NOT_WRITTEN = frozenset({"gpt-oss", "qwen3next", "qwen35", "qwen35moe"})
+"""Architectures that are read, but not written: those with fused experts and sinks, or with
+recurrent layers."""
 WITH_PATTERN = ("olmo2", "exaone4")
 """Architectures whose files say which layers have windows."""
 

@@ -158,7 +158,8 @@ class GatedDeltaTensors:
     inputs   stacks the rows of the queries, keys, values and output gates
     gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
     conv     [conv_width, 1, kernel]
-    decay    logarithm of the factor of the decay, and `bias` what is added to the projected decay
+    decay    the factor of the decay if `is_factor`, or else the logarithm of its amount
+    bias     is added to the projected decay
     norm     over the output of each head. Its weight has no offset
     """
 
@@ -170,6 +171,7 @@ class GatedDeltaTensors:
     norm: NormTensor
     output: FusedMatrix
     conv_shape: Shape
+    is_factor: bool
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:

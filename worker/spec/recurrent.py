@@ -19,9 +19,9 @@ class GatedDeltaSpec:
 
         S = exp(g) * S;  S = S + beta * k (v - S^T k)^T;  output = S^T q
 
-    `num_value_heads` heads share `num_key_heads` queries and keys, each of which serves
-    consecutive heads. The state, with the input of the convolution for the last `kernel - 1`
-    tokens, is all that a layer keeps of earlier tokens. Source: arXiv 2412.06464.
+    `num_value_heads` heads share `num_key_heads` queries and keys. The state, with the input of the
+    convolution for the last `kernel - 1` tokens, is all that a layer keeps of earlier tokens.
+    Source: arXiv 2412.06464.
     """
 
     num_key_heads: int
@@ -32,6 +32,9 @@ class GatedDeltaSpec:
     kernel: int
     #: Added to the mean square in the norm of each head's output.
     eps: float
+    #: Whether value head v uses the queries and keys of head v % num_key_heads, and not of head
+    #: v // (num_value_heads / num_key_heads). The converter of llama.cpp orders value heads so.
+    tiled: bool = False
 
     @property
     def key_width(self) -> int:

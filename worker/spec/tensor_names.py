@@ -54,6 +54,8 @@ class TensorNames:
     endings: Mapping[str, Endings] = field(default_factory=dict)
     #: Ends of names of tensors that older checkpoints store although the config determines them.
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    #: Whether the files store the factors of decays, below zero, and not their logarithms.
+    stores_decay_factors: bool = False
     #: Begins of names of tensors that the model does not use: those of its layers for drafts.
     unused: tuple[str, ...] = ()
     #: Prefix of names. Some files leave it out.

@@ -136,11 +136,14 @@ class ModelTensors:
             widths = (delta.key_dim, delta.key_dim, *(group * delta.value_dim,) * 2)
             heads = delta.num_key_heads
             inputs = self._by_head(index, "delta_qkvz", heads, widths, columns=hidden)
-            gates = self._by_head(index, "delta_ba", heads, (group, group), columns=hidden)
         else:
             inputs = self._parts(
                 index, {"delta_qkv": (2 * key + value,), "delta_z": (value,)}, hidden
             )
+        if "delta_ba" in self.names:
+            heads, group = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
+            gates = self._by_head(index, "delta_ba", heads, (group, group), columns=hidden)
+        else:
             of_heads = (delta.num_value_heads,)
             gates = self._parts(index, {"delta_b": of_heads, "delta_a": of_heads}, hidden)
         return GatedDeltaTensors(
@@ -152,6 +155,7 @@ class ModelTensors:
             norm=NormTensor(self.names.roles["delta_norm"].format(i=index), delta.value_dim),
             output=FusedMatrix((self._part("delta_output", hidden, index),), value),
             conv_shape=(delta.conv_width, 1, delta.kernel),
+            is_factor=self.names.stores_decay_factors,
         )
 
     def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:

@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """Activation's name in a config -> our name. The names that map to gelu_tanh mean the same
 function."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 FULL_ONCE = "attention"
 """The name of FULL in older configs."""
 

@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.errors import UnusableModel
-from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
+from worker.spec.families.family import (
+    DEFAULTS,
+    FULL,
+    LINEAR,
+    SLIDING,
+    ConfigFields,
+    ModelFamily,
+    every,
+)
 from worker.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.tensor_names import RowOrder, TensorNames, names_of
-
-LINEAR = "linear_attention"
 
 
 def _windows(config: ConfigFields) -> list[int | None]:
