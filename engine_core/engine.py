@@ -287,6 +287,9 @@ class Engine:
             if not request.num_preemptions:
                 totals.counts["prompt_tokens"] += request.prompt_tokens
                 totals.counts["cached_tokens"] += request.num_cached
+                if scheduler.checkpointing is not None:
+                    uncovered = scheduler.checkpointing.num_uncovered(request)
+                    totals.counts["uncovered_tokens"] += uncovered
         charge_rows(rows.requests, rows.counts)
         for request in [request for request in rows.requests if request.kv_readers]:
             if request not in schedule.partial:

@@ -10,9 +10,11 @@ from engine_core.engine import Engine
 from engine_core.journal.file import Writer
 from engine_core.journal.recorder import RecordedEngine
 from engine_core.kv.peers import PeerCluster
+from engine_core.workers.process import WorkerLost
 from protocol.config.engine import EngineConfig
 from protocol.engine.kv_window import max_request_tokens
 from protocol.engine.messages import Limits
+from protocol.process.exit_codes import ExitCode
 from protocol.wire.cluster_key import ClusterKey
 from protocol.worker.steps import WorkerReady
 
@@ -32,7 +34,11 @@ def build_engine(
     - epoch: identifies this life of the engine process
     - key: the cluster's key; None if the engine is not part of a cluster
     - journal: records all input of the engine; None for no journal, and always in a cluster
+
+    Raises WorkerLost if an option cannot be combined with the model.
     """
+    if ready.state_bytes:
+        _check_state(config)
     if not config.transfers_kv:
         key = None  # the key is only for the connections to workers and clients
     if ready.has_own_cache and config.speculation != "none":
@@ -77,8 +83,28 @@ def build_engine(
     )
 
 
+def _check_state(config: EngineConfig) -> None:
+    """Raise WorkerLost if an option moves K/V out of the cache, because the recurrent state that
+    belongs to it would not be moved."""
+    refused = {
+        "--kv-host-gib": (config.worker.kv_host_gib, "stored in host memory"),
+        "--kv-disk": (config.worker.kv_disk, "stored on disk"),
+        "--split, --role and --kv-address": (config.transfers_kv, "sent to other engines"),
+    }
+    for options, (is_set, use) in refused.items():
+        if is_set:
+            raise WorkerLost(
+                f"the model has recurrent layers, whose states cannot be {use} with the K/V of "
+                f"other layers: serve it without {options}",
+                ExitCode.USAGE,
+            )
+
+
 def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Limits:
     max_len = ready.max_len
+    can_resume = not ready.state_bytes or ready.num_checkpoints > 0
+    if config.prefix_cache and not can_resume:
+        log.warning("there is no memory for checkpoints of states, so no prefix is shared")
     if ready.model.generates:
         max_len = max_request_tokens(
             max_len,
@@ -93,9 +119,11 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         block_tokens=ready.block_tokens,
         num_blocks=ready.num_blocks,
         token_budget=ready.token_budget,
-        prefix_cache=config.prefix_cache and not ready.has_own_cache,
+        prefix_cache=config.prefix_cache and not ready.has_own_cache and can_resume,
         kv_lease_s=config.kv_lease_s if hands_over else 0.0,
         kv_window=ready.kv_window,
         kv_groups=ready.kv_groups,
         max_adapters=ready.max_adapters,
+        state_bytes=ready.state_bytes,
+        num_checkpoints=ready.num_checkpoints,
     )

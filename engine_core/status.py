@@ -78,7 +78,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
     """Return the statistics, with those of the event loop: its clients, and malformed messages."""
     scheduler, leases = parts.scheduler, parts.kv_transfers.leases
     fetches, tiers = parts.kv_transfers.fetches, parts.kv_transfers.tiers
-    counts = parts.totals.counts
+    counts, checkpoints = parts.totals.counts, scheduler.pool.cache.checkpoints
     by_adapter = [(r.adapter.name, r.slot is None) for r in parts.open_requests if r.adapter]
     return EngineStats(
         draining=parts.admission.is_draining,
@@ -88,6 +88,9 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         waiting_tokens=scheduler.waiting.tokens + parts.encoding.waiting_load.tokens,
         free_blocks=scheduler.pool.num_free,
         total_blocks=scheduler.pool.total,
+        total_checkpoints=0 if checkpoints is None else checkpoints.total,
+        cached_checkpoints=0 if checkpoints is None else checkpoints.num_cached,
+        held_checkpoints=0 if checkpoints is None else checkpoints.num_held,
         clients=clients,
         fetching=len(fetches),
         leases=len(leases),
@@ -103,6 +106,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         num_finished=dict(parts.totals.finished),
         num_prompt_tokens=counts["prompt_tokens"],
         num_cached_tokens=counts["cached_tokens"],
+        num_uncovered_tokens=counts["uncovered_tokens"],
         num_computed_tokens=counts["computed_tokens"],
         num_fetched_tokens=fetches.num_tokens,
         num_fetched_bytes=fetches.num_bytes,

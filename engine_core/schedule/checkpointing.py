@@ -9,12 +9,16 @@ of them. The engine requests copies at block boundaries only (blocks/checkpoints
 - where a prompt parts from others: if more of its blocks are cached than a checkpoint follows, at
   the end of these blocks (`Request.num_shared_columns`);
 - at each boundary of the answer. The request holds only the last of these *rolling* checkpoints, so
-  that the next turn of a conversation, or the same request after a preemption, can resume there.
+  that the next turn of a conversation, or the same request after a preemption, can resume there. In
+  a long answer it also holds the last one at a multiple of `state_interval`, in case the block
+  before the newest one is evicted.
 
-A save always gets a checkpoint that nothing refers to. The older rolling checkpoint is freed only
-after the step has committed and the save is confirmed: its position is among those that the request
-has computed then. It is not if the position follows a wrong draft, if the row failed, or if the
-request had ended. So a discarded step destroys no checkpoint that may be needed.
+A save gets a checkpoint that nothing refers to. The older rolling checkpoint is freed only after
+the step has committed and the save is confirmed: its position is among those that the request has
+computed then. It is not if the position follows a wrong draft, if the row failed, or if the request
+had ended. So a discarded step destroys no checkpoint that may be needed. There is one exception. If
+no checkpoint can be allocated, the state after a known token replaces the one in the request's
+older rolling checkpoint.
 
 A rolling checkpoint is published when the request releases its blocks, the others as soon as their
 blocks are.
@@ -22,7 +26,7 @@ blocks are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import Prefixes
@@ -60,6 +64,11 @@ class Checkpointing:
         """Return the checkpoint with the state after the `num_found` cached blocks of a request."""
         return self.pool.use(request.hashes[num_found - 1]) if num_found else NO_CHECKPOINT
 
+    def num_uncovered(self, request: Request) -> int:
+        """Return how many tokens of an admitted request must be computed although their K/V was
+        cached, because no checkpoint follows them."""
+        return max(request.num_shared_columns * self._size - request.num_computed, 0)
+
     def plan_saves(self, step: Schedule) -> None:
         """Add the states to save to a step whose rows are complete."""
         size = self._size
@@ -85,18 +94,29 @@ class Checkpointing:
             positions.add(newest)
         return sorted(positions)
 
-    def _save(self, request: Request, positions: Iterable[int], step: Schedule) -> None:
+    def _save(self, request: Request, positions: Sequence[int], step: Schedule) -> None:
         """Allocate checkpoints for the states after `positions`, as far as they are useful and
-        checkpoints can be allocated."""
-        for position in positions:
+        checkpoints can be allocated. Later positions go first, because more tokens can be skipped
+        there."""
+        saves: list[tuple[Request, int, int]] = []
+        for position in reversed(positions):
             is_rolling = self._is_rolling(request, position)
             if is_rolling is None or (not is_rolling and self._is_cached(request, position)):
                 continue
             total = self.pool.total
             number = self.pool.allocate(max_held=total // ROLLING_SHARE if is_rolling else total)
+            if number is None and is_rolling and position <= request.num_ahead:
+                number = self._take_older(request, position)
             if number is not None:
                 request.checkpoints[position] = number
-                step.saves.append((request, position, number))
+                saves.append((request, position, number))
+        step.saves += reversed(saves)
+
+    def _take_older(self, request: Request, position: int) -> int | None:
+        """Return the checkpoint of the request's oldest rolling one before `position`, which it
+        gives up for a newer state; None if it holds none."""
+        older = [p for p in request.checkpoints if p < position and self._is_rolling(request, p)]
+        return request.checkpoints.pop(min(older)) if older else None
 
     def _is_rolling(self, request: Request, position: int) -> bool | None:
         """Return whether a checkpoint at this block boundary is a rolling one; None if none is
@@ -155,9 +175,15 @@ class Checkpointing:
             if position > request.num_computed:
                 self._release(request, position)
             elif self._is_rolling(request, position):
-                for older in [p for p in request.checkpoints if p < position]:
-                    if self._is_rolling(request, older):
-                        self._release(request, older)
+                self._release_older(request, position)
+
+    def _release_older(self, request: Request, position: int) -> None:
+        """Free the rolling checkpoints before the confirmed one at `position`, except the last one
+        at a multiple of the interval."""
+        for older in [p for p in request.checkpoints if p < position]:
+            is_spare = older % self._interval == 0 < position % self._interval
+            if not is_spare and self._is_rolling(request, older):
+                self._release(request, older)
 
     def on_releasing(self, request: Request) -> int:
         """Publish what the request has computed, before it releases its blocks. Return the number

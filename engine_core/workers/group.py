@@ -13,7 +13,7 @@ from protocol.worker.steps import RankDigest, StepResult, WorkerReady
 
 EQUAL = ("block_tokens", "kv_window", "kv_groups")
 """Fields that must be equal in all reports."""
-LEAST = ("max_len", "max_slots", "token_budget", "num_blocks")
+LEAST = ("max_len", "max_slots", "token_budget", "num_blocks", "num_checkpoints")
 """Fields of which the group has the least value."""
 
 

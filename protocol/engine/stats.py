@@ -80,6 +80,9 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    total_checkpoints: int = 0  #: checkpoints of recurrent states; 0: the model has none
+    cached_checkpoints: int = 0  #: those that a prompt may find
+    held_checkpoints: int = 0  #: those of running requests
     clients: int = 0
     fetching: int = 0  #: K/V fetches in progress
     leases: int = 0  #: leases of K/V that is kept for other engines
@@ -99,6 +102,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_finished: dict[str, int] = {}  #: by finish reason
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_uncovered_tokens: int = 0  #: K/V was cached, but no checkpoint of the state followed
     num_computed_tokens: int = 0  #: positions of prompts, answers and drafts
     num_fetched_tokens: int = 0  #: prompt tokens whose K/V was fetched
     num_fetched_bytes: int = 0

@@ -201,6 +201,7 @@ class RequestStorm:
         assert bench.engine.is_idle
         assert not bench.engine.open_requests.labels
         assert stats.free_blocks == stats.total_blocks
+        assert not stats.held_checkpoints
         assert stats.num_accepted == len(self.asked) == sum(stats.num_finished.values())
         assert stats.num_refused == self.refused
         for client, number in self.asked:
