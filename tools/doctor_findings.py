@@ -193,6 +193,8 @@ def _model_memory(plan: ModelPlan) -> Finding:
         f"{_gib(plan.free_bytes)} free; {_gib(plan.weights_bytes)} for weights ({form}), "
         f"{_gib(plan.kv_bytes)} for K/V, {_gib(plan.work_bytes)} for working memory"
     )
+    if plan.state_bytes:
+        text += f" ({_gib(plan.state_bytes)} of it for recurrent states)"
     if plan.max_len == plan.context_tokens:
         return Finding("memory", f"{text}; requests of up to {plan.max_len:,} tokens")
     text = f"{text}; requests of up to {plan.max_len:,} of {plan.context_tokens:,} tokens"

@@ -97,10 +97,12 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     #: Size of a KV cache that can serve requests of `context_tokens`.
     longest_kv_bytes: int
-    #: Memory for the processes and for the temporary tensors of a step.
+    #: Memory for the processes, for the temporary tensors of a step, and for `state_bytes`.
     work_bytes: int
     #: Free memory of the GPU, or of this container if the device is the CPU.
     free_bytes: int
+    #: Recurrent states: those of all requests that run at a time, and their checkpoints.
+    state_bytes: int = 0
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
     #: Quantised types in the files whose weights are expanded to `dtype`.

@@ -371,3 +371,10 @@ def test_a_file_that_is_gone_is_fatal(site: Path) -> None:
     problems = problems_of(site)
     assert problems == [PackageProblem(f"tools/__main__.py is missing from {site}")]
     assert findings.packages(problems).verdict is Verdict.BAD
+
+
+def test_memory_for_recurrent_states_is_named() -> None:
+    _, memory = planned(state_bytes=GIB >> 3)
+    assert "0.25 GiB for working memory (0.12 GiB of it for recurrent states)" in memory.fact
+    _, memory = planned()
+    assert "recurrent" not in memory.fact

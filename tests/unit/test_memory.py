@@ -20,6 +20,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups
 from protocol.tools.start_facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
+from tests.support.family_models import HYBRIDS, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
@@ -34,7 +35,10 @@ from worker.kv.rounding import ROUNDED
 from worker.loading.decoder import load_model
 from worker.loading.header import read_header
 from worker.lora.targets import adapter_bytes
+from worker.slots.fields import slot_fields
+from worker.slots.table import SlotTable
 from worker.spec import kernel_sizes as sizes
+from worker.spec.architectures import CHECKPOINTS_PER_SLOT
 from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup import assembly
@@ -303,6 +307,26 @@ def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype:
     assert isinstance(loaded.spec, ModelSpec)
     packs = is_packed(loaded.spec, form, has_kernels=True)
     assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> None:
+    """The states of all slots count, and checkpoints of them if there is room."""
+    theirs = random_model(model_type, hidden_size=192, head_dim=32)
+    path = write_directory(tmp_path, theirs)
+    loaded = load_model(path, dtype=torch.bfloat16, device=CPU, kernels=native_kernels())
+    assert isinstance(loaded.spec, ModelSpec)
+    ours, items = planned(path), loaded.spec.state_items
+    assert weights_bytes(ours, "bfloat16") == loaded.card.weights_bytes
+    found = plan(ours, 1, max_slots=4)
+    assert found.state_bytes == 4 * items * (4 + 4 * CHECKPOINTS_PER_SLOT)
+    assert found.work_bytes >= found.state_bytes
+    slots = SlotTable(slot_fields(64, 4, items), 4, CPU, 4 * CHECKPOINTS_PER_SLOT)
+    kept = slots["state"].nbytes + slots.checkpoints["state"][1:].nbytes
+    assert kept == found.state_bytes
+    with pytest.raises(NotEnoughMemory) as refused:
+        plan(ours, 0.1, max_slots=4096)
+    assert refused.value.remedy.startswith("serve with fewer --max-slots, each of which takes")
 
 
 def test_packed_sizes_equal_those_of_the_kernels() -> None:

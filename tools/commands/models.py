@@ -156,6 +156,8 @@ def memory_line(found: Preflight) -> str:
         f"{format_size(plan.weights_bytes)} of weights, {format_size(plan.kv_bytes)} of K/V, "
         f"{format_size(plan.work_bytes)} of working memory"
     )
+    if plan.state_bytes:
+        parts += f", {format_size(plan.state_bytes)} of it for recurrent states"
     limit = f"requests of up to {plan.max_len:,} tokens"
     return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
 
@@ -172,6 +174,7 @@ def _fields(model: PulledModel, found: Preflight) -> dict[str, object]:
         "weights_bytes": plan.weights_bytes if plan else None,
         "kv_bytes": plan.kv_bytes if plan else None,
         "work_bytes": plan.work_bytes if plan else None,
+        "state_bytes": plan.state_bytes if plan else None,
         "max_len": plan.max_len if plan else None,
         "error": found.error,
     }

@@ -142,12 +142,19 @@ def plan_memory(
     demand = _demand(options, models, dtype, step_limits(options, is_gpu=device != "cpu"))
     weights = sum(weights_bytes(each, dtype) for each in models)
     work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
+    step = work_bytes(model, dtype, demand.limits)
+    states = state_bytes(model.spec, demand.limits)
+    states += _checkpoint_bytes(model, demand.limits, free_bytes - weights - step)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     text = _needs(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left, block = free_bytes - weights - work, demand.block_bytes
     least = _least_free_bytes(options, block, device)
     if left < least:
-        raise NotEnoughMemory(text, remedy=_smaller(model, dtype, expanded, device))
+        ways = _smaller(model, dtype, expanded, device)
+        if states:
+            one = states // demand.limits.max_slots
+            ways = f"serve with fewer --max-slots, each of which takes {in_gib(one)}; or {ways}"
+        raise NotEnoughMemory(text, remedy=ways)
     tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, text)
     try:
         if device == "cpu":
@@ -175,6 +182,7 @@ def plan_memory(
         kv_bytes=budget.num_blocks * block,
         longest_kv_bytes=demand.longest_request_blocks(options) * block,
         work_bytes=work,
+        state_bytes=states,
         tier_bytes=tier,
         free_bytes=free_bytes,
         expanded=expanded,
@@ -221,10 +229,15 @@ def _total_work_bytes(
         window=demand.window,
         groups=demand.groups,
     )
-    states = num_checkpoints(model.spec, demand.limits, free_bytes - work)
-    checkpoints = 4 * states * model.spec.state_items
+    checkpoints = _checkpoint_bytes(model, demand.limits, free_bytes - work)
     slots = 4 * demand.limits.max_slots * longest
     return work + slots + checkpoints + adapters_bytes(options, model, dtype)
+
+
+def _checkpoint_bytes(model: AnyPlanned, limits: StepLimits, free_bytes: int) -> int:
+    """Return the memory of all checkpoints of recurrent states, in bytes. `free_bytes` is what the
+    weights and a step leave."""
+    return 4 * model.spec.state_items * num_checkpoints(model.spec, limits, free_bytes)
 
 
 def adapters_bytes(options: WorkerConfig, model: AnyPlanned, dtype: str) -> int:

@@ -1,0 +1,100 @@
+"""A server of a hybrid: the text part of Qwen3.5, with the features that are on by default. The
+next turn of a conversation computes little more than its new text, and no request sees another's
+state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from protocol.process.exit_codes import ExitCode
+from tests.support.checkpoints import write_directory
+from tests.support.processes import Program
+from tests.support.server import SERVED_NAME, Server
+from tests.support.waiting import eventually
+from tests.support.wrapper_models import random_wrapper
+
+BLOCK_TOKENS = 16
+OPTIONS = ("--served-name", SERVED_NAME, "--max-slots", "4", "--token-budget", "32")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text")
+    return write_directory(tmp_path_factory.mktemp("hybrid"), model)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    with Server(*OPTIONS, model=str(directory)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def answer(client: OpenAI, prompt: list[int], max_tokens: int = 20) -> tuple[list[int], int]:
+    """Return the tokens of a greedy answer, and how many tokens of the prompt were cached."""
+    done = client.completions.create(
+        model=SERVED_NAME,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert done.usage is not None
+    assert done.usage.prompt_tokens_details is not None
+    tokens = done.choices[0].model_dump()["token_ids"]
+    return tokens, done.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def prompt_of(number: int) -> list[int]:
+    return [3 + (number * 7 + at * at) % 200 for at in range(20 + 9 * number)]
+
+
+def test_answers_together_are_those_alone(client: OpenAI) -> None:
+    prompts = [prompt_of(number) for number in range(8)]
+    alone = [answer(client, prompt)[0] for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = [*pool.map(lambda prompt: answer(client, prompt)[0], prompts)]
+    assert together == alone
+
+
+def test_each_turn_of_a_conversation_computes_its_new_text_and_at_most_a_block(
+    client: OpenAI,
+) -> None:
+    history = [5, 9, *prompt_of(3)]
+    for turn in range(6):
+        history += [11 + turn, 7, 13]
+        known = len(history) - 3
+        tokens, cached = answer(client, history, max_tokens=25)
+        if turn:
+            # The answer's last token was never computed.
+            assert known - 1 - cached <= BLOCK_TOKENS
+        history += tokens
+
+
+def test_a_disconnect_leaves_nothing_to_the_next_request(client: OpenAI) -> None:
+    alone, _ = answer(client, prompt_of(2))
+    for _ in range(4):
+        stream = client.completions.create(
+            model=SERVED_NAME, prompt=prompt_of(2), max_tokens=400, stream=True, temperature=0
+        )
+        next(iter(stream))
+        stream.close()
+    assert eventually(lambda: answer(client, prompt_of(2))[0] == alone)
+
+
+@pytest.mark.parametrize("words", [("--kv-host-gib", "0.1"), ("--split",)], ids=lambda w: w[0])
+def test_an_option_that_moves_only_keys_and_values_is_refused_by_name(
+    directory: Path, words: tuple[str, ...]
+) -> None:
+    with Program(["-P", "-m", "tools", "serve", str(directory), *words]) as program:
+        assert program.end(timeout_s=300) == ExitCode.USAGE
+        assert f"serve it without {words[0]}" in program.output
