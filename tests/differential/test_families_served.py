@@ -11,7 +11,7 @@ import torch
 from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
-from tests.support.family_models import MODEL_TYPES, VARIANTS, random_model
+from tests.support.family_models import HYBRIDS, MODEL_TYPES, VARIANTS, random_model
 from tests.support.replica import Replica, load
 
 ATOL = 1e-4
@@ -22,25 +22,29 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 def test_greedy_answers_and_logprobs_are_those_of_transformers(
     tmp_path: Path, model_type: str
 ) -> None:
-    """The models of families with windows have windows. A token may differ from the one that
+    """The models of families with windows have windows. A model is its own draft model, except if
+    it has recurrent layers: then almost all drafts are wrong. A token may differ from the one that
     transformers chooses if the logits of both are almost equal."""
     variants = VARIANTS[model_type]
     changes = variants.get("windows", variants.get("window", {}))
     theirs, start = random_model(model_type, **changes), some_tokens(20)
     prompts = [start + some_tokens(count, seed=count) for count in (3, 9, 15, 21)]
-    loaded = load(write_directory(tmp_path, theirs))
+    loaded = draft = load(write_directory(tmp_path / "model", theirs))
+    if model_type in HYBRIDS:
+        draft = load(write_directory(tmp_path / "draft", random_model("llama")))
     replica = Replica(
         loaded,
         token_budget=16,
         num_blocks=28,
         block_tokens=BLOCK_TOKENS,
         options={"speculation": "model"},
-        draft=loaded,
+        draft=draft,
     )
     answers = [*replica.answers(prompts[:1], PARAMS), *replica.answers(prompts[1:], PARAMS)]
     stats = replica.engine.stats()
     assert stats.num_preemptions > 0
-    assert stats.num_accepted_tokens > 0
+    assert stats.num_draft_tokens > 0
+    assert stats.num_accepted_tokens > 0 or draft is not loaded
     assert stats.num_cached_tokens > 0
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]

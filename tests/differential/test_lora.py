@@ -26,7 +26,9 @@ from tests.support.same_bits import DENSE, small_model
 from worker.attention.select import select_attention
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.targets import find_targets
+from worker.models.compiled import why_not
 from worker.models.whole_step import WholePass
+from worker.spec.model_spec import ModelSpec
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
@@ -70,7 +72,8 @@ def test_logprobs_are_those_of_peft_in_chunks_and_token_by_token(
     tmp_path: Path, model_type: str, kernels: str
 ) -> None:
     theirs, loaded = written(tmp_path / "model", model_type, kernels)
-    is_one_call = kernels == "compiled" and not loaded.spec.state_items
+    assert isinstance(loaded.spec, ModelSpec)
+    is_one_call = kernels == "compiled" and not why_not(loaded.spec)
     assert isinstance(loaded.model.whole, WholePass) == is_one_call
     adapted = peft_model(theirs, modules=adapted_modules(loaded))
     table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])

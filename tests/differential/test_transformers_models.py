@@ -100,7 +100,6 @@ OWN: dict[str, dict[str, Any]] = {
     "internlm3": {"mlp_bias": True},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 96},
     "stablelm": {"qk_layernorm": True},
-    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2},
 }
 """Model type -> values that it needs, or that switch on more of its features."""
 

@@ -91,6 +91,13 @@ def test_a_disconnect_leaves_nothing_to_the_next_request(client: OpenAI) -> None
     assert eventually(lambda: answer(client, prompt_of(2))[0] == alone)
 
 
+def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:
+    words = ("serve", str(directory), "--speculation", "model", "--draft-model", str(directory))
+    with Program(["-P", "-m", "tools", *words]) as program:
+        assert program.end(timeout_s=300) == ExitCode.BAD_MODEL
+        assert "recurrent layers, so it cannot be a draft model" in program.output
+
+
 @pytest.mark.parametrize("words", [("--kv-host-gib", "0.1"), ("--split",)], ids=lambda w: w[0])
 def test_an_option_that_moves_only_keys_and_values_is_refused_by_name(
     directory: Path, words: tuple[str, ...]

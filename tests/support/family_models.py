@@ -39,6 +39,12 @@ HYBRID: dict[str, Any] = {
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
+    "qwen2_moe": {
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {
         "head_dim": 32,
         "moe_intermediate_size": 48,
@@ -166,6 +172,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": TIED,
         "windows": {"use_sliding_window": True, "max_window_layers": 2, **WINDOW},
         **ROPES,
+    },
+    "qwen2_moe": {
+        "renormalised": {"norm_topk_prob": True},
+        "dense layers": {"mlp_only_layers": [1]},
+        "windows": {"use_sliding_window": True, "max_window_layers": 3, **WINDOW},
+        "no biases": {"qkv_bias": False},
+        "tied": TIED,
     },
     "qwen3": {
         "tied": TIED,

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "mistral": MODEL_ARCH.LLAMA,
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
@@ -180,13 +181,11 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "qwen2_moe":
+            _add_shared_experts(writer, config)
         case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
             if config.model_type != "qwen3_5_text":
-                writer.add_expert_count(config.num_experts)
-                writer.add_expert_used_count(config.num_experts_per_tok)
-                writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-                shared = config.shared_expert_intermediate_size
-                writer.add_expert_shared_feed_forward_length(shared)
+                _add_shared_experts(writer, config)
             writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
             writer.add_ssm_state_size(config.linear_key_head_dim)
             writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -223,6 +222,13 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window(config.sliding_window)
         case "stablelm" | "gpt_neox":
             writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def _add_shared_experts(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _add_rope(writer: GGUFWriter, config: Any) -> None:

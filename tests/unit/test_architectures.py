@@ -128,7 +128,7 @@ def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> No
 
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
-    assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS.keys() | INLINE_ATTENTION.keys()
+    assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS | INLINE_ATTENTION.keys()
     assert len(set(CHECKED.values())) == len(CHECKED)
 
 

@@ -256,6 +256,24 @@ def qwen3_moe(metadata: Metadata) -> Config:
     return rms(metadata) | experts
 
 
+def qwen2_moe(metadata: Metadata) -> Config:
+    """Return the keys of Qwen2-MoE besides those of `common`. As in llama.cpp, the weights of the
+    chosen experts are never divided by their sum."""
+    own = {"norm_topk_prob": False, "qkv_bias": False}  # biases are read from the tensors
+    return rms(metadata) | _shared_experts(metadata) | own
+
+
+def _shared_experts(metadata: Metadata) -> Config:
+    """Return the keys of experts, one of which computes every token."""
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    return {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared,
+    }
+
+
 def qwen_hybrid(metadata: Metadata) -> Config:
     """Return the keys of Qwen3-Next and Qwen3.5 besides those of `common`. Their files count the
     layers for drafts among the model's."""
@@ -278,14 +296,7 @@ def qwen_hybrid(metadata: Metadata) -> Config:
         "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(value_heads, 1),
     }
     if metadata.integer("expert_count", 0):
-        found |= {
-            **_experts(metadata),
-            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-            "shared_expert_intermediate_size": metadata.integer(
-                "expert_shared_feed_forward_length"
-            ),
-            "norm_topk_prob": True,
-        }
+        found |= _shared_experts(metadata) | {"norm_topk_prob": True}
     return rms(metadata) | found
 
 

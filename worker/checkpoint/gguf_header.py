@@ -47,6 +47,12 @@ ROLES = {
     "expert_up": LAYER + "ffn_up_exps",
     "expert_down": LAYER + "ffn_down_exps",
 }
+SHARED_ROLES = {
+    "shared_gate": LAYER + "ffn_gate_shexp",
+    "shared_up": LAYER + "ffn_up_shexp",
+    "shared_down": LAYER + "ffn_down_shexp",
+    "shared_score": LAYER + "ffn_gate_inp_shexp",
+}
 HYBRID_ROLES = {
     "mlp_norm": LAYER + "post_attention_norm",
     "delta_qkv": LAYER + "attn_qkv",
@@ -56,10 +62,7 @@ HYBRID_ROLES = {
     "delta_bias": LAYER + "ssm_dt.bias",
     "delta_norm": LAYER + "ssm_norm",
     "delta_output": LAYER + "ssm_out",
-    "shared_gate": LAYER + "ffn_gate_shexp",
-    "shared_up": LAYER + "ffn_up_shexp",
-    "shared_down": LAYER + "ffn_down_shexp",
-    "shared_score": LAYER + "ffn_gate_inp_shexp",
+    **SHARED_ROLES,
 }
 TILED_ROLES = {"delta_b": LAYER + "ssm_beta", "delta_a": LAYER + "ssm_alpha"}
 """Roles of the gated delta nets whose value heads the converter has put in another order."""
@@ -121,6 +124,9 @@ FAMILIES = {
         is_interleaved=True,
     ),
     "qwen2": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
+    "qwen2moe": GGUFFamily(
+        families=("Qwen2MoeForCausalLM",), config=gguf_config.qwen2_moe, roles=SHARED_ROLES
+    ),
     "qwen3": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
     "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
     # The text parts of Qwen2-VL and Qwen3-VL. The images' part is another file.

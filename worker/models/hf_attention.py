@@ -140,10 +140,9 @@ class PagedFunction:
 
     def _window(self, module: Any, argument: int | None) -> int | None:
         """Return the layer's window. `argument` is the one that the module passes."""
-        window, place = argument, MASKED_WINDOWS.get(self._spec.architecture)
-        if window is None and place is not None:
-            owner = module.config if place == "config" else module
-            window = getattr(owner, "sliding_window", None)
+        window = argument
+        if window is None and self._spec.architecture in MASKED_WINDOWS:
+            window = getattr(module.config, "sliding_window", None)
         if window is not None and window < 1:
             raise self.misfit(f"a window of {window} tokens is not possible")
         return window

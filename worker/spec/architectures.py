@@ -72,7 +72,6 @@ CHECKED: dict[str, str] = {
     "PersimmonForCausalLM": "persimmon",
     "PhiForCausalLM": "phi",
     "PhimoeForCausalLM": "phimoe",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
     "SolarOpenForCausalLM": "solar_open",
     "StableLmForCausalLM": "stablelm",
     "VaultGemmaForCausalLM": "vaultgemma",
@@ -112,12 +111,9 @@ RECURRENT = frozenset({"mamba", "linear_attention"})
 """Architectures of a family, and the kinds of layers that the family does not have. Transformers
 computes models that have such layers."""
 
-MASKED_WINDOWS: dict[str, Literal["config", "module"]] = {
-    "PhimoeForCausalLM": "config",
-    "Qwen2MoeForCausalLM": "module",
-}
+MASKED_WINDOWS = frozenset({"PhimoeForCausalLM"})
 """Architectures whose windows are only in their masks, not in the arguments of attention.
-hf_attention.py reads `sliding_window` of the config, or of each attention module."""
+hf_attention.py reads `sliding_window` of the config."""
 
 _OWN_CACHE: dict[str, str] = {
     "it uses multi-head latent attention, which has no plain keys and values": """

@@ -86,7 +86,7 @@ def assemble(
         with timing("meet the other ranks"):
             group = _group(config, dtype, device, kernels)
     loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
-    _check_own_cache(config, loaded, draft)
+    _check_caches(config, loaded, draft)
     if not loaded.card.generates:
         attention = _attention(loaded, config, dtype, device)
         return assemble_vectors(config, timing, loaded, attention, dtype, device)
@@ -224,8 +224,14 @@ def _load(
     return loaded, draft
 
 
-def _check_own_cache(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None) -> None:
-    """Raise UnusableModel if a model keeps a cache by itself, and an option needs K/V blocks."""
+def _check_caches(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None) -> None:
+    """Raise UnusableModel if a model keeps a cache by itself, and an option needs K/V blocks, or if
+    the draft model has a recurrent state, for which requests have no place."""
+    if draft is not None and draft.spec.state_items:
+        raise UnusableModel(
+            f"{draft.spec.architecture} has recurrent layers, so it cannot be a draft model",
+            remedy="use another draft model, or --speculation ngram",
+        )
     for model in (loaded, draft):
         if model is None or not keeps_own_cache(model.spec):
             continue

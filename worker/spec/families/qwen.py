@@ -1,5 +1,5 @@
-"""The families of Qwen: Qwen2 and Qwen2.5 (with biases), Qwen3 and Qwen3-MoE (with norms of
-queries and keys), and the hybrids Qwen3-Next and Qwen3.5 to 3.8."""
+"""The families of Qwen: Qwen2, Qwen2.5 and Qwen2-MoE (with biases), Qwen3 and Qwen3-MoE (with
+norms of queries and keys), and the hybrids Qwen3-Next and Qwen3.5 to 3.8."""
 
 from __future__ import annotations
 
@@ -81,6 +81,22 @@ def read_qwen3_moe(config: ConfigFields) -> ModelSpec:
     return config.model(layers, config.rms_norm())
 
 
+def read_qwen2_moe(config: ConfigFields) -> ModelSpec:
+    rope, bias = config.rope(), config.flag("qkv_bias")
+    slides, last = config.flag("use_sliding_window"), config.integer("max_window_layers")
+    kinds = config.layer_types(
+        lambda index: SLIDING if slides and index < last and not index % 2 else FULL
+    )
+    windows = [config.window if slides and kind == SLIDING else None for kind in kinds]
+    experts = _experts(config, renormalize=config.flag("norm_topk_prob"))
+    mlp = _sparse(config, experts)
+    layers = [
+        LayerSpec(attention=config.attention(rope, window=window, qkv_bias=bias), mlp=mlp(index))
+        for index, window in enumerate(windows)
+    ]
+    return config.model(layers, config.rms_norm())
+
+
 def _linear_layers(config: ConfigFields) -> list[bool]:
     """Return whether each layer of a hybrid has linear attention."""
     default = every(config.integer("full_attention_interval", 4), regular=LINEAR)
@@ -153,6 +169,8 @@ DELTA_NAMES = {
     "delta_bias": "model.layers.{i}.linear_attn.dt_bias",
     "delta_norm": "model.layers.{i}.linear_attn.norm",
     "delta_output": "model.layers.{i}.linear_attn.out_proj",
+}
+SHARED_NAMES = {
     "shared_gate": "model.layers.{i}.mlp.shared_expert.gate_proj",
     "shared_up": "model.layers.{i}.mlp.shared_expert.up_proj",
     "shared_down": "model.layers.{i}.mlp.shared_expert.down_proj",
@@ -169,7 +187,7 @@ def _hybrid_names(spec: ModelSpec, without: set[str]) -> TensorNames:
     roles = {role: name for role, name in DELTA_NAMES.items() if role not in without}
     endings = dict.fromkeys(("delta_decay", "delta_bias"), ("", ""))
     orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
-    return names_of(roles, orders=orders, endings=endings, unused=("mtp.",))
+    return names_of(roles, SHARED_NAMES, orders=orders, endings=endings, unused=("mtp.",))
 
 
 QWEN2_DEFAULTS = DEFAULTS | {
@@ -206,6 +224,35 @@ FAMILIES = (
         nullable=NULLABLE,
         read=read_qwen2,
         names=lambda spec: names_of(),
+    ),
+    ModelFamily(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        defaults=DEFAULTS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "layer_types": None,
+            "qkv_bias": True,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+        },
+        nullable=NULLABLE,
+        read=read_qwen2_moe,
+        names=lambda spec: names_of(SHARED_NAMES),
     ),
     ModelFamily(
         architecture="Qwen3ForCausalLM",
