@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from protocol.tools.quantize import TYPES
 from tests.support.checkpoints import LLAMA3_ROPE, TEMPLATE, random_llama, write_directory
 from tests.support.eager import EagerStepper, load, some_tokens
-from tests.support.family_models import LINEAR, VARIANTS, WINDOW, YARN, random_model
+from tests.support.family_models import DENSE_GRANITE, LINEAR, VARIANTS, WINDOW, YARN, random_model
 from tests.support.quantized_files import FORMATS, write_quantized
 from worker.errors import UnusableModel
 from worker.loading.decoder import LoadedModel
@@ -64,7 +64,8 @@ STORED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo3": WINDOW,
     "granite": {"rope_parameters": LINEAR},
-    "granitemoehybrid": {"position_embedding_type": "nope", "layer_types": ["attention"] * 2},
+    "granitemoehybrid": DENSE_GRANITE
+    | {"position_embedding_type": "nope", "layer_types": ["full_attention"] * 2},
     "cohere2": WINDOW,
     "starcoder2": {},
     "gpt2": {},
@@ -77,6 +78,9 @@ UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"scale_attn_weights": False}, "layers[0].attention.scale is 1.0"),
     "phi3": (VARIANTS["phi3"]["long rope"], "attention.rope.scaling is 'LongRopeScaling'"),
     "ministral": ({}, "MinistralForCausalLM cannot be written as a GGUF file"),
+    "granitemoehybrid": ({}, "GraniteMoeHybridForCausalLM cannot be written as a GGUF file"),
+    "qwen2_moe": ({}, "Qwen2MoeForCausalLM cannot be written as a GGUF file"),
+    "qwen3_next": ({}, "Qwen3NextForCausalLM cannot be written as a GGUF file"),
     "gpt_oss": ({}, "GptOssForCausalLM cannot be written as a GGUF file"),
 }
 """model_type -> options that its GGUF files do not store, and the refusal."""

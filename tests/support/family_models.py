@@ -11,7 +11,7 @@ from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"]
 """Model types some of whose layers are recurrent."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -68,11 +68,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.2,
-        "shared_intermediate_size": 160,
-        "layer_types": ["attention"] * 4,
-        "num_local_experts": 0,
-        "position_embedding_type": "rope",
-        "mamba_n_heads": 8,
+        "shared_intermediate_size": 144,
+        "intermediate_size": 48,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 12,
+        "mamba_d_state": 20,
     },
     "qwen3_next": {
         **HYBRID,
@@ -129,6 +131,15 @@ BIASED = {"attention_bias": True}
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 
+DENSE_GRANITE: dict[str, Any] = {
+    "layer_types": ["full_attention"] * 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 160,
+    "intermediate_size": 160,
+    "position_embedding_type": "rope",
+}
+"""What makes a Granite 4 dense, and computed like a Granite 3."""
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "tied": TIED,
@@ -142,10 +153,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "granitemoehybrid": {
         "tied": TIED,
         "biases": BIASED,
-        "wide heads": {"head_dim": 32},
-        "other experts": {"intermediate_size": 128},
-        "no rope": {"position_embedding_type": "nope"},
-        **ROPES,
+        "biases of Mamba": {"mamba_proj_bias": True, "mamba_conv_bias": False},
+        "groups": {"mamba_n_groups": 3},
+        "limits": {"time_step_limit": [0.4, 1.1]},
+        "rope": {"position_embedding_type": "rope"},
+        "dense": {"num_local_experts": 0},
+        "only attention": DENSE_GRANITE,
+        "wide heads": DENSE_GRANITE | {"head_dim": 32, "intermediate_size": 48},
+        "no rope": DENSE_GRANITE | {"position_embedding_type": "nope"},
     },
     "seed_oss": {
         "tied": TIED,

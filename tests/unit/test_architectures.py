@@ -167,18 +167,6 @@ def test_the_text_part_of_an_unlisted_model_of_images_is_computed_by_transformer
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [{"layer_types": ["mamba", "attention"]}, {"layers_block_type": ["attention", "mamba"]}],
-)
-def test_a_hybrid_of_a_family_is_computed_by_transformers(kinds: dict[str, Any]) -> None:
-    name = "GraniteMoeHybridForCausalLM"
-    config = {"architectures": [name], "model_type": "granitemoehybrid"}
-    found = fallback(config | kinds)
-    assert found == TransformersArchitecture(name, "granitemoehybrid", has_own_cache=True)
-    assert fallback(config | {"layer_types": ["attention"] * 2}) is None
-
-
-@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -211,19 +199,24 @@ def test_configs_that_no_family_reads_are_left_to_transformers() -> None:
     assert found.model_type == "stablelm"
 
 
+MIXED = {"layer_types": ["attention"] + ["mamba"] * 31}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "layers of type 'linear_attention' are not supported for GraniteMoeHybridForCausalLM"),
-        ({"layer_types": ["attention"] * 31 + ["mamba"]}, "layers of type 'mamba'"),
-        ({"layers_block_type": ["mamba"] * 32}, "layers of type 'mamba'"),
+        ({}, "models without any layer with attention are not supported"),
+        ({"layers_block_type": ["mamba"] * 32}, "without any layer with attention"),
         ({"layer_types": ["sliding_attention"] * 32}, "layers of type 'sliding_attention'"),
-        ({"layer_types": ["attention"] * 32}, "num_local_experts 8 is not supported"),
+        ({**MIXED, "mamba_d_head": 7}, "mamba_d_head 7 times mamba_n_heads 128 is not 8192"),
+        ({**MIXED, "mamba_n_groups": 3}, "128 heads of a Mamba layer cannot share 3 groups"),
+        ({**MIXED, "time_step_limit": [2.0, 1.0]}, "time_step_limit is"),
+        ({**MIXED, "time_step_limit": [0.0]}, "'time_step_limit' is"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
     ],
     ids=str,
 )
-def test_a_granite_4_with_other_layers_or_experts_is_refused(
+def test_a_granite_4_that_contradicts_itself_is_refused(
     values: dict[str, Any], message: str
 ) -> None:
     config = {"model_type": "granitemoehybrid", **values}

@@ -22,6 +22,7 @@ from worker.checkpoint.gguf_file import GGUFFile
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
 from worker.spec.tensor_names import RowOrder, TensorNames, interleaved
 
@@ -309,7 +310,7 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
             )
         mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
         recurrent = layer.recurrent
-        if recurrent is not None and is_tiled:
+        if isinstance(recurrent, GatedDeltaSpec) and is_tiled:
             recurrent = replace(recurrent, tiled=True)
         return replace(layer, attention=attention, recurrent=recurrent, mlp=mlp)
 

@@ -48,18 +48,20 @@ class Mlp:
 @dataclass(slots=True)
 class SharedExpert:
     """An expert that computes every row. Its result is multiplied by the sigmoid of `score`
-    [N, 1]."""
+    [N, 1]; None: it is not."""
 
     mlp: Mlp
-    score: Linear
+    score: Linear | None
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]."""
-        return self.mlp(x, kernels).mul_(self.score(x).sigmoid_())
+        result = self.mlp(x, kernels)
+        return result if self.score is None else result.mul_(self.score(x).sigmoid_())
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.mlp.tensors()
-        yield from self.score.tensors()
+        if self.score is not None:
+            yield from self.score.tensors()
 
 
 @dataclass(slots=True)

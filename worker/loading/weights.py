@@ -20,20 +20,24 @@ from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.linear import Dense, Linear
+from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
-from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights
+from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights, TokenMixer
 from worker.spec.layer_tensors import (
     AttentionTensors,
     FusedMatrix,
     GatedDeltaTensors,
     LayerTensors,
+    Mamba2Tensors,
     MatrixPart,
+    MixerTensors,
     NormTensor,
     SharedTensors,
     VectorTensor,
 )
+from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.share import Box, MatrixCut, VectorCut
@@ -182,14 +186,15 @@ class _Loader:
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
         )
 
-    def _mixer(
-        self, layer: LayerSpec, tensors: AttentionTensors | GatedDeltaTensors
-    ) -> AttentionBlock | GatedDelta:
-        if isinstance(tensors, AttentionTensors):
-            assert layer.attention is not None
-            return self._attention(layer.attention, tensors)
-        assert layer.recurrent is not None
-        return self._gated_delta(layer.recurrent, tensors)
+    def _mixer(self, layer: LayerSpec, tensors: MixerTensors) -> TokenMixer:
+        match layer.recurrent, tensors:
+            case GatedDeltaSpec() as delta, GatedDeltaTensors():
+                return self._gated_delta(delta, tensors)
+            case Mamba2Spec() as mamba, Mamba2Tensors():
+                return self._mamba2(mamba, tensors)
+        assert layer.attention is not None
+        assert isinstance(tensors, AttentionTensors)
+        return self._attention(layer.attention, tensors)
 
     def _attention(self, attention: AttentionSpec, tensors: AttentionTensors) -> AttentionBlock:
         norm = self._tensors.spec.norm
@@ -204,20 +209,45 @@ class _Loader:
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
-        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensors.conv, conv)
-        norm = self._vector(VectorTensor(f"{tensors.norm.name}.weight", spec.value_dim))
-        decay = self._vector(tensors.decay)
         return GatedDelta(
             spec=spec,
             inputs=self._fused(tensors.inputs),
             gates=Dense(self._values(tensors.gates)),
-            conv=conv[:, 0].T.contiguous(),
-            decay=decay if tensors.is_factor else decay.exp_().neg_(),
+            conv=self._conv(tensors),
+            decay=self._decay(tensors),
             bias=self._vector(tensors.bias),
-            norm=Norm(NormSpec(eps=spec.eps), norm),
+            norm=self._own_norm(tensors.norm, spec.eps),
             output=self._fused(tensors.output),
         )
+
+    def _mamba2(self, spec: Mamba2Spec, tensors: Mamba2Tensors) -> Mamba2:
+        return Mamba2(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            conv=self._conv(tensors),
+            conv_bias=None if tensors.conv_bias is None else self._vector(tensors.conv_bias),
+            decay=self._decay(tensors),
+            bias=self._vector(tensors.bias),
+            skip=self._vector(tensors.skip),
+            norm=self._own_norm(tensors.norm, spec.eps),
+            output=self._fused(tensors.output),
+        )
+
+    def _conv(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
+        """Read the taps of a convolution, [kernel, width] float32."""
+        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensors.conv, conv)
+        return conv[:, 0].T.contiguous()
+
+    def _decay(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
+        """Read the factors of the decay, [heads] float32."""
+        decay = self._vector(tensors.decay)
+        return decay if tensors.is_factor else decay.exp_().neg_()
+
+    def _own_norm(self, tensor: NormTensor, eps: float) -> Norm:
+        """Read a norm of a token mixer, whose weight is float32 and has no offset."""
+        weight = self._vector(VectorTensor(f"{tensor.name}.weight", tensor.size))
+        return Norm(NormSpec(eps=eps), weight)
 
     def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
         if tensors.router is None:
@@ -238,7 +268,8 @@ class _Loader:
             return None
         whole = replace(mlp, intermediate=mlp.shared, num_experts=1, top_k=1, shared=0)
         gate_up, down = self._fused(tensors.mlp.gate_up), self._fused(tensors.mlp.down)
-        return SharedExpert(Mlp(whole, gate_up, down), Dense(self._values(tensors.gate)))
+        score = None if tensors.gate is None else Dense(self._values(tensors.gate))
+        return SharedExpert(Mlp(whole, gate_up, down), score)
 
     def _summed(self, matrix: FusedMatrix) -> Linear:
         """Return a linear layer whose results the ranks of a group add."""

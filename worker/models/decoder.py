@@ -23,6 +23,7 @@ from worker.layers.embedding import Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
+from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
@@ -64,13 +65,16 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
+TokenMixer = AttentionBlock | GatedDelta | Mamba2
+
+
 @dataclass(slots=True)
 class DecoderLayer:
     """Weights of a layer. A layer without a norm has None in its place."""
 
     spec: LayerSpec
     attention_norm: Norm | None
-    mixer: AttentionBlock | GatedDelta
+    mixer: TokenMixer
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | ExpertMlp

@@ -25,9 +25,8 @@ from worker.spec.rope_config import (
 )
 
 Values = dict[str, Any]
-NOT_WRITTEN = frozenset({"gpt-oss", "qwen3next", "qwen35", "qwen35moe"})
-"""Architectures that are read, but not written: those with fused experts and sinks, or with
-recurrent layers."""
+NOT_WRITTEN = frozenset({"gpt-oss"})
+"""Architectures that are read, but whose fused experts and sinks are not written."""
 WITH_PATTERN = ("olmo2", "exaone4")
 """Architectures whose files say which layers have windows."""
 
@@ -35,8 +34,9 @@ WITH_PATTERN = ("olmo2", "exaone4")
 def architecture_of(spec: ModelSpec) -> str:
     """Return the `general.architecture` under which a GGUF file stores the model. Raises
     UnusableModel if there is none."""
+    is_plain = not spec.state_items and not any(layer.mlp.shared for layer in spec.layers)
     for name, family in FAMILIES.items():
-        if spec.architecture in family.families and name not in NOT_WRITTEN:
+        if is_plain and spec.architecture in family.families and name not in NOT_WRITTEN:
             return name
     raise UnusableModel(f"{spec.architecture} cannot be written as a GGUF file")
 

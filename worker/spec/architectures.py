@@ -9,7 +9,7 @@ its signature does not show. One with a cache of its own is tried when it is loa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -105,11 +105,6 @@ hf_attention.py intercepts that call."""
 BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
 """Architecture of a family -> a key of its config, and the value of the key that the family does
 not support. Transformers computes the models with this value."""
-
-HYBRIDS = frozenset({"GraniteMoeHybridForCausalLM"})
-RECURRENT = frozenset({"mamba", "linear_attention"})
-"""Architectures of a family, and the kinds of layers that the family does not have. Transformers
-computes models that have such layers."""
 
 MASKED_WINDOWS = frozenset({"PhimoeForCausalLM"})
 """Architectures whose windows are only in their masks, not in the arguments of attention.
@@ -337,8 +332,6 @@ def fallback(config: Mapping[str, Any]) -> TransformersArchitecture | None:
         name = next((name for name, kind in CHECKED.items() if kind == model_type), "")
     else:
         return None
-    if name in HYBRIDS and any(kind in RECURRENT for kind in _layer_kinds(config)):
-        return with_own_cache(name, config)
     if _has_family(name, config):
         return None
     if name in OWN_CACHE or _has_text_part(name, config):
@@ -367,12 +360,6 @@ def with_own_cache(name: str, config: Mapping[str, Any]) -> TransformersArchitec
             f"quantised weights of {name} are not supported", remedy="use a model in bfloat16"
         )
     return TransformersArchitecture(name, model_type, has_own_cache=True)
-
-
-def _layer_kinds(config: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the kinds of the layers; empty if the config does not list them."""
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    return kinds if isinstance(kinds, list) else ()
 
 
 def _has_text_part(name: str, config: Mapping[str, Any]) -> bool:

@@ -146,7 +146,13 @@ class AttentionTensors:
     def norms(self) -> tuple[NormTensor, ...]:
         return tuple(norm for norm in (self.q_norm, self.k_norm) if norm)
 
-    def others(self) -> Iterator[tuple[str, Shape]]:
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        """Return nothing: no matrix stays dense."""
+        return ()
+
+    def numbers(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the tensors in the file whose numbers stay float32."""
         if self.sinks is not None:
             yield self.sinks.name, (self.sinks.whole,)
 
@@ -178,9 +184,13 @@ class GatedDeltaTensors:
         """Return the matrices that can be packed."""
         return self.inputs, self.output
 
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors in the file that are not part of `matrices`."""
-        yield from self.gates.tensors()
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        """Return the matrices that stay dense."""
+        return (self.gates,)
+
+    def numbers(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the tensors in the file whose numbers stay float32."""
         yield self.conv, self.conv_shape
         yield self.decay.name, (self.decay.size,)
         yield self.bias.name, (self.bias.size,)
@@ -188,11 +198,58 @@ class GatedDeltaTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba2Tensors:
+    """The tensors of a Mamba-2 layer (spec/mamba2.py).
+
+    inputs      rows of the gate, of x, B and C, and of dt
+    conv        [conv_width, 1, kernel]; `conv_bias` [conv_width], None: there is none
+    decay       the factor of the decay if `is_factor`, or else the logarithm of its amount
+    bias        is added to the projected dt
+    skip        the factor of x in the result
+    norm        over the result. Its weight has no offset
+    """
+
+    inputs: FusedMatrix
+    conv: str
+    conv_bias: VectorTensor | None
+    decay: VectorTensor
+    bias: VectorTensor
+    skip: VectorTensor
+    norm: NormTensor
+    output: FusedMatrix
+    conv_shape: Shape
+    is_factor: bool
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        """Return the matrices that can be packed."""
+        return self.inputs, self.output
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        """Return nothing: no matrix stays dense."""
+        return ()
+
+    def numbers(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the tensors in the file whose numbers stay float32."""
+        yield self.conv, self.conv_shape
+        for vector in (self.conv_bias, self.decay, self.bias, self.skip):
+            if vector is not None:
+                yield vector.name, (vector.size,)
+        yield from self.norm.tensors()
+
+
+MixerTensors = AttentionTensors | GatedDeltaTensors | Mamba2Tensors
+"""The tensors of a layer's token mixer."""
+
+
+@dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """The tensors of a shared expert, and of the score that its result is multiplied by."""
+    """The tensors of a shared expert, and of the score that its result is multiplied by. None: it
+    is not."""
 
     mlp: MlpTensors
-    gate: FusedMatrix
+    gate: FusedMatrix | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +262,7 @@ class LayerTensors:
     """
 
     attention_norm: NormTensor | None
-    mixer: AttentionTensors | GatedDeltaTensors
+    mixer: MixerTensors
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
     router: FusedMatrix | None
@@ -222,9 +279,9 @@ class LayerTensors:
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices of the MLP that stay dense: that of the router, and that of the
-        shared expert's score."""
-        found = (self.router, self.shared.gate if self.shared else None)
+        """Return the matrices that stay dense: some of the mixer, that of the router, and that of
+        the shared expert's score."""
+        found = (*self.mixer.dense, self.router, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
 
     @property
@@ -239,6 +296,6 @@ class LayerTensors:
         yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
-        yield from self.mixer.others()
+        yield from self.mixer.numbers()
         for matrix in (*self.matrices, *self.dense):
             yield from matrix.tensors()

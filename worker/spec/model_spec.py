@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from worker.errors import UnusableModel
+from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import RopeConfig
 
@@ -20,6 +21,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
 """The linears of a layer that a LoRA adapter can change. The first two are those of the token
 mixer, whatever its kind is."""
+RecurrentSpec = GatedDeltaSpec | Mamba2Spec
+"""A token mixer with a recurrent state."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
@@ -132,9 +135,12 @@ class MlpSpec:
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
-    #: Intermediate size of an expert that computes every token beside the chosen ones. Its result
-    #: is multiplied by the sigmoid of a learned score of the token. 0: there is none.
+    #: Intermediate size of an expert that computes every token beside the chosen ones. 0: there is
+    #: none.
     shared: int = 0
+    #: Whether the result of that expert is multiplied by the sigmoid of a learned score of the
+    #: token.
+    scores_shared: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec | None = None
-    recurrent: GatedDeltaSpec | None = None
+    recurrent: RecurrentSpec | None = None
     mlp: MlpSpec
     order: LayerOrder = "pre"
 

@@ -46,6 +46,16 @@ class GatedDeltaSpec:
         return self.num_value_heads * self.value_dim
 
     @property
+    def output_width(self) -> int:
+        """Return the width of the result, before the last projection."""
+        return self.value_width
+
+    @property
+    def input_width(self) -> int:
+        """Return the width of the first projection: the convolution's input, and the gates."""
+        return self.conv_width + self.value_width
+
+    @property
     def conv_width(self) -> int:
         """Return the width of the convolution's input: queries, keys and values."""
         return 2 * self.key_width + self.value_width

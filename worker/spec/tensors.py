@@ -16,13 +16,16 @@ from worker.spec.layer_tensors import (
     FusedMatrix,
     GatedDeltaTensors,
     LayerTensors,
+    Mamba2Tensors,
     MatrixPart,
+    MixerTensors,
     MlpTensors,
     NormTensor,
     Shape,
     SharedTensors,
     VectorTensor,
 )
+from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.share import MatrixCut, Share, VectorCut, divided
@@ -92,15 +95,9 @@ class ModelTensors:
     def layer(self, index: int) -> LayerTensors:
         layer = self.spec.layers[index]
         norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
-        mixer: AttentionTensors | GatedDeltaTensors
-        if layer.recurrent is not None:
-            mixer = self._gated_delta(layer.recurrent, index)
-        else:
-            assert layer.attention is not None
-            mixer = self._attention(layer.attention, index)
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
-            mixer=mixer,
+            mixer=self._mixer(layer, index),
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
@@ -108,6 +105,15 @@ class ModelTensors:
             shared=self._shared(layer, index) if layer.mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
         )
+
+    def _mixer(self, layer: LayerSpec, index: int) -> MixerTensors:
+        match layer.recurrent:
+            case GatedDeltaSpec() as delta:
+                return self._gated_delta(delta, index)
+            case Mamba2Spec() as mamba:
+                return self._mamba2(mamba, index)
+        assert layer.attention is not None
+        return self._attention(layer.attention, index)
 
     def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
@@ -158,14 +164,36 @@ class ModelTensors:
             is_factor=self.names.stores_decay_factors,
         )
 
-    def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:
-        hidden, inner = self.spec.hidden, layer.mlp.shared
-        gate_up = self._parts(index, {"shared_gate": (inner,), "shared_up": (inner,)}, hidden)
-        down = (self._part("shared_down", hidden, index),)
-        return SharedTensors(
-            MlpTensors(FusedMatrix(gate_up, hidden), FusedMatrix(down, inner)),
-            FusedMatrix((self._part("shared_score", 1, index),), hidden),
+    def _mamba2(self, mamba: Mamba2Spec, index: int) -> Mamba2Tensors:
+        hidden, heads = self.spec.hidden, mamba.num_heads
+        inputs = (self._part("mamba_inputs", mamba.input_width, index),)
+        conv_bias = self._name("mamba_conv", index, is_bias=True)
+        return Mamba2Tensors(
+            inputs=FusedMatrix(inputs, hidden, mamba.bias),
+            conv=self._name("mamba_conv", index),
+            conv_bias=VectorTensor(conv_bias, mamba.conv_width) if mamba.conv_bias else None,
+            decay=VectorTensor(self._name("mamba_decay", index), heads),
+            bias=VectorTensor(self._name("mamba_bias", index), heads),
+            skip=VectorTensor(self._name("mamba_skip", index), heads),
+            norm=NormTensor(self.names.roles["mamba_norm"].format(i=index), mamba.output_width),
+            output=FusedMatrix(
+                (self._part("mamba_output", hidden, index),), mamba.output_width, mamba.bias
+            ),
+            conv_shape=(mamba.conv_width, 1, mamba.kernel),
+            is_factor=self.names.stores_decay_factors,
         )
+
+    def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:
+        hidden, inner, score = self.spec.hidden, layer.mlp.shared, None
+        if "shared_gate_up" in self.names:
+            gate_up = self._parts(index, {"shared_gate_up": (inner, inner)}, hidden)
+        else:
+            gate_up = self._parts(index, {"shared_gate": (inner,), "shared_up": (inner,)}, hidden)
+        down = (self._part("shared_down", hidden, index),)
+        if layer.mlp.scores_shared:
+            score = FusedMatrix((self._part("shared_score", 1, index),), hidden)
+        mlp = MlpTensors(FusedMatrix(gate_up, hidden), FusedMatrix(down, inner))
+        return SharedTensors(mlp, score)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of every tensor of the model."""
@@ -218,9 +246,10 @@ class ModelTensors:
     def _sinks(self, index: int, heads: int) -> VectorTensor:
         return VectorTensor(self._name("sinks", index), heads, self._vector_cut(heads))
 
-    def _name(self, role: str, index: int) -> str:
+    def _name(self, role: str, index: int, *, is_bias: bool = False) -> str:
         """Return the whole name of a tensor that is no matrix of linear layers."""
-        return self.names.roles[role].format(i=index) + self.names.endings.get(role, ENDINGS)[0]
+        ending = self.names.endings.get(role, ENDINGS)[is_bias]
+        return self.names.roles[role].format(i=index) + ending
 
     def _vector_cut(self, size: int) -> VectorCut | None:
         """Return this rank's part of a vector that is divided among the ranks, `size` items on

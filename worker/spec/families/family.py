@@ -36,8 +36,8 @@ ACTIVATIONS: dict[str, Activation] = {
 """Activation's name in a config -> our name. The names that map to gelu_tanh mean the same
 function."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-FULL_ONCE = "attention"
-"""The name of FULL in older configs."""
+OLDER_KINDS = {"attention": FULL, "mamba": LINEAR}
+"""Kinds of layers in older configs -> their names now."""
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -133,7 +133,7 @@ class ConfigFields(Fields):
             kinds = [default(index) for index in range(self.num_layers)]
         if not isinstance(kinds, list) or len(kinds) != self.num_layers:
             raise UnusableModel(f"layer_types must be a list of {self.num_layers} layers")
-        kinds = [FULL if kind == FULL_ONCE else str(kind) for kind in kinds]
+        kinds = [OLDER_KINDS.get(str(kind), str(kind)) for kind in kinds]
         if others := sorted(set(kinds) - {*known}):
             raise UnusableModel(
                 f"layers of type {others[0]!r} are not supported for {self.architecture}"

@@ -1,14 +1,19 @@
 """Llama, and families that differ from it only by biases, factors or layers without positions:
-SmolLM2 and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3, dense Granite 4 and
-Seed-OSS."""
+SmolLM2 and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and 4, and Seed-OSS.
+Granite 4 H also has layers with Mamba-2."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
 from worker.errors import UnusableModel
-from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily
+from worker.spec.families.family import DEFAULTS, FULL, LINEAR, SLIDING, ConfigFields, ModelFamily
+from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.rope_config import RopeConfig
-from worker.spec.tensor_names import names_of
+from worker.spec.tensor_names import TensorNames, names_of
 
 
 def read_llama(config: ConfigFields) -> ModelSpec:
@@ -30,28 +35,69 @@ def read_seed_oss(config: ConfigFields) -> ModelSpec:
 
 def read_granite(config: ConfigFields) -> ModelSpec:
     mlp = config.mlp(bias=config.flag("mlp_bias"))
-    return _granite(config, LayerSpec(attention=_granite_attention(config, config.rope()), mlp=mlp))
+    layer = LayerSpec(attention=_granite_attention(config, config.rope()), mlp=mlp)
+    return _granite(config, [layer] * config.num_layers)
 
 
 def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
-    """Return the model that a config of Granite 4 describes. Raises UnusableModel, naming the
-    field, if some layers are state-space layers, if it has experts, or if layers have windows.
+    """Return the model that a config of Granite 4 describes: some of its layers have Mamba-2, the
+    others attention. Raises UnusableModel, naming the field, if a value is not supported.
 
     Without experts, a layer has only the shared MLP, so `shared_intermediate_size` is read instead
     of `intermediate_size`.
     """
-    if SLIDING in config.layer_types(lambda index: LINEAR):
-        raise UnusableModel(
-            f"layers of type {SLIDING!r} are not supported for {config.architecture}"
-        )
-    if experts := config.integer("num_local_experts"):
-        raise UnusableModel(
-            f"num_local_experts {experts} is not supported for {config.architecture}: only models "
-            "without experts are"
-        )
+    kinds = config.layer_types(lambda index: LINEAR, known=(FULL, LINEAR))
     rope = config.rope() if config.get("position_embedding_type") == "rope" else None
-    mlp = config.mlp(intermediate=config.integer("shared_intermediate_size"))
-    return _granite(config, LayerSpec(attention=_granite_attention(config, rope), mlp=mlp))
+    shared, experts = (
+        config.integer("shared_intermediate_size"),
+        config.integer("num_local_experts"),
+    )
+    if experts:
+        top_k = config.integer("num_experts_per_tok")
+        mlp = config.mlp(num_experts=experts, top_k=top_k, shared=shared, scores_shared=False)
+    else:
+        mlp = config.mlp(intermediate=shared)
+    attention = LayerSpec(attention=_granite_attention(config, rope), mlp=mlp)
+    mamba = attention
+    if LINEAR in kinds:
+        mamba = LayerSpec(recurrent=_granite_mamba(config), mlp=mlp)
+    return _granite(config, [mamba if kind == LINEAR else attention for kind in kinds])
+
+
+def _granite_mamba(config: ConfigFields) -> Mamba2Spec:
+    heads, width = config.integer("mamba_n_heads"), config.integer("mamba_expand")
+    head_dim, width = config.get("mamba_d_head"), width * config.integer("hidden_size")
+    if head_dim in ("auto", None):
+        head_dim = width // max(heads, 1)
+    if not isinstance(head_dim, int) or head_dim * heads != width:
+        raise UnusableModel(
+            f"mamba_d_head {head_dim!r:.80} times mamba_n_heads {heads} is not {width}, which is "
+            "mamba_expand times hidden_size"
+        )
+    return Mamba2Spec(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=config.integer("mamba_n_groups"),
+        state=config.integer("mamba_d_state"),
+        kernel=config.integer("mamba_d_conv"),
+        eps=config.number("rms_norm_eps"),
+        conv_bias=config.flag("mamba_conv_bias"),
+        bias=config.flag("mamba_proj_bias"),
+        limits=_limits(config.get("time_step_limit")),
+    )
+
+
+def _limits(value: Any) -> tuple[float, float]:
+    """Return `time_step_limit`: no limits if it is null."""
+    match value:
+        case None:
+            return 0.0, inf
+        case [int() | float() as least, int() | float() as most]:
+            return float(least), float(most)
+        # JSON has no infinity.
+        case [int() | float() as least, "inf" | "Infinity" | {"__float__": "Infinity"}]:
+            return float(least), inf
+    raise UnusableModel(f"config.json: 'time_step_limit' is {value!r:.80}, not two numbers")
 
 
 def _granite_attention(config: ConfigFields, rope: RopeConfig | None) -> AttentionSpec:
@@ -59,9 +105,9 @@ def _granite_attention(config: ConfigFields, rope: RopeConfig | None) -> Attenti
     return config.attention(rope, qkv_bias=bias, output_bias=bias, scale=scale)
 
 
-def _granite(config: ConfigFields, layer: LayerSpec) -> ModelSpec:
+def _granite(config: ConfigFields, layers: Sequence[LayerSpec]) -> ModelSpec:
     return config.model(
-        [layer] * config.num_layers,
+        layers,
         config.rms_norm(),
         embedding_scale=config.number("embedding_multiplier"),
         residual_scale=config.number("residual_multiplier"),
@@ -104,7 +150,6 @@ def read_smollm3(config: ConfigFields) -> ModelSpec:
 
 
 BIASES = {"attention_bias": False, "mlp_bias": False}
-LINEAR = "linear_attention"
 """Kind of all layers if a config of Granite 4 has no list of kinds: state-space layers."""
 MULTIPLIERS = {
     "embedding_multiplier": 1.0,
@@ -113,9 +158,30 @@ MULTIPLIERS = {
     "attention_multiplier": 1.0,
 }
 GRANITE_4_NAMES = {
-    "gate_up": "model.layers.{i}.shared_mlp.input_linear",
-    "down": "model.layers.{i}.shared_mlp.output_linear",
+    "mamba_inputs": "model.layers.{i}.mamba.in_proj",
+    "mamba_conv": "model.layers.{i}.mamba.conv1d",
+    "mamba_decay": "model.layers.{i}.mamba.A_log",
+    "mamba_bias": "model.layers.{i}.mamba.dt_bias",
+    "mamba_skip": "model.layers.{i}.mamba.D",
+    "mamba_norm": "model.layers.{i}.mamba.norm",
+    "mamba_output": "model.layers.{i}.mamba.out_proj",
+    "router": "model.layers.{i}.block_sparse_moe.router.layer",
+    "expert_gate_up": "model.layers.{i}.block_sparse_moe.input_linear",
+    "expert_down": "model.layers.{i}.block_sparse_moe.output_linear",
 }
+
+
+def granite_hybrid_names(spec: ModelSpec) -> TensorNames:
+    """Return the tensor names. The shared MLP is the only one of a layer without experts."""
+    prefix = "" if spec.layers[0].mlp.num_experts == 1 else "shared_"
+    shared = {
+        f"{prefix}gate_up": "model.layers.{i}.shared_mlp.input_linear",
+        f"{prefix}down": "model.layers.{i}.shared_mlp.output_linear",
+    }
+    endings = dict.fromkeys(("mamba_decay", "mamba_bias", "mamba_skip"), ("", ""))
+    return names_of(GRANITE_4_NAMES, shared, endings=endings)
+
+
 FAMILIES = (
     ModelFamily(
         architecture="LlamaForCausalLM",
@@ -143,12 +209,22 @@ FAMILIES = (
             "num_local_experts": 8,
             "shared_intermediate_size": 1024,
             "position_embedding_type": None,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": (0.0, inf),
         },
         only={"position_embedding_type": ("rope", "nope", None)},
         aliases={"layers_block_type": "layer_types"},
-        needed={"layer_types": [FULL] * 32, "num_local_experts": 0},
+        needed={"layer_types": [LINEAR] * 31 + [FULL]},
         read=read_granite_hybrid,
-        names=lambda spec: names_of(GRANITE_4_NAMES),
+        names=granite_hybrid_names,
     ),
     ModelFamily(
         architecture="SeedOssForCausalLM",
