@@ -78,9 +78,13 @@ def tiny_slots(
     poison: Poison | None = None,
     kind: type[SlotTable] = SlotTable,
     device: torch.device = CPU,
+    state_items: int = 0,
+    num_checkpoints: int = 0,
 ) -> SlotTable:
-    fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS))
-    return new_slots(fields, max_slots, device, poison=poison, kind=kind)
+    fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS), state_items)
+    return new_slots(
+        fields, max_slots, device, poison=poison, kind=kind, num_checkpoints=num_checkpoints
+    )
 
 
 def new_slots(
@@ -90,12 +94,13 @@ def new_slots(
     *,
     poison: Poison | None,
     kind: type[SlotTable] = SlotTable,
+    num_checkpoints: int = 0,
 ) -> SlotTable:
     """Return a table of this kind, with or without poison in its free rows."""
     if poison is None:
-        return kind(fields, max_slots, device)
+        return kind(fields, max_slots, device, num_checkpoints)
     poisoned = type(f"Poisoned{kind.__name__}", (PoisonedSlots, kind), {})
-    table: SlotTable = poisoned(fields, max_slots, device, poison=poison)
+    table: SlotTable = poisoned(fields, max_slots, device, num_checkpoints, poison=poison)
     return table
 
 
