@@ -7,7 +7,7 @@ from itertools import chain
 
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32, UInt8
-from protocol.worker.steps import NO_ADAPTER, SlotInit, SlotRelease, StepPlan
+from protocol.worker.steps import NO_ADAPTER, NO_CHECKPOINT, SlotInit, SlotRelease, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -25,6 +25,7 @@ def slot_init(
     params: SamplingParams = GREEDY,
     adapter: int = NO_ADAPTER,
     adapter_generation: int = 0,
+    checkpoint: int = NO_CHECKPOINT,
 ) -> SlotInit:
     return SlotInit(
         slot=slot,
@@ -38,6 +39,7 @@ def slot_init(
         params=params,
         adapter=adapter,
         adapter_generation=adapter_generation,
+        checkpoint=checkpoint,
     )
 
 
@@ -52,6 +54,7 @@ def step_plan(
     masked: Sequence[int] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
     follow: Mapping[int, tuple[int, int]] | None = None,
+    saves: Sequence[tuple[int, int, int]] = (),
 ) -> StepPlan:
     """Return a plan. Rows of one token are put first.
 
@@ -62,10 +65,12 @@ def step_plan(
     drafts    slot -> drafts, which the row's number of tokens includes
     follow    slot -> (first position of the draft model, number of proposals); without proposals
               the draft model computes up to the row's last token
+    saves     (slot, number of positions, checkpoint)
     """
     rows = sorted(rows, key=lambda row: row[2] != 1)
     row_drafts = [list((drafts or {}).get(row[0], [])) for row in rows]
     follow_rows = [(follow or {}).get(row[0], (-1, 0)) for row in rows]
+    saved = [Int32.of(column) for column in zip(*saves, strict=True)] if saves else [None] * 3
     slots, indexes, ids = zip(*extend, strict=True) if extend else ((), (), ())
     return StepPlan(
         step=step,
@@ -91,4 +96,7 @@ def step_plan(
         if follow
         else None,
         wanted=Int32.of(wanted for _, wanted in follow_rows) if follow else None,
+        save_slots=saved[0],
+        save_lens=saved[1],
+        save_checkpoints=saved[2],
     )

@@ -78,9 +78,13 @@ def tiny_slots(
     poison: Poison | None = None,
     kind: type[SlotTable] = SlotTable,
     device: torch.device = CPU,
+    state_items: int = 0,
+    num_checkpoints: int = 0,
 ) -> SlotTable:
-    fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS))
-    return new_slots(fields, max_slots, device, poison=poison, kind=kind)
+    fields = slot_fields(MAX_LEN, -(-MAX_LEN // BLOCK_TOKENS), state_items)
+    return new_slots(
+        fields, max_slots, device, poison=poison, kind=kind, num_checkpoints=num_checkpoints
+    )
 
 
 def new_slots(

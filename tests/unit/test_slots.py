@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import worker.sampling.sampler
 from protocol.engine.sampling import SamplingParams
-from protocol.worker.steps import SlotInit
+from protocol.worker.steps import NO_CHECKPOINT, SlotInit, StepPlan
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import (
     BLOCK_TOKENS,
@@ -25,8 +25,11 @@ from tests.support.tiny_model import (
     tiny_runner,
     tiny_slots,
 )
+from worker.batch.batch import read_rows, step_states
 from worker.sampling.sampler import TokenChoice
 from worker.slots.features import ALL
+from worker.slots.fields import STATE
+from worker.slots.states import StepStates
 from worker.slots.table import RestPolicy, SlotField, SlotTable
 from worker.step.runner import Runner
 from worker.step.slot_registry import CheckedRunner, Poison, check_registry, rows_for, strays
@@ -272,6 +275,155 @@ def test_poison_covers_the_whole_row_of_a_freed_slot_and_no_other(poison):
     assert rows(table, 1) == kept
 
 
+# ---- recurrent states
+STATE_ITEMS, NUM_CHECKPOINTS = 6, 3
+
+
+def slots_with_states(max_slots: int, poison: Poison | None = None) -> SlotTable:
+    """Return a table with a recurrent state in each slot, and checkpoints: all items of checkpoint
+    n are n."""
+    table = tiny_slots(
+        max_slots, poison=poison, state_items=STATE_ITEMS, num_checkpoints=NUM_CHECKPOINTS
+    )
+    for number in range(1, 1 + NUM_CHECKPOINTS):
+        table.checkpoints[STATE][number] = number
+    return table
+
+
+def values(rows_of: torch.Tensor) -> list[float]:
+    """Return the value of each row, all of whose items are equal."""
+    assert torch.equal(rows_of.nan_to_num(-1), rows_of[:, :1].expand_as(rows_of).nan_to_num(-1))
+    return rows_of[:, 0].tolist()
+
+
+@pytest.mark.parametrize("poison", [None, *Poison])
+def test_binding_restores_the_state_from_a_checkpoint_or_from_zeros(poison: Poison | None):
+    table = slots_with_states(4, poison)
+    table[STATE][1] = 9.0
+    table.bind(slot_init(0, [1, 2, 3], num_computed=2, checkpoint=3))
+    table.bind(slot_init(2, [1, 2, 3]))
+    table.bind(slot_init(3, [1, 2, 3], num_computed=1, checkpoint=1))
+    table.flush()
+    assert values(table[STATE]) == [3.0, 9.0, 0.0, 1.0]
+    assert values(table.checkpoints[STATE]) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("poison", [None, *Poison])
+def test_a_slot_has_no_state_of_its_former_owner(poison: Poison | None):
+    table = slots_with_states(1, poison)
+    table.bind(slot_init(0, [1, 2], num_computed=1, checkpoint=2))
+    table.flush()
+    table[STATE][0] = 9.0
+    table.release(0, 1)
+    table.bind(slot_init(0, [1], generation=2))
+    table.flush()
+    assert values(table[STATE]) == [0.0]
+
+
+def test_two_slots_restored_from_one_checkpoint_do_not_share_their_states():
+    table = slots_with_states(2)
+    for slot in (0, 1):
+        table.bind(slot_init(slot, [1, 2], num_computed=1, checkpoint=2))
+    table.flush()
+    table[STATE][0] += 5
+    assert values(table[STATE]) == [7.0, 2.0]
+    assert values(table.checkpoints[STATE]) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "checkpoint", "message"),
+    [
+        (2, NO_CHECKPOINT, "the state after 2 positions cannot be that of checkpoint 0"),
+        (0, 1, "the state after 0 positions cannot be that of checkpoint 1"),
+        (2, NUM_CHECKPOINTS + 1, "checkpoint 4 does not exist"),
+        (2, -1, "checkpoint -1 does not exist"),
+    ],
+)
+def test_a_binding_without_the_checkpoint_of_its_positions_is_refused(
+    num_computed: int, checkpoint: int, message: str
+):
+    table = slots_with_states(2)
+    init = slot_init(1, [1, 2, 3], num_computed=num_computed, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=message):
+        table.bind(init)
+    table.flush()
+    table.bind(slot_init(1, [1, 2, 3]))
+
+
+def test_a_table_without_states_needs_no_checkpoint():
+    table = tiny_slots(1)
+    table.bind(slot_init(0, [1, 2, 3], num_computed=2))
+    assert table.checkpoints == {}
+
+
+@pytest.mark.parametrize("poison", Poison)
+def test_a_released_state_and_checkpoints_that_were_never_saved_hold_poison(poison: Poison):
+    table = tiny_slots(2, poison=poison, state_items=STATE_ITEMS, num_checkpoints=NUM_CHECKPOINTS)
+    floating = torch.tensor(poison.value[1]).nan_to_num(-1).item()
+    kept = table.checkpoints[STATE]
+    assert values(kept.nan_to_num(-1)) == [0.0, *[floating] * NUM_CHECKPOINTS]
+    assert values(table[STATE].nan_to_num(-1)) == [floating] * 2
+    for slot in (0, 1):
+        table.bind(slot_init(slot, [1]))
+    table.flush()
+    table.release(0, 1)
+    assert values(table[STATE].nan_to_num(-1)) == [floating, 0.0]
+
+
+def step_states_of(plan: StepPlan, table: SlotTable) -> StepStates:
+    states = step_states(plan, read_rows(plan), table)
+    assert states is not None
+    return states
+
+
+def test_a_plan_without_states_to_save_has_those_of_its_rows():
+    table = slots_with_states(5)
+    plan = step_plan(
+        rows=[(3, 0, 4, False), (1, 6, 1, True), (4, 2, 3, True)], drafts={4: [7, 8], 1: []}
+    )
+    states = step_states_of(plan, table)
+    assert states.memory.data_ptr() == table[STATE].data_ptr()
+    assert states.slots.tolist() == [1, 3, 4]
+    assert states.firsts.tolist() == [0, 1, 5]
+    assert states.counts.tolist() == [1, 4, 3]
+    assert states.kept.tolist() == [1, 4, 1]
+    assert states.has_drafts
+    assert [states.saves(row) for row in range(3)] == [[], [], []]
+    bare = tiny_slots(5)
+    assert step_states(plan, read_rows(plan), bare) is None
+
+
+def test_the_states_to_save_are_ordered_by_row_and_position():
+    table = slots_with_states(5)
+    plan = step_plan(
+        rows=[(3, 8, 4, False), (1, 6, 1, True), (4, 2, 3, True)],
+        saves=[(3, 12, 2), (1, 7, 3), (3, 9, 1)],
+    )
+    states = step_states_of(plan, table)
+    assert [states.saves(row) for row in range(3)] == [[(1, 3)], [(1, 1), (4, 2)], []]
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        (3, 8, 1),  # the row's tokens come after position 8
+        (3, 13, 1),  # the row ends at position 12
+        (1, 8, 1),
+        (2, 9, 1),  # slot 2 has no row in the step
+        (7, 9, 1),
+        (3, 9, NO_CHECKPOINT),
+        (3, 9, NUM_CHECKPOINTS + 1),
+        (3, 9, -1),
+    ],
+    ids=str,
+)
+def test_a_save_of_a_state_that_no_row_computes_is_refused(save: tuple[int, int, int]):
+    table = slots_with_states(5)
+    plan = step_plan(step=6, rows=[(3, 8, 4, False), (1, 6, 1, True)], saves=[(3, 10, 2), save])
+    with pytest.raises(ValueError, match="step 6: a state cannot be saved as planned"):
+        step_states_of(plan, table)
+
+
 # ---- declaring a field
 def test_a_slot_field_must_declare_the_rest_of_its_row():
     with pytest.raises(TypeError, match="rest"):
@@ -288,6 +440,7 @@ def test_a_slot_field_must_declare_the_rest_of_its_row():
         {"rest": RestPolicy.DERIVED, "derive": print},
         {"derive": print},
         {"init": None},
+        {"rest": RestPolicy.RESTORED},
         {"shape": (2, 2)},
         {"shape": (2,), "host": True},
         {"written_by": ("sampler",), "host": True},

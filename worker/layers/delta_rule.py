@@ -6,12 +6,12 @@ width of the convolution, all as in GatedDeltaSpec.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from worker.slots.states import Ints, StepStates
+from worker.layers.recurrence import advance, convolved
+from worker.slots.states import StepStates
 from worker.spec.recurrent import GatedDeltaSpec
 
 NORM_EPS = 1e-6
@@ -30,29 +30,8 @@ def gated_delta(
     """Compute a step of one layer and change the states of its rows. Arguments and result are those
     of `Kernels.gated_delta`."""
     out = qkv.new_empty(len(qkv), spec.num_value_heads, spec.value_dim)
-    memory = states.memory[:, offset : offset + spec.state_items]
     rule = _Rule(spec, conv, (qkv, beta, decay), out)
-    single = (states.counts == 1) & (states.kept == 1)
-    if single.any():
-        slots, firsts = (_on(qkv, each[single]) for each in (states.slots, states.firsts))
-        held = memory.index_select(0, slots)
-        rule(firsts[:, None], held)
-        memory.index_copy_(0, slots, held)
-        for at in np.flatnonzero(single[states.save_rows]):
-            slot = int(states.slots[states.save_rows[at]])
-            _save(states, offset, int(states.save_ids[at]), memory[slot])
-    for row in np.flatnonzero(~single).tolist():
-        held = memory[int(states.slots[row])]
-        first, kept = int(states.firsts[row]), int(states.kept[row])
-        done = 0
-        for count, checkpoint in [*states.saves(row), (kept, 0)]:
-            if count > kept:
-                continue
-            rule(_tokens(qkv, first + done, first + count), held[None])
-            done = count
-            if checkpoint:
-                _save(states, offset, checkpoint, held)
-        rule(_tokens(qkv, first + kept, first + int(states.counts[row])), held.clone()[None])
+    advance(states, offset, spec.state_items, rule)
     return out
 
 
@@ -72,8 +51,6 @@ class _Rule:
         """Write the results of `tokens` [R, N], indexes in the step, and change `held` [R, items],
         the states of the rows."""
         spec = self._spec
-        if not tokens.numel():
-            return
         qkv, beta, decay = (each[tokens] for each in self._inputs)
         sizes = [spec.tail_items, spec.state_items - spec.tail_items]
         tail, matrices = torch.split(held, sizes, dim=1)
@@ -91,11 +68,8 @@ class _Rule:
     def _convolved(self, qkv: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries and keys [R, N, H, K] and the values [R, N, H, V] of `qkv` [R, N, C],
         and move `tail` [R, kernel - 1, C] on."""
-        spec, length = self._spec, qkv.shape[1]
-        window = torch.cat([tail, qkv], dim=1)
-        tail.copy_(window[:, length:])
-        taps = (window[:, i : i + length] * tap for i, tap in enumerate(self._conv))
-        mixed = silu(sum(taps, start=torch.zeros_like(qkv)))
+        spec = self._spec
+        mixed = silu(convolved(qkv, tail, self._conv))
         q, k, v = torch.split(mixed, [spec.key_width, spec.key_width, spec.value_width], dim=2)
         keys = (*qkv.shape[:2], spec.num_key_heads, spec.key_dim)
         group = spec.num_value_heads // spec.num_key_heads
@@ -111,15 +85,3 @@ class _Rule:
 def _unit(x: Tensor) -> Tensor:
     """Return vectors [..., K] divided by their length."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
-
-
-def _save(states: StepStates, offset: int, checkpoint: int, held: Tensor) -> None:
-    states.checkpoints[checkpoint, offset : offset + len(held)] = held
-
-
-def _tokens(like: Tensor, first: int, end: int) -> Tensor:
-    return torch.arange(first, end, device=like.device)[None]
-
-
-def _on(like: Tensor, values: Ints) -> Tensor:
-    return torch.from_numpy(values).to(like.device)

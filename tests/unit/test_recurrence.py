@@ -1,0 +1,218 @@
+"""The states of a step's rows: tokens in spans, saved states and drafts give what computing each
+token in a step of its own gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from worker.layers.delta_rule import gated_delta
+from worker.layers.recurrence import advance
+from worker.slots.states import StepStates
+from worker.spec.recurrent import GatedDeltaSpec
+
+NUM_SLOTS, NUM_CHECKPOINTS = 7, 9
+DELTA = GatedDeltaSpec(
+    num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3, eps=1e-6
+)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state after `count` tokens of the row, which is copied to a checkpoint."""
+
+    row: int
+    count: int
+    checkpoint: int
+
+
+@dataclass(frozen=True)
+class Row:
+    slot: int
+    count: int
+    drafts: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A recurrence with random inputs for any number of tokens.
+
+    compute   (numbers of the tokens among all, states, offset) -> results [T, width]
+    """
+
+    items: int
+    compute: Callable[[Tensor, StepStates, int], Tensor]
+    is_exact: bool = True
+
+
+def counter() -> Mixer:
+    """A state of two whole numbers, which depend on the order of the tokens."""
+    inputs = torch.randint(97, (400,), generator=torch.Generator().manual_seed(1)).float()
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        x, out = inputs[tokens], torch.full((len(tokens), 1), torch.nan)
+
+        def span(at: Tensor, held: Tensor) -> None:
+            for each in at.unbind(1):
+                held[:, 1] = (2 * held[:, 0] + held[:, 1]) % 89
+                held[:, 0] = (3 * held[:, 0] + x[each]) % 97
+                out[each] = held.sum(1, keepdim=True)
+
+        advance(states, offset, 2, span)
+        return out
+
+    return Mixer(2, compute)
+
+
+def delta() -> Mixer:
+    random = torch.Generator().manual_seed(2)
+    qkv = torch.randn(400, DELTA.conv_width, generator=random)
+    beta, decay = (torch.rand(400, DELTA.num_value_heads, generator=random) for _ in range(2))
+    conv = torch.randn(DELTA.kernel, DELTA.conv_width, generator=random)
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        inputs = qkv[tokens], beta[tokens], -decay[tokens]
+        return gated_delta(DELTA, conv, *inputs, states, offset).flatten(1)
+
+    return Mixer(DELTA.state_items, compute, is_exact=False)
+
+
+MIXERS = {"counter": counter, "gated delta": delta}
+
+
+def step_of(
+    rows: Sequence[Row], saves: Sequence[SavedState], memory: Tensor, checkpoints: Tensor
+) -> StepStates:
+    counts = np.array([row.count for row in rows], np.int64)
+    ordered = sorted(saves, key=lambda each: (each.row, each.count))
+    return StepStates(
+        memory,
+        checkpoints,
+        slots=np.array([row.slot for row in rows], np.int64),
+        firsts=counts.cumsum() - counts,
+        counts=counts,
+        kept=counts - np.array([row.drafts for row in rows], np.int64),
+        save_rows=np.array([each.row for each in ordered], np.int64),
+        save_counts=np.array([each.count for each in ordered], np.int64),
+        save_ids=np.array([each.checkpoint for each in ordered], np.int64),
+    )
+
+
+def random_step(seed: int) -> tuple[list[Row], list[SavedState]]:
+    """Return rows of a step in any order, some with drafts, and some of the states to save."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for slot in random.permutation(NUM_SLOTS)[: random.integers(1, NUM_SLOTS)].tolist():
+        count = int(random.choice([1, 1, 2, 4, 9]))
+        drafts = int(random.integers(count))
+        rows.append(Row(slot, count, drafts, int(random.integers(drafts + 1))))
+    places = [(row, count + 1) for row, each in enumerate(rows) for count in range(each.count)]
+    chosen = random.permutation(len(places))[: random.integers(NUM_CHECKPOINTS + 1)].tolist()
+    ids = (random.permutation(NUM_CHECKPOINTS) + 1).tolist()
+    saves = [SavedState(row, count, ids.pop()) for row, count in (places[at] for at in chosen)]
+    return rows, saves
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """The results of a row's tokens, each computed in a step of its own, and the states before the
+    first and after each of them."""
+
+    results: Tensor
+    states: list[Tensor]
+
+    @classmethod
+    def of(cls, mixer: Mixer, row: Row, first: int, memory: Tensor, offset: int) -> OneByOne:
+        memory, results = memory.clone(), []
+        states = [memory[row.slot].clone()]
+        none = torch.empty(1, memory.shape[1])
+        for token in range(first, first + row.count):
+            step = step_of([Row(row.slot, 1)], [], memory, none)
+            results.append(mixer.compute(torch.tensor([token]), step, offset))
+            states.append(memory[row.slot].clone())
+        return cls(torch.cat(results), states)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_step_with_saved_states_and_drafts_is_the_same_as_one_token_after_another(
+    name: str, seed: int
+) -> None:
+    mixer, (rows, saves) = MIXERS[name](), random_step(seed)
+    tolerance = {"rtol": 0, "atol": 0} if mixer.is_exact else {"rtol": 1e-5, "atol": 1e-5}
+    offset, width = 3, mixer.items + 5
+    random = torch.Generator().manual_seed(seed)
+    before = torch.randint(9, (NUM_SLOTS, width), generator=random).float() / 4
+    memory = before.clone()
+    checkpoints = torch.full((1 + NUM_CHECKPOINTS, width), 7.25)
+    step = step_of(rows, saves, memory, checkpoints)
+    ends = np.cumsum([row.count for row in rows]).tolist()
+    singly = [
+        OneByOne.of(mixer, row, end - row.count, before, offset)
+        for row, end in zip(rows, ends, strict=True)
+    ]
+
+    def check(num_known: Sequence[int]) -> None:
+        """Check all states after the first num_known[i] tokens of row i."""
+        expected = before.clone()
+        for row, done, each in zip(rows, num_known, singly, strict=True):
+            expected[row.slot] = each.states[done]
+        torch.testing.assert_close(memory, expected, **tolerance)
+        expected = torch.full_like(checkpoints, 7.25)
+        part = slice(offset, offset + mixer.items)
+        for save in saves:
+            if save.count <= num_known[save.row]:
+                expected[save.checkpoint, part] = singly[save.row].states[save.count][part]
+        torch.testing.assert_close(checkpoints, expected, **tolerance)
+
+    tokens = torch.arange(ends[-1])
+    results = mixer.compute(tokens, step, offset)
+    step.on_accepted(lambda accepted: mixer.compute(tokens, accepted, offset))
+    torch.testing.assert_close(results, torch.cat([each.results for each in singly]), **tolerance)
+    check([row.count - row.drafts for row in rows])
+    step.accept(np.array([row.accepted for row in rows], np.int64))
+    check([row.count - row.drafts + row.accepted for row in rows])
+
+
+def test_a_step_without_drafts_computes_nothing_again() -> None:
+    memory = torch.zeros(NUM_SLOTS, 2)
+    calls: list[StepStates] = []
+    step = step_of([Row(0, 3)], [], memory, torch.empty(1, 2))
+    step.on_accepted(calls.append)
+    step.accept(np.array([0], np.int64))
+    assert calls == []
+    assert not step.has_drafts
+
+
+def test_wrong_drafts_compute_nothing_again() -> None:
+    memory = torch.zeros(NUM_SLOTS, 2)
+    calls: list[StepStates] = []
+    step = step_of([Row(0, 3, drafts=2)], [], memory, torch.empty(1, 2))
+    step.on_accepted(calls.append)
+    step.accept(np.array([0], np.int64))
+    assert calls == []
+
+
+def test_every_layer_computes_only_the_rows_with_accepted_drafts_again() -> None:
+    memory = torch.zeros(NUM_SLOTS, 2)
+    first: list[StepStates] = []
+    second: list[StepStates] = []
+    rows = [Row(4, 1), Row(2, 5, drafts=3), Row(1, 3, drafts=2), Row(5, 4, drafts=1)]
+    step = step_of(rows, [SavedState(1, 4, 6)], memory, torch.empty(9, 2))
+    step.on_accepted(first.append)
+    step.on_accepted(second.append)
+    step.accept(np.array([0, 2, 0, 1], np.int64))
+    (again,) = first
+    assert second[0] is again
+    assert again.slots.tolist() == [2, 5]
+    assert again.firsts.tolist() == [3, 12]
+    assert again.counts.tolist() == again.kept.tolist() == [2, 1]
+    assert again.saves(0) == [(2, 6)]
+    assert again.saves(1) == []
+    assert not again.has_drafts
