@@ -60,6 +60,8 @@ ARCHITECTURES = {
     "gpt_oss": MODEL_ARCH.GPT_OSS,
 }
 """model_type -> architecture of the GGUF file."""
+GRANITE_HYBRID = "granitehybrid"
+"""The architecture of a Granite 4 some of whose layers have Mamba-2."""
 PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3"})
 """Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
@@ -93,6 +95,8 @@ def write_gguf(
     """
     config: Any = model.config
     usual = ARCHITECTURES[config.model_type]
+    if config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types:
+        usual = MODEL_ARCH.GRANITE_HYBRID
     writer = GGUFWriter(path, architecture or MODEL_ARCH_NAMES[usual])
     _add_facts(writer, config)
     _add_own_facts(writer, config)
@@ -212,11 +216,20 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_residual_scale(config.residual_multiplier)
             writer.add_logit_scale(config.logits_scaling)
             if config.model_type == "granitemoehybrid":
-                heads = [config.num_key_value_heads] * config.num_hidden_layers
+                is_linear = [kind == "linear_attention" for kind in config.layer_types]
+                heads = [0 if linear else config.num_key_value_heads for linear in is_linear]
                 writer.add_head_count_kv(heads)
-                writer.add_rope_scaling_finetuned(True)
+                writer.add_rope_scaling_finetuned(not any(is_linear))
                 writer.add_expert_count(config.num_local_experts)
+                if config.num_local_experts:
+                    writer.add_expert_used_count(config.num_experts_per_tok)
+                    shared = config.shared_intermediate_size
+                    writer.add_expert_shared_feed_forward_length(shared)
                 writer.add_ssm_conv_kernel(config.mamba_d_conv)
+                writer.add_ssm_state_size(config.mamba_d_state)
+                writer.add_ssm_group_count(config.mamba_n_groups)
+                writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+                writer.add_ssm_time_step_rank(config.mamba_n_heads)
         case "cohere2":
             writer.add_logit_scale(config.logit_scale)
             writer.add_sliding_window(config.sliding_window)
@@ -307,8 +320,18 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
     if getattr(config, "linear_num_key_heads", None):
         yield from _hybrid(config, name, data)
         return
+    if config.model_type == "granitemoehybrid" and ".mamba." in name:
+        yield _mamba(config, name, data)
+        return
+    if "block_sparse_moe.input_linear" in name:
+        block = name.partition("block_sparse_moe")[0] + "mlp."
+        for part, each in zip(("gate", "up"), np.split(data, 2, axis=1), strict=True):
+            yield f"{block}experts.{part}_proj.weight", each
+        return
     if ".shared_mlp." in name:
         block = name.partition("shared_mlp")[0] + "mlp."
+        if config.num_local_experts:
+            block += "shared_expert."
         parts = {"down_proj": data}
         if "input_linear" in name:
             parts = dict(zip(("gate_proj", "up_proj"), np.split(data, 2), strict=True))
@@ -325,6 +348,21 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _mamba(config: Any, name: str, data: Array) -> tuple[str, Array]:
+    """Return a tensor of a Mamba-2 layer."""
+    if name.endswith("A_log"):
+        return name, -np.exp(data)[:, None]
+    if name.endswith(".D"):
+        return name, data[:, None]
+    if name.endswith("dt_bias"):
+        return name.replace("dt_bias", "dt_proj.bias"), data
+    if name.endswith("conv1d.weight"):
+        return name, data.squeeze(1)
+    if name.endswith("norm.weight"):
+        return name, data.reshape(config.mamba_n_groups, -1)
+    return name, data
 
 
 def _hybrid(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:

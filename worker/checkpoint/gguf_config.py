@@ -78,6 +78,16 @@ class Metadata:
         return self.shared("attention.head_count")
 
     @property
+    def num_kv_heads(self) -> int:
+        """Return the number of key/value heads of the layers with attention. A list has 0 for each
+        of the other layers."""
+        found = self.get("attention.head_count_kv")
+        counts = {each for each in found if each} if isinstance(found, list) else set()
+        if len(counts) == 1 and isinstance(count := counts.pop(), int):
+            return count
+        return self.shared("attention.head_count_kv", self.num_heads)
+
+    @property
     def head_dim(self) -> int:
         default = self.integer("embedding_length") // max(self.num_heads, 1)
         head_dim = self.integer("attention.key_length", default)
@@ -114,7 +124,7 @@ def common(metadata: Metadata) -> Config:
         "intermediate_size": metadata.shared("feed_forward_length", *[1] * has_experts_only),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
-        "num_key_value_heads": metadata.shared("attention.head_count_kv", metadata.num_heads),
+        "num_key_value_heads": metadata.num_kv_heads,
         "head_dim": metadata.head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -383,6 +393,36 @@ def granite(metadata: Metadata) -> Config:
         "attention_multiplier": metadata.number("attention.scale", 0.0) or usual,
         "logits_scaling": metadata.positive("logit_scale"),
     }
+
+
+def granite_hybrid(metadata: Metadata) -> Config:
+    """Return the keys of Granite 4 H besides those of `common`: a layer without key/value heads has
+    Mamba-2."""
+    tensors = metadata.file.tensors
+    kv_heads = metadata.get("attention.head_count_kv")
+    if not isinstance(kv_heads, list) or len(kv_heads) != metadata.num_layers:
+        name = metadata.key("attention.head_count_kv")
+        raise UnusableModel(f"{name} must have an item for each of {metadata.num_layers} layers")
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    found: Config = {
+        "position_embedding_type": "rope" if is_rotated(metadata) else None,
+        "layer_types": [FULL if each else LINEAR for each in kv_heads],
+        "num_local_experts": 0,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(heads, 1),
+        "mamba_expand": inner // max(metadata.integer("embedding_length"), 1),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
+    }
+    if metadata.integer("expert_count", 0):
+        shared = metadata.integer("expert_shared_feed_forward_length")
+        found |= {**_experts(metadata), "shared_intermediate_size": shared}
+    elif up := tensors.get("blk.0.ffn_up.weight"):
+        found["shared_intermediate_size"] = up.shape[0]
+    return granite(metadata) | found
 
 
 def is_rotated(metadata: Metadata) -> bool:

@@ -67,6 +67,15 @@ HYBRID_ROLES = {
 }
 TILED_ROLES = {"delta_b": LAYER + "ssm_beta", "delta_a": LAYER + "ssm_alpha"}
 """Roles of the gated delta nets whose value heads the converter has put in another order."""
+MAMBA_ROLES = {
+    "mamba_inputs": LAYER + "ssm_in",
+    "mamba_conv": LAYER + "ssm_conv1d",
+    "mamba_decay": LAYER + "ssm_a",
+    "mamba_bias": LAYER + "ssm_dt.bias",
+    "mamba_skip": LAYER + "ssm_d",
+    "mamba_norm": LAYER + "ssm_norm",
+    "mamba_output": LAYER + "ssm_out",
+}
 OLD_EXPERTS = {
     "expert_gate": LAYER + "ffn_gate.{e}",
     "expert_up": LAYER + "ffn_up.{e}",
@@ -184,6 +193,12 @@ FAMILIES = {
         config=gguf_config.granite,
         is_interleaved=True,
     ),
+    "granitehybrid": GGUFFamily(
+        families=("GraniteMoeHybridForCausalLM",),
+        config=gguf_config.granite_hybrid,
+        roles=SHARED_ROLES | MAMBA_ROLES,
+        is_interleaved=True,
+    ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
     ),
@@ -212,6 +227,10 @@ FAMILIES = {
     ),
 }
 """`general.architecture` -> how its files are read."""
+
+
+WITHOUT_ENDING = ("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip")
+"""Roles whose names have no ending."""
 
 
 def gguf_family(architecture: str) -> GGUFFamily:
@@ -254,7 +273,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         {**ROLES, **family.roles},
         orders=orders,
         computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS),
-        endings=dict.fromkeys(("delta_decay", "delta_bias"), ("", "")),
+        endings=dict.fromkeys(WITHOUT_ENDING, ("", "")),
         stores_decay_factors=True,
         # The layers for drafts follow those of the model.
         unused=(f"blk.{spec.num_layers}.",) if spec.state_items else (),
@@ -262,14 +281,16 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
 
 
 def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor as the model's own files have it: the converter drops axes of
-    one item."""
+    """Return the shape of each tensor as the model's own files have it: the converter drops or adds
+    axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
     for name, shape in shapes.items():
         if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
             shapes[name] = (shape[0], 1, shape[1])
         elif name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
             shapes[name] = (1, *shape)
+        elif name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) and len(shape) == 2:
+            shapes[name] = (shape[0] * shape[1],)
     return shapes
 
 
