@@ -90,6 +90,8 @@ def build_parts(
     """Return the parts of a new engine. The arguments, and the errors raised, are those of
     `Engine`."""
     _check_window(config, limits, keeps_all=bool(cluster or tiers))
+    if limits.state_bytes and (cluster or tiers):
+        raise ValueError("K/V transfer and tiers do not carry the model's recurrent states")
     speculation = Speculation(config, draft_cost, step_costs)
     hashes = ContentHashes(model.digest, limits.block_tokens)
     names, size = config.kv_events_namespace, limits.block_tokens

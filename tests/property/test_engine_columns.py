@@ -16,7 +16,7 @@ from engine_core.schedule.plan import Schedule
 from engine_core.schedule.row_results import RowResult, row_results
 from protocol.worker.steps import StepPlan, StepResult
 from tests.support.examples import examples
-from tests.support.storm import RequestStorm, SmallCacheStorm, WindowStorm
+from tests.support.storm import RequestStorm, SmallCacheStorm, StateStorm, WindowStorm
 
 OPERATIONS = examples(150, 3000)
 STORMS: dict[str, Callable[[], RequestStorm]] = {
@@ -27,6 +27,8 @@ STORMS: dict[str, Callable[[], RequestStorm]] = {
     "a window": lambda: WindowStorm(7),
     "K/V groups": lambda: WindowStorm(5, 3),
     "tiers": lambda: SmallCacheStorm(3, ["host"]),
+    "states": lambda: StateStorm(11),
+    "states and n-grams": lambda: StateStorm(103),
 }
 
 

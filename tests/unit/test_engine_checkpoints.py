@@ -15,6 +15,7 @@ from engine_core.startup import build_engine
 from engine_core.workers.process import WorkerLost
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.engine.kv_window import KVGroups
 from protocol.process.exit_codes import ExitCode
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepPlan, WorkerReady
@@ -142,6 +143,36 @@ def test_a_beginning_stays_cached_although_the_first_prompt_with_it_is_evicted()
     assert num_found(bench, beginning + a_text(5, 13)) == 24
 
 
+# ---- beside windows and a draft model
+GROUPS = KVGroups(window=8, window_blocks=2)
+
+
+@pytest.mark.parametrize("window", [{"kv_window": 8}, {"kv_groups": GROUPS}])
+def test_a_prompt_is_found_beside_layers_with_a_window(window: dict[str, Any]) -> None:
+    bench, prompt = a_bench(**window), a_text(1, 61)
+    assert [num_found(bench, prompt) for _ in range(2)] == [0, 60]
+    number = bench.add(prompt, max_tokens=50, ignore_eos=True)
+    bench.run()
+    history = prompt + bench.tokens(number)
+    assert num_found(bench, [*history, 1]) == 108
+
+
+def test_the_third_prompt_finds_a_common_beginning_beside_layers_with_a_window() -> None:
+    bench, beginning = a_bench(kv_groups=GROUPS, token_budget=16), a_text(1, 26)
+    found = [num_found(bench, beginning + a_text(number, 13)) for number in (2, 3, 4)]
+    assert found == [0, 16, 24]
+
+
+def test_the_next_turn_is_found_although_the_draft_model_is_behind() -> None:
+    """The drafts are wrong, so they are no longer requested, and the draft model computes the
+    answer only now and then."""
+    wrong = guess_with_accuracy(0.0)
+    bench, prompt = a_bench(speculation="model", guess=wrong), a_text(1, 6)
+    number = bench.add(prompt, max_tokens=31, ignore_eos=True)
+    bench.run()
+    assert num_found(bench, prompt + bench.tokens(number) + [1]) == 36
+
+
 # ---- answers
 def test_the_next_turn_finds_the_prompt_and_the_answer() -> None:
     bench, prompt = a_bench(), a_text(1, 6)
@@ -150,6 +181,18 @@ def test_the_next_turn_finds_the_prompt_and_the_answer() -> None:
     assert saved(bench) == [4, 8, 12, 16, 20, 24]
     history = prompt + bench.tokens(number)
     assert num_found(bench, history + a_text(2, 10)) == 24
+
+
+def test_the_next_turn_is_found_although_another_request_had_cached_the_prompt() -> None:
+    """Two requests compute one prompt in one step, and the blocks of the first are cached. They are
+    evicted before the second one ends, which then publishes its own."""
+    bench, prompt = a_bench(num_blocks=31), a_text(1, 21)
+    bench.add(prompt, max_tokens=1)
+    number = bench.add(prompt, max_tokens=60, ignore_eos=True)
+    bench.step()
+    bench.add(a_text(2, 70), max_tokens=1)
+    bench.run()
+    assert num_found(bench, prompt + bench.tokens(number) + [1]) == 80
 
 
 def test_a_request_holds_only_the_newest_checkpoint_of_its_answer() -> None:
@@ -227,17 +270,17 @@ def test_a_request_that_is_aborted_in_flight_leaves_no_checkpoint_of_that_step()
     assert counts(bench) == (0, 0)
 
 
-def test_an_abort_keeps_the_checkpoints_of_committed_steps() -> None:
-    bench, prompt = a_bench(steps_in_flight=2), a_text(1, 11)
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_step_that_an_abort_discards_leaves_the_older_checkpoint(steps_in_flight: int) -> None:
+    bench, prompt = a_bench(steps_in_flight=steps_in_flight, state_interval=400), a_text(1, 6)
     number = bench.add(prompt, max_tokens=40, ignore_eos=True)
-    for _ in range(8):
-        bench.step()
-    bench.plan()
+    while 20 not in saved(bench):
+        if bench.plan() is None:
+            bench.finish()
     bench.abort(number)
     bench.run()
-    history = prompt + bench.tokens(number)
     assert counts(bench) == (0, 2)
-    assert num_found(bench, history + a_text(2, 9)) == 16
+    assert num_found(bench, prompt + bench.tokens(number) + a_text(2, 9)) == 16
 
 
 def test_a_failed_row_leaves_no_checkpoint() -> None:
@@ -304,6 +347,11 @@ def test_options_that_move_only_the_kv_are_refused_for_a_model_with_a_state(
     with pytest.raises(WorkerLost, match=named) as refused:
         build_engine(READY, config, epoch="e")
     assert refused.value.exit_code == ExitCode.USAGE
+
+
+def test_an_engine_with_tiers_refuses_a_model_with_a_state() -> None:
+    with pytest.raises(ValueError, match="do not carry the model's recurrent states"):
+        a_bench(tiers=["host"])
 
 
 def test_a_model_with_a_state_and_no_checkpoints_shares_no_prefixes() -> None:

@@ -44,7 +44,13 @@ from protocol.worker.steps import (
 from tests.support.engines import CLIENT, Bench, EchoWorker, SampleToken, a_card
 from tests.support.grammars import text_of
 from tests.support.processes import ROOT
-from tests.support.storm import AdapterStorm, EncodeStorm, RequestStorm, SmallCacheStorm
+from tests.support.storm import (
+    AdapterStorm,
+    EncodeStorm,
+    RequestStorm,
+    SmallCacheStorm,
+    StateStorm,
+)
 from tests.support.timelines import TimedBench
 
 
@@ -85,6 +91,8 @@ SLOW = b"slow"
 """A client that reads no results until it is told to."""
 ADAPTED = (5, 109)
 """Seeds of storms with LoRA adapters."""
+STATEFUL = (9, 207)
+"""Seeds of storms of a model with a recurrent state."""
 
 
 def stormy(
@@ -92,6 +100,8 @@ def stormy(
 ) -> tuple[Bench, Path]:
     if tiers:
         storm: RequestStorm = SmallCacheStorm(seed, [*tiers])
+    elif seed in STATEFUL:
+        storm = StateStorm(seed)
     else:
         storm = AdapterStorm(seed) if seed in ADAPTED else RequestStorm(seed)
     return recorded(storm, journals, length)
@@ -140,7 +150,7 @@ class EchoComparer:
             raise AssertionError("results of another kind than the plan")
 
 
-@pytest.mark.parametrize("seed", [2, 3, *ADAPTED, 104, 205])
+@pytest.mark.parametrize("seed", [2, 3, *ADAPTED, *STATEFUL, 104, 205])
 def test_a_replay_gives_the_same_replies_and_steps_for_any_input(
     seed: int, journals: Journals
 ) -> None:
@@ -261,12 +271,13 @@ def parts(journals: Journals) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "tiers"), [(2, []), (3, []), (104, []), (205, []), (207, ["host", "disk"])]
+    ("seed", "tiers"), [(2, []), (3, []), (9, []), (104, []), (205, []), (207, ["host", "disk"])]
 )
 def test_a_file_started_at_any_moment_replays_by_itself(
     seed: int, tiers: list[str], journals: Journals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of the moments have constrained answers, drafts, steps in flight or fetches."""
+    """Some of the moments have constrained answers, drafts, steps in flight, fetches or
+    checkpoints."""
     monkeypatch.setattr("engine_core.journal.file.KEPT_FILES", 1000)
     # A file is nearly full at once, so each turn starts another.
     monkeypatch.setattr("engine_core.journal.file.SPARE_DIVISOR", 1)

@@ -137,10 +137,15 @@ def _http(status: int | None) -> str:
 
 def _engine(status: ServerStatus, limits: Limits, stats: EngineStats) -> str:
     used = stats.total_blocks - stats.free_blocks
+    states = ""
+    if stats.total_checkpoints:
+        states = (
+            f"\nstates   {stats.held_checkpoints} of {stats.total_checkpoints} checkpoints in use"
+        )
     draining = "\nengine   draining: new requests are refused" if stats.draining else ""
     return f"""\
 model    {status.model} ({status.architecture}, {status.dtype})
 running  {stats.running} of {limits.max_slots}
 waiting  {stats.waiting} ({stats.waiting_tokens} tokens)
-blocks   {used} of {stats.total_blocks} in use ({limits.block_tokens} tokens each)
+blocks   {used} of {stats.total_blocks} in use ({limits.block_tokens} tokens each){states}
 clients  {stats.clients}{draining}"""
