@@ -60,6 +60,31 @@ FUSED = {
 }
 
 
+HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
+EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+RECURRENT: dict[str, tuple[str, dict[str, int]]] = {
+    "qwen3_5_text": ("fp8 blocks", HYBRID),
+    "qwen3_next": ("packed 4 bits", HYBRID | EXPERTS),
+    "granitemoehybrid": ("gptq 4 bits", {"shared_intermediate_size": 160, "num_local_experts": 0}),
+}
+"""Model type -> the format, and sizes that its groups of columns divide."""
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_recurrent_layers_are_quantised_too(tmp_path: Path, model_type: str) -> None:
+    """Some tensors of Qwen3-Next hold the rows of several matrices for each head."""
+    form, sizes = RECURRENT[model_type]
+    model = random_model(model_type, **sizes)
+    ours, dense = write_quantized(tmp_path, model, FORMATS[form])
+    logits = reference(dense)
+    assert_same(EagerStepper(load(ours), [TOKENS]).run([(24,)])[0], logits, 1e-4 * scale_of(logits))
+    loaded = load_model(ours, dtype=torch.float32, device=CPU, kernels=native_kernels())
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=loaded.model.kernels)
+    found = EagerStepper(loaded, [TOKENS], attention).run([(23,), (1,)])[0]
+    errors = (found - logits).norm(dim=1) / logits.norm(dim=1)
+    assert errors.median() <= 0.15  # a recurrence makes errors grow
+
+
 @pytest.mark.parametrize("model_type", FUSED)
 def test_fused_layers_and_experts_are_quantised_too(tmp_path: Path, model_type: str) -> None:
     model = random_model(model_type, num_hidden_layers=2)
