@@ -11,7 +11,7 @@ from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
 """Model types some of whose layers are recurrent."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -83,6 +83,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts": 5,
         "num_experts_per_tok": 2,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 64},
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -195,6 +196,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": BIASED,
     },
     "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
+    "lfm2": {
+        "untied": UNTIED,
+        "biases": {"conv_bias": True},
+        "long convolution": {"conv_L_cache": 6},
+        "short convolution": {"conv_L_cache": 2},
+        "wide": {"block_ffn_dim_multiplier": 1.7},
+        "not adjusted": {"block_auto_adjust_ff_dim": False},
+        "by index": {"layer_types": None, "full_attn_idxs": [0, 3]},
+        "one with attention": {"layer_types": ["conv"] * 3 + ["full_attention"]},
+        "no convolutions": {"layer_types": ["full_attention"] * 4},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        **ROPES,
+    },
     "gemma2": {
         "untied": UNTIED,
         "biases": BIASED,

@@ -246,7 +246,7 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     """
     layer = spec.layers[0]
     if layer.recurrent is not None:
-        mixed = layer.recurrent.value_width
+        mixed = layer.recurrent.output_width
     else:
         assert layer.attention is not None
         mixed = layer.attention.q_width

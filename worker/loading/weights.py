@@ -23,6 +23,7 @@ from worker.layers.linear import Dense, Linear
 from worker.layers.mlp import ExpertMlp, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
+from worker.layers.short_conv import ShortConv
 from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights
 from worker.spec.layer_tensors import (
     AttentionTensors,
@@ -30,12 +31,14 @@ from worker.spec.layer_tensors import (
     GatedDeltaTensors,
     LayerTensors,
     MatrixPart,
+    MixerTensors,
     NormTensor,
     SharedTensors,
+    ShortConvTensors,
     VectorTensor,
 )
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, ShortConvSpec
 from worker.spec.share import Box, MatrixCut, VectorCut
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors
@@ -183,13 +186,16 @@ class _Loader:
         )
 
     def _mixer(
-        self, layer: LayerSpec, tensors: AttentionTensors | GatedDeltaTensors
-    ) -> AttentionBlock | GatedDelta:
-        if isinstance(tensors, AttentionTensors):
-            assert layer.attention is not None
-            return self._attention(layer.attention, tensors)
-        assert layer.recurrent is not None
-        return self._gated_delta(layer.recurrent, tensors)
+        self, layer: LayerSpec, tensors: MixerTensors
+    ) -> AttentionBlock | GatedDelta | ShortConv:
+        match layer.recurrent, tensors:
+            case GatedDeltaSpec() as delta, GatedDeltaTensors():
+                return self._gated_delta(delta, tensors)
+            case ShortConvSpec() as conv, ShortConvTensors():
+                return self._short_conv(conv, tensors)
+        assert layer.attention is not None
+        assert isinstance(tensors, AttentionTensors)
+        return self._attention(layer.attention, tensors)
 
     def _attention(self, attention: AttentionSpec, tensors: AttentionTensors) -> AttentionBlock:
         norm = self._tensors.spec.norm
@@ -204,19 +210,32 @@ class _Loader:
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
-        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensors.conv, conv)
         norm = self._vector(VectorTensor(f"{tensors.norm.name}.weight", spec.value_dim))
         return GatedDelta(
             spec=spec,
             inputs=self._fused(tensors.inputs),
             gates=Dense(self._values(tensors.gates)),
-            conv=conv[:, 0].T.contiguous(),
+            conv=self._taps(tensors),
             decay=self._vector(tensors.decay).exp_().neg_(),
             bias=self._vector(tensors.bias),
             norm=Norm(NormSpec(eps=spec.eps), norm),
             output=self._fused(tensors.output),
         )
+
+    def _short_conv(self, spec: ShortConvSpec, tensors: ShortConvTensors) -> ShortConv:
+        return ShortConv(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            conv=self._taps(tensors),
+            bias=None if tensors.bias is None else self._vector(tensors.bias),
+            output=self._fused(tensors.output),
+        )
+
+    def _taps(self, tensors: GatedDeltaTensors | ShortConvTensors) -> Tensor:
+        """Read the weights of a convolution, [kernel, width] float32."""
+        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensors.conv, conv)
+        return conv[:, 0].T.contiguous()
 
     def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
         if tensors.router is None:

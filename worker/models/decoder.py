@@ -26,6 +26,7 @@ from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
+from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
@@ -70,7 +71,7 @@ class DecoderLayer:
 
     spec: LayerSpec
     attention_norm: Norm | None
-    mixer: AttentionBlock | GatedDelta
+    mixer: AttentionBlock | GatedDelta | ShortConv
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | ExpertMlp

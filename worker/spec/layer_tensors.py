@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -146,6 +147,14 @@ class AttentionTensors:
     def norms(self) -> tuple[NormTensor, ...]:
         return tuple(norm for norm in (self.q_norm, self.k_norm) if norm)
 
+    @property
+    def float_items(self) -> int:
+        return 0 if self.sinks is None else self.sinks.size
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return ()
+
     def others(self) -> Iterator[tuple[str, Shape]]:
         if self.sinks is not None:
             yield self.sinks.name, (self.sinks.whole,)
@@ -176,13 +185,64 @@ class GatedDeltaTensors:
         """Return the matrices that can be packed."""
         return self.inputs, self.output
 
+    @property
+    def float_items(self) -> int:
+        vectors = self.decay.size + self.bias.size + self.norm.size
+        return math.prod(self.conv_shape) + vectors
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return (self.gates,)
+
     def others(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors in the file that are not part of `matrices`."""
-        yield from self.gates.tensors()
         yield self.conv, self.conv_shape
         yield self.decay.name, (self.decay.size,)
         yield self.bias.name, (self.bias.size,)
         yield from self.norm.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvTensors:
+    """The tensors of a short convolution (spec/recurrent.py).
+
+    inputs   stacks the rows of both gates and of the input: B, C and x
+    conv     [width, 1, kernel]
+    bias     [width], of the convolution; None: it has none
+    """
+
+    inputs: FusedMatrix
+    conv: str
+    bias: VectorTensor | None
+    output: FusedMatrix
+    conv_shape: Shape
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        return self.inputs, self.output
+
+    @property
+    def float_items(self) -> int:
+        return math.prod(self.conv_shape) + (0 if self.bias is None else self.bias.size)
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return ()
+
+    def others(self) -> Iterator[tuple[str, Shape]]:
+        yield self.conv, self.conv_shape
+        if self.bias is not None:
+            yield self.bias.name, (self.bias.size,)
+
+
+MixerTensors = AttentionTensors | GatedDeltaTensors | ShortConvTensors
+"""The tensors of a token mixer.
+
+matrices      those that can be packed: the input's and the output's
+dense         those that stay dense
+float_items   numbers that are loaded as float32
+others()      name and shape of each tensor in the file that is part of no matrix and of no norm of
+              the model
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +263,7 @@ class LayerTensors:
     """
 
     attention_norm: NormTensor | None
-    mixer: AttentionTensors | GatedDeltaTensors
+    mixer: MixerTensors
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
     router: FusedMatrix | None
@@ -220,9 +280,9 @@ class LayerTensors:
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices of the MLP that stay dense: that of the router, and that of the
-        shared expert's score."""
-        found = (self.router, self.shared.gate if self.shared else None)
+        """Return the matrices that stay dense: some of the mixer's, that of the router, and that of
+        the shared expert's score."""
+        found = (*self.mixer.dense, self.router, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
 
     @property

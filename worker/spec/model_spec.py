@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from worker.errors import UnusableModel
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import RecurrentSpec
 from worker.spec.rope_config import RopeConfig
 
 MAX_DIMENSION = 1 << 24
@@ -150,7 +150,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec | None = None
-    recurrent: GatedDeltaSpec | None = None
+    recurrent: RecurrentSpec | None = None
     mlp: MlpSpec
     order: LayerOrder = "pre"
 
@@ -215,6 +215,11 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def recurrents(self) -> tuple[RecurrentSpec, ...]:
+        """Return the recurrence of each layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
     def num_kv_layers(self) -> int:
         """Return the number of layers with attention."""
         return len(self.attentions)
@@ -223,7 +228,7 @@ class ModelSpec:
     def state_items(self) -> int:
         """Return how many float32 numbers the recurrent state of a request has; 0: no layer has
         one."""
-        return sum(layer.recurrent.state_items for layer in self.layers if layer.recurrent)
+        return sum(each.state_items for each in self.recurrents)
 
     @property
     def window(self) -> int | None:

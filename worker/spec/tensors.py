@@ -17,14 +17,16 @@ from worker.spec.layer_tensors import (
     GatedDeltaTensors,
     LayerTensors,
     MatrixPart,
+    MixerTensors,
     MlpTensors,
     NormTensor,
     Shape,
     SharedTensors,
+    ShortConvTensors,
     VectorTensor,
 )
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, ShortConvSpec
 from worker.spec.share import MatrixCut, Share, VectorCut, divided
 from worker.spec.tensor_names import ENDINGS, TensorNames
 
@@ -92,15 +94,9 @@ class ModelTensors:
     def layer(self, index: int) -> LayerTensors:
         layer = self.spec.layers[index]
         norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
-        mixer: AttentionTensors | GatedDeltaTensors
-        if layer.recurrent is not None:
-            mixer = self._gated_delta(layer.recurrent, index)
-        else:
-            assert layer.attention is not None
-            mixer = self._attention(layer.attention, index)
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
-            mixer=mixer,
+            mixer=self._mixer(layer, index),
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
@@ -108,6 +104,15 @@ class ModelTensors:
             shared=self._shared(layer, index) if layer.mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
         )
+
+    def _mixer(self, layer: LayerSpec, index: int) -> MixerTensors:
+        match layer.recurrent:
+            case GatedDeltaSpec() as delta:
+                return self._gated_delta(delta, index)
+            case ShortConvSpec() as conv:
+                return self._short_conv(conv, index)
+        assert layer.attention is not None
+        return self._attention(layer.attention, index)
 
     def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
@@ -152,6 +157,21 @@ class ModelTensors:
             norm=NormTensor(self.names.roles["delta_norm"].format(i=index), delta.value_dim),
             output=FusedMatrix((self._part("delta_output", hidden, index),), value),
             conv_shape=(delta.conv_width, 1, delta.kernel),
+        )
+
+    def _short_conv(self, conv: ShortConvSpec, index: int) -> ShortConvTensors:
+        hidden, width = self.spec.hidden, conv.width
+        inputs, output = (
+            self._part("conv_in", 3 * width, index),
+            self._part("conv_out", hidden, index),
+        )
+        bias = self.names.roles["conv"].format(i=index) + ENDINGS[1]
+        return ShortConvTensors(
+            inputs=FusedMatrix((inputs,), hidden, conv.bias),
+            conv=self._name("conv", index),
+            bias=VectorTensor(bias, width) if conv.bias else None,
+            output=FusedMatrix((output,), width, conv.bias),
+            conv_shape=(width, 1, conv.kernel),
         )
 
     def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:

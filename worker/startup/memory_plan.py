@@ -38,7 +38,7 @@ from worker.models.compiled import is_fitting, why_not
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
 from worker.spec.architectures import TransformersSpec, num_checkpoints, state_bytes
-from worker.spec.layer_tensors import AttentionTensors, FusedMatrix, GatedDeltaTensors, LayerTensors
+from worker.spec.layer_tensors import FusedMatrix, LayerTensors
 from worker.spec.model_spec import ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
@@ -270,7 +270,7 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
-        total += _mixer_bytes(layer.mixer, item)
+        total += layer.mixer.float_items * DTYPE_BYTES["float32"]
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
         for matrix in layer.dense:
@@ -280,14 +280,6 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
             router = layer.router
             total += _packed_bytes([(DENSE_FORMATS[dtype], router.rows)], router.columns)
     return total + _matrix_bytes(head, model, dtype)
-
-
-def _mixer_bytes(mixer: AttentionTensors | GatedDeltaTensors, item: int) -> int:
-    """Return the bytes of a token mixer's tensors that are no norms of the model and not packed."""
-    if isinstance(mixer, AttentionTensors):
-        return 0 if mixer.sinks is None else mixer.sinks.size * DTYPE_BYTES["float32"]
-    vectors = math.prod(mixer.conv_shape) + mixer.decay.size + mixer.bias.size + mixer.norm.size
-    return vectors * DTYPE_BYTES["float32"] + mixer.gates.rows * mixer.gates.columns * item
 
 
 def _embedding_bytes(model: PlannedModel, dtype: str) -> int:
@@ -389,8 +381,7 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
         return heads + 3 * spec.inner
     # Queries, keys, values, gates and results.
     heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
-    deltas = (layer.recurrent for layer in spec.layers if layer.recurrent)
-    widest = max((3 * each.conv_width + 4 * each.value_width for each in deltas), default=0)
+    widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (each.mlp.intermediate * each.mlp.top_k + each.mlp.shared for each in spec.layers)
     return max(heads, widest) + 3 * max(inner)
 
@@ -412,9 +403,9 @@ def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
     if isinstance(spec, TransformersSpec):
         return 0
     heads = (each.q_width for each in spec.attentions)
-    values = (layer.recurrent.value_width for layer in spec.layers if layer.recurrent)
+    mixed = (each.output_width for each in spec.recurrents)
     inner = (max(layer.mlp.intermediate, layer.mlp.shared) for layer in spec.layers)
-    return 2 * max(spec.hidden, *heads, *values, *inner)
+    return 2 * max(spec.hidden, *heads, *mixed, *inner)
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:
