@@ -83,6 +83,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_text": [{"initializer_range": 0.03}],
     "qwen3_5_moe_text": [{"initializer_range": 0.03, "moe_intermediate_size": 64}],
     "lfm2": [{}, {"conv_bias": True}, {"layer_types": ["full_attention"] * 4}],
+    "lfm2_moe": [{"moe_intermediate_size": 64}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "exaone4": [WINDOW],

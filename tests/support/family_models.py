@@ -11,7 +11,7 @@ from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 """Model types some of whose layers are recurrent."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -84,6 +84,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 64},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -209,6 +216,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "as many key/value heads": {"num_key_value_heads": 6},
         **ROPES,
     },
+    "lfm2_moe": {
+        "untied": UNTIED,
+        "biases": {"conv_bias": True},
+        "no choice biases": {"use_expert_bias": False},
+        "not renormalised": {"norm_topk_prob": False},
+        "scaled": {"routed_scaling_factor": 2.5},
+        "no dense layers": {"num_dense_layers": 0},
+        "only dense layers": {"num_dense_layers": 4},
+        "one expert": {"num_experts_per_tok": 1},
+        "all experts": {"num_experts_per_tok": 5},
+        "long convolution": {"conv_L_cache": 6},
+    },
     "gemma2": {
         "untied": UNTIED,
         "biases": BIASED,
@@ -299,4 +318,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
                 parameter.normal_(0, 0.3)
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(0, 0.3)
     return model

@@ -206,7 +206,7 @@ class _Loader:
             assert q_norm is not None
             assert k_norm is not None
             qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
-        sinks = self._sinks(tensors.sinks)
+        sinks = self._vector_or_none(tensors.sinks)
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
@@ -227,7 +227,7 @@ class _Loader:
             spec=spec,
             inputs=self._fused(tensors.inputs),
             conv=self._taps(tensors),
-            bias=None if tensors.bias is None else self._vector(tensors.bias),
+            bias=self._vector_or_none(tensors.bias),
             output=self._fused(tensors.output),
         )
 
@@ -248,7 +248,13 @@ class _Loader:
         ]
         first = self._tensors.experts(layer).start
         return ExpertMlp(
-            layer.mlp, router, experts, first, self._group, self._shared(layer.mlp, tensors.shared)
+            layer.mlp,
+            router,
+            experts,
+            first,
+            self._group,
+            self._shared(layer.mlp, tensors.shared),
+            self._vector_or_none(tensors.choice_bias),
         )
 
     def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
@@ -276,7 +282,7 @@ class _Loader:
             self._source.read_into(f"{tensor.name}.bias", bias)
         return Norm(spec, weight.add_(spec.offset), bias)
 
-    def _sinks(self, tensor: VectorTensor | None) -> Tensor | None:
+    def _vector_or_none(self, tensor: VectorTensor | None) -> Tensor | None:
         return None if tensor is None else self._vector(tensor)
 
     def _vector(self, tensor: VectorTensor) -> Tensor:

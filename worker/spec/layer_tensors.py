@@ -257,9 +257,10 @@ class SharedTensors:
 class LayerTensors:
     """The tensors of a layer. What the layer does not have is None.
 
-    mixer    its token mixer
-    mlps     the MLP, or the experts
-    shared   the shared expert
+    mixer         its token mixer
+    choice_bias   [experts], added to the weights of the experts for the choice only
+    mlps          the MLP, or the experts
+    shared        the shared expert
     """
 
     attention_norm: NormTensor | None
@@ -267,6 +268,7 @@ class LayerTensors:
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
     router: FusedMatrix | None
+    choice_bias: VectorTensor | None
     mlps: tuple[MlpTensors, ...]
     shared: SharedTensors | None
     post_mlp_norm: NormTensor | None
@@ -292,11 +294,18 @@ class LayerTensors:
         blocks = (self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
         return tuple(norm for norm in (self.attention_norm, *inner, *blocks) if norm)
 
+    @property
+    def float_items(self) -> int:
+        """Return how many numbers are loaded as float32 whatever the dtype is, without norms."""
+        return self.mixer.float_items + (0 if self.choice_bias is None else self.choice_bias.size)
+
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
         yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
         yield from self.mixer.others()
+        if self.choice_bias is not None:
+            yield self.choice_bias.name, (self.choice_bias.size,)
         for matrix in (*self.matrices, *self.dense):
             yield from matrix.tensors()

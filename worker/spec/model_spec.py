@@ -127,8 +127,14 @@ class MlpSpec:
     #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
     num_experts: int = 1
     top_k: int = 1
+    #: Weights of the experts: the softmax of the router's scores, or the sigmoid of each of them.
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    #: Whether a learned bias of each expert is added to its weight, for the choice only.
+    choice_bias: bool = False
     #: Whether the weights of the chosen experts are divided by their sum.
     renormalize: bool = True
+    #: Factor of the weights of the chosen experts.
+    expert_scale: float = 1.0
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0

@@ -100,6 +100,7 @@ class ModelTensors:
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
+            choice_bias=self._choice_bias(layer, index) if layer.mlp.choice_bias else None,
             mlps=self._mlps(layer, index),
             shared=self._shared(layer, index) if layer.mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
@@ -252,6 +253,9 @@ class ModelTensors:
             return None
         part = self._part("router", experts, index)
         return FusedMatrix((part,), self.spec.hidden, layer.mlp.bias)
+
+    def _choice_bias(self, layer: LayerSpec, index: int) -> VectorTensor:
+        return VectorTensor(self._name("choice_bias", index), layer.mlp.num_experts)
 
     def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
         mlp = layer.mlp

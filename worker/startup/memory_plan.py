@@ -270,7 +270,7 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
-        total += layer.mixer.float_items * DTYPE_BYTES["float32"]
+        total += layer.float_items * DTYPE_BYTES["float32"]
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
         for matrix in layer.dense:

@@ -1,4 +1,5 @@
-"""The families of Liquid AI: LFM2, in which short convolutions alternate with attention."""
+"""The families of Liquid AI: LFM2, in which short convolutions alternate with attention, and
+LFM2-MoE, whose later layers have experts."""
 
 from __future__ import annotations
 
@@ -39,6 +40,26 @@ def read_lfm2(config: ConfigFields) -> ModelSpec:
     return _model(config, [mlp] * config.num_layers)
 
 
+def read_lfm2_moe(config: ConfigFields) -> ModelSpec:
+    if config.get("layer_types") is None:
+        raise UnusableModel("config.json has no 'layer_types'")
+    dense = config.mlp(activation="silu")
+    experts = config.mlp(
+        activation="silu",
+        intermediate=config.integer("moe_intermediate_size"),
+        num_experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        router="sigmoid",
+        choice_bias=config.flag("use_expert_bias"),
+        renormalize=config.flag("norm_topk_prob"),
+        expert_scale=config.number("routed_scaling_factor"),
+    )
+    num_dense = config.integer("num_dense_layers")
+    return _model(
+        config, [dense if index < num_dense else experts for index in range(config.num_layers)]
+    )
+
+
 def _model(config: ConfigFields, mlps: list[MlpSpec]) -> ModelSpec:
     """Return the model whose layers have these MLPs."""
     attention = config.attention(config.rope(), qk_norm="head")
@@ -68,6 +89,13 @@ LFM2_NAMES = {
     "gate": "model.layers.{i}.feed_forward.w1",
     "up": "model.layers.{i}.feed_forward.w3",
     "down": "model.layers.{i}.feed_forward.w2",
+}
+EXPERT_NAMES = {
+    "router": "model.layers.{i}.feed_forward.gate",
+    "choice_bias": "model.layers.{i}.feed_forward.expert_bias",
+    "expert_gate": "model.layers.{i}.feed_forward.experts.{e}.w1",
+    "expert_up": "model.layers.{i}.feed_forward.experts.{e}.w3",
+    "expert_down": "model.layers.{i}.feed_forward.experts.{e}.w2",
 }
 LFM2_DEFAULTS = {
     "vocab_size": 65536,
@@ -100,5 +128,24 @@ FAMILIES = (
         typical={"full_attn_idxs": [2, 5, 8]},
         read=read_lfm2,
         names=lambda spec: names_of(LFM2_NAMES),
+    ),
+    ModelFamily(
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        defaults=LFM2_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        needed={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+        read=read_lfm2_moe,
+        names=lambda spec: names_of(LFM2_NAMES, EXPERT_NAMES, endings={"choice_bias": ("", "")}),
     ),
 )
