@@ -28,7 +28,7 @@ def _gguf(family: ModelFamily) -> str:
 
 
 def _path(family: ModelFamily) -> str:
-    reason = why_not(family.spec(family.needed))
+    reason = why_not(family.spec({**family.needed, **family.typical}))
     return "one call" if not reason else f"by operation: {reason}"
 
 

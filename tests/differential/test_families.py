@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import write_directory
 from tests.support.eager import (
@@ -84,6 +85,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "qwen3_next": [{"initializer_range": 0.03, "moe_intermediate_size": 64}],
     "qwen3_5_text": [{"initializer_range": 0.03}],
     "qwen3_5_moe_text": [{"initializer_range": 0.03, "moe_intermediate_size": 64}],
+    "lfm2": [{}, {"conv_bias": True}, {"layer_types": ["full_attention"] * 4}],
+    "lfm2_moe": [{"moe_intermediate_size": 64}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "exaone4": [WINDOW],
@@ -165,6 +168,32 @@ def test_the_published_configs_of_exaone_4_are_read(tmp_path: Path, name: str) -
     logits = expected(theirs, tokens)
     ours = EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0]
     assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
+
+
+def test_the_published_config_of_lfm2_is_read(tmp_path: Path) -> None:
+    """It has keys of its own, which replace those of other models if it has both."""
+    theirs = random_model("lfm2", layer_types=None, full_attn_idxs=[1, 2])
+    file = write_directory(tmp_path, theirs) / "config.json"
+    written = json.loads(file.read_text())
+    assert written["tie_word_embeddings"]
+    del written["layer_types"], written["rope_parameters"]
+    published = {
+        "full_attn_idxs": [1, 2],
+        "block_ff_dim": written["intermediate_size"],
+        "intermediate_size": 48,
+        "tie_embedding": True,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e6,
+        "block_use_swiglu": True,
+        "conv_dim": 96,
+    }
+    file.write_text(json.dumps(written | published))
+    tokens = some_tokens(61)
+    logits = expected(theirs, tokens)
+    ours = EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0]
+    assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same(expected(again, tokens), logits)
 
 
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.eager import (
     load,
     some_tokens,
 )
-from tests.support.family_models import random_model
+from tests.support.family_models import HYBRIDS, random_model
 from tests.support.kernels import native_kernels
 from tests.support.quantized_files import FORMATS, write_quantized
 from worker.attention.select import select_attention
@@ -57,7 +57,10 @@ FUSED = {
     "gpt_neox": "packed 4 bits",
     "qwen3_moe": "fp8 blocks",
     "mixtral": "awq",
+    "lfm2": "awq",
+    "lfm2_moe": "fp8 blocks",
 }
+KINDS = {"layer_types": ["conv", "full_attention"]}
 
 
 HYBRID = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
@@ -87,7 +90,8 @@ def test_recurrent_layers_are_quantised_too(tmp_path: Path, model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", FUSED)
 def test_fused_layers_and_experts_are_quantised_too(tmp_path: Path, model_type: str) -> None:
-    model = random_model(model_type, num_hidden_layers=2)
+    kinds = KINDS if model_type in HYBRIDS else {}
+    model = random_model(model_type, num_hidden_layers=2, **kinds)
     ours, dense = write_quantized(tmp_path, model, FORMATS[FUSED[model_type]])
     logits = reference(dense)
     assert_same(EagerStepper(load(ours), [TOKENS]).run([(24,)])[0], logits, 1e-4 * scale_of(logits))

@@ -11,7 +11,10 @@ from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
-HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"]
+HYBRIDS = [
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe"),
+]
 """Model types some of whose layers are recurrent."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -88,6 +91,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **HYBRID,
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 80,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 64},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
         "num_experts": 5,
         "num_experts_per_tok": 2,
     },
@@ -223,6 +234,31 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": BIASED,
     },
     "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
+    "lfm2": {
+        "untied": UNTIED,
+        "biases": {"conv_bias": True},
+        "long convolution": {"conv_L_cache": 6},
+        "short convolution": {"conv_L_cache": 2},
+        "wide": {"block_ffn_dim_multiplier": 1.7},
+        "not adjusted": {"block_auto_adjust_ff_dim": False},
+        "by index": {"layer_types": None, "full_attn_idxs": [0, 3]},
+        "one with attention": {"layer_types": ["conv"] * 3 + ["full_attention"]},
+        "no convolutions": {"layer_types": ["full_attention"] * 4},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        **ROPES,
+    },
+    "lfm2_moe": {
+        "untied": UNTIED,
+        "biases": {"conv_bias": True},
+        "no choice biases": {"use_expert_bias": False},
+        "not renormalised": {"norm_topk_prob": False},
+        "scaled": {"routed_scaling_factor": 2.5},
+        "no dense layers": {"num_dense_layers": 0},
+        "only dense layers": {"num_dense_layers": 4},
+        "one expert": {"num_experts_per_tok": 1},
+        "all experts": {"num_experts_per_tok": 5},
+        "long convolution": {"conv_L_cache": 6},
+    },
     "gemma2": {
         "untied": UNTIED,
         "biases": BIASED,
@@ -313,4 +349,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
                 parameter.normal_(0, 0.3)
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.normal_(0, 0.3)
     return model

@@ -59,7 +59,6 @@ SIZES: dict[str, Any] = {
     "chunk_size": 16,
     "time_step_rank": 4,
     "lru_width": 64,
-    "block_auto_adjust_ff_dim": False,
     # shared keys and values
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
@@ -86,7 +85,7 @@ ARCHITECTURES = (
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
     *("BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
-    *("Lfm2ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
+    *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
     *("NemotronHForCausalLM", "OlmoHybridForCausalLM"),
     "RwkvForCausalLM",
     # shared keys and values

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from worker.layers.delta_rule import gated_delta
+from worker.layers.linear import Dense
 from worker.layers.recurrence import advance
+from worker.layers.short_conv import ShortConv
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, ShortConvSpec
 
 NUM_SLOTS, NUM_CHECKPOINTS = 7, 9
 DELTA = GatedDeltaSpec(
     num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3, eps=1e-6
 )
+
+CONV = ShortConvSpec(width=11, kernel=4)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,29 @@ def delta() -> Mixer:
     return Mixer(DELTA.state_items, compute, is_exact=False)
 
 
-MIXERS = {"counter": counter, "gated delta": delta}
+def conv(bias: bool) -> Mixer:
+    random = torch.Generator().manual_seed(3)
+    x, taps = (torch.randn(n, CONV.width, generator=random) for n in (400, CONV.kernel))
+    layer = ShortConv(
+        spec=CONV,
+        inputs=Dense(torch.empty(0, 0), None),
+        conv=taps,
+        bias=torch.randn(CONV.width, generator=random) if bias else None,
+        output=Dense(torch.empty(0, 0), None),
+    )
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        return layer.convolve(x[tokens], states, offset)
+
+    return Mixer(CONV.state_items, compute)
+
+
+MIXERS: dict[str, Callable[[], Mixer]] = {
+    "counter": counter,
+    "gated delta": delta,
+    "short convolution": lambda: conv(bias=False),
+    "short convolution with biases": lambda: conv(bias=True),
+}
 
 
 def step_of(

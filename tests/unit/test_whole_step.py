@@ -29,6 +29,7 @@ from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory
 from worker.spec.model_spec import LayerSpec, ModelSpec, NormSpec
+from worker.spec.recurrent import ShortConvSpec
 from worker.spec.rope_config import LinearScaling, RopeConfig
 from worker.spec.step_limits import STEP_TOKENS, StepLimits
 from worker.spec.tensor_names import names_of
@@ -190,6 +191,19 @@ def test_a_step_that_one_call_cannot_compute_is_refused_in_words() -> None:
     assert why_not(model_spec(PLAIN, head_bias=True)) == "its output head has a bias"
     other = LayerSpec(attention=attention(num_heads=4), mlp=mlp())
     assert why_not(model_spec(PLAIN, other)) == "its layers have different sizes"
+    conv = LayerSpec(recurrent=ShortConvSpec(width=8, kernel=3), mlp=mlp())
+    assert why_not(model_spec(PLAIN, conv)) == "some of its layers are recurrent"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"router": "sigmoid"}, {"choice_bias": True}, {"expert_scale": 2.0}], ids=str
+)
+def test_a_router_that_is_no_plain_softmax_is_refused_in_words(changes: dict[str, Any]) -> None:
+    experts = mlp(num_experts=4, top_k=2, **changes)
+    layer = LayerSpec(attention=attention(), mlp=experts)
+    assert why_not(model_spec(PLAIN, layer)) == "its routers compute more than a softmax"
+    plain = LayerSpec(attention=attention(), mlp=mlp(**changes))
+    assert why_not(model_spec(PLAIN, plain)) == ""
 
 
 class MeasuredMemory(PassMemory):

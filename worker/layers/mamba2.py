@@ -21,7 +21,7 @@ from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.norm import Norm
 from worker.layers.recurrence import advance, convolved
 from worker.slots.states import StepStates
-from worker.spec.mamba2 import Mamba2Spec
+from worker.spec.recurrent import Mamba2Spec
 
 
 @dataclass(slots=True)

@@ -18,6 +18,10 @@ from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.spec.model_spec import MlpSpec
 
+SIGMOIDS_EPS = 1e-6
+"""Added to the sum of sigmoids before weights are divided by it, because all of them can be small.
+"""
+
 
 @dataclass(slots=True)
 class Mlp:
@@ -69,9 +73,10 @@ class ExpertMlp:
     """A mixture of experts: the router chooses `top_k` experts for each row. Each rank of a group
     has some of the experts, and the ranks add their results.
 
-    first    number of the first of `experts`
-    group    None: all experts are here
-    shared   its result is added; None: there is none
+    first         number of the first of `experts`
+    group         None: all experts are here
+    shared        its result is added; None: there is none
+    choice_bias   [E] float32, added to the weights of the experts for the choice only
     """
 
     spec: MlpSpec
@@ -80,6 +85,7 @@ class ExpertMlp:
     first: int = 0
     group: Group | None = None
     shared: SharedExpert | None = None
+    choice_bias: Tensor | None = None
 
     def __call__(
         self, x: Tensor, kernels: Kernels, adapters: LayerAdapters | None = None
@@ -101,14 +107,23 @@ class ExpertMlp:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
-        scores = softmax(self.router.to_float(x), dim=-1)
-        weights, chosen = torch.topk(scores, self.spec.top_k, dim=-1)
-        if self.spec.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        spec, scores = self.spec, self.router.to_float(x)
+        is_softmax = spec.router == "softmax"
+        weights = softmax(scores, dim=-1) if is_softmax else scores.sigmoid()
+        biased = weights if self.choice_bias is None else weights + self.choice_bias
+        chosen = torch.topk(biased, spec.top_k, dim=-1).indices
+        weights = weights.gather(-1, chosen)
+        if spec.renormalize:
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total if is_softmax else total + SIGMOIDS_EPS)
+        if spec.expert_scale != 1.0:
+            weights = weights * spec.expert_scale
         return weights.to(x.dtype), chosen
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.router.tensors()
+        if self.choice_bias is not None:
+            yield self.choice_bias
         for expert in self.experts:
             yield from expert.tensors()
         if self.shared is not None:

@@ -24,6 +24,7 @@ from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
+from worker.layers.short_conv import ShortConv
 from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights, TokenMixer
 from worker.spec.layer_tensors import (
     AttentionTensors,
@@ -35,11 +36,11 @@ from worker.spec.layer_tensors import (
     MixerTensors,
     NormTensor,
     SharedTensors,
+    ShortConvTensors,
     VectorTensor,
 )
-from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker.spec.share import Box, MatrixCut, VectorCut
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors
@@ -192,6 +193,8 @@ class _Loader:
                 return self._gated_delta(delta, tensors)
             case Mamba2Spec() as mamba, Mamba2Tensors():
                 return self._mamba2(mamba, tensors)
+            case ShortConvSpec() as conv, ShortConvTensors():
+                return self._short_conv(conv, tensors)
         assert layer.attention is not None
         assert isinstance(tensors, AttentionTensors)
         return self._attention(layer.attention, tensors)
@@ -205,7 +208,7 @@ class _Loader:
             assert q_norm is not None
             assert k_norm is not None
             qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
-        sinks = self._sinks(tensors.sinks)
+        sinks = self._vector_or_none(tensors.sinks)
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
@@ -213,7 +216,7 @@ class _Loader:
             spec=spec,
             inputs=self._fused(tensors.inputs),
             gates=Dense(self._values(tensors.gates)),
-            conv=self._conv(tensors),
+            conv=self._taps(tensors),
             decay=self._decay(tensors),
             bias=self._vector(tensors.bias),
             norm=self._own_norm(tensors.norm, spec.eps),
@@ -224,8 +227,8 @@ class _Loader:
         return Mamba2(
             spec=spec,
             inputs=self._fused(tensors.inputs),
-            conv=self._conv(tensors),
-            conv_bias=None if tensors.conv_bias is None else self._vector(tensors.conv_bias),
+            conv=self._taps(tensors),
+            conv_bias=self._vector_or_none(tensors.conv_bias),
             decay=self._decay(tensors),
             bias=self._vector(tensors.bias),
             skip=self._vector(tensors.skip),
@@ -233,8 +236,17 @@ class _Loader:
             output=self._fused(tensors.output),
         )
 
-    def _conv(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
-        """Read the taps of a convolution, [kernel, width] float32."""
+    def _short_conv(self, spec: ShortConvSpec, tensors: ShortConvTensors) -> ShortConv:
+        return ShortConv(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            conv=self._taps(tensors),
+            bias=self._vector_or_none(tensors.bias),
+            output=self._fused(tensors.output),
+        )
+
+    def _taps(self, tensors: GatedDeltaTensors | Mamba2Tensors | ShortConvTensors) -> Tensor:
+        """Read the weights of a convolution, [kernel, width] float32."""
         conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
         self._source.read_into(tensors.conv, conv)
         return conv[:, 0].T.contiguous()
@@ -260,7 +272,13 @@ class _Loader:
         ]
         first = self._tensors.experts(layer).start
         return ExpertMlp(
-            layer.mlp, router, experts, first, self._group, self._shared(layer.mlp, tensors.shared)
+            layer.mlp,
+            router,
+            experts,
+            first,
+            self._group,
+            self._shared(layer.mlp, tensors.shared),
+            self._vector_or_none(tensors.choice_bias),
         )
 
     def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
@@ -289,7 +307,7 @@ class _Loader:
             self._source.read_into(f"{tensor.name}.bias", bias)
         return Norm(spec, weight.add_(spec.offset), bias)
 
-    def _sinks(self, tensor: VectorTensor | None) -> Tensor | None:
+    def _vector_or_none(self, tensor: VectorTensor | None) -> Tensor | None:
         return None if tensor is None else self._vector(tensor)
 
     def _vector(self, tensor: VectorTensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.spec import kernel_sizes as sizes
-from worker.spec.model_spec import ModelSpec
+from worker.spec.model_spec import MlpSpec, ModelSpec
 
 
 def is_fitting(spec: ModelSpec) -> bool:
@@ -31,6 +31,13 @@ def why_not(spec: ModelSpec) -> str:
         return "its attention has gates"
     if any(layer.mlp.shared for layer in spec.layers):
         return "it has shared experts"
+    if any(layer.mlp.num_experts > 1 and not _is_plain(layer.mlp) for layer in spec.layers):
+        return "its routers compute more than a softmax"
     if len({each.num_heads for each in spec.attentions}) > 1:
         return "its layers have different sizes"
     return ""
+
+
+def _is_plain(mlp: MlpSpec) -> bool:
+    """Return whether the weights of the experts are the softmax of the router's scores."""
+    return mlp.router == "softmax" and not mlp.choice_bias and mlp.expert_scale == 1.0

@@ -27,6 +27,7 @@ from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
+from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
@@ -65,7 +66,7 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
-TokenMixer = AttentionBlock | GatedDelta | Mamba2
+TokenMixer = AttentionBlock | GatedDelta | Mamba2 | ShortConv
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import attention_factor, inverse_frequencies
+from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
 from worker.spec.model_spec import Activation, ModelSpec
@@ -272,7 +273,7 @@ def _embedding(embedding: Embedding) -> dict[str, int | None]:
 def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
     """Return the struct of a layer without its router and MLPs."""
     block, mlp = layer.mixer, layer.spec.mlp
-    assert not isinstance(block, GatedDelta | Mamba2)
+    assert not isinstance(block, GatedDelta | Mamba2 | ShortConv)
     qkv, output = _packed(block.qkv), _packed(block.output)
     attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm
     return structs.CLayer(

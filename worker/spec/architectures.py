@@ -120,7 +120,7 @@ _OWN_CACHE: dict[str, str] = {
         BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
-        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
+        Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
         MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
         Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -147,12 +148,14 @@ class AttentionTensors:
         return tuple(norm for norm in (self.q_norm, self.k_norm) if norm)
 
     @property
+    def float_items(self) -> int:
+        return 0 if self.sinks is None else self.sinks.size
+
+    @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return nothing: no matrix stays dense."""
         return ()
 
-    def numbers(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors in the file whose numbers stay float32."""
+    def others(self) -> Iterator[tuple[str, Shape]]:
         if self.sinks is not None:
             yield self.sinks.name, (self.sinks.whole,)
 
@@ -185,12 +188,15 @@ class GatedDeltaTensors:
         return self.inputs, self.output
 
     @property
+    def float_items(self) -> int:
+        vectors = self.decay.size + self.bias.size + self.norm.size
+        return math.prod(self.conv_shape) + vectors
+
+    @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that stay dense."""
         return (self.gates,)
 
-    def numbers(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors in the file whose numbers stay float32."""
+    def others(self) -> Iterator[tuple[str, Shape]]:
         yield self.conv, self.conv_shape
         yield self.decay.name, (self.decay.size,)
         yield self.bias.name, (self.bias.size,)
@@ -199,7 +205,7 @@ class GatedDeltaTensors:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Tensors:
-    """The tensors of a Mamba-2 layer (spec/mamba2.py).
+    """The tensors of a Mamba-2 layer (spec/recurrent.py).
 
     inputs      rows of the gate, of x, B and C, and of dt
     conv        [conv_width, 1, kernel]; `conv_bias` [conv_width], None: there is none
@@ -222,25 +228,71 @@ class Mamba2Tensors:
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that can be packed."""
         return self.inputs, self.output
 
     @property
+    def vectors(self) -> tuple[VectorTensor, ...]:
+        found = (self.conv_bias, self.decay, self.bias, self.skip)
+        return tuple(vector for vector in found if vector is not None)
+
+    @property
+    def float_items(self) -> int:
+        vectors = sum(vector.size for vector in self.vectors) + self.norm.size
+        return math.prod(self.conv_shape) + vectors
+
+    @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return nothing: no matrix stays dense."""
         return ()
 
-    def numbers(self) -> Iterator[tuple[str, Shape]]:
-        """Yield the tensors in the file whose numbers stay float32."""
+    def others(self) -> Iterator[tuple[str, Shape]]:
         yield self.conv, self.conv_shape
-        for vector in (self.conv_bias, self.decay, self.bias, self.skip):
-            if vector is not None:
-                yield vector.name, (vector.size,)
+        for vector in self.vectors:
+            yield vector.name, (vector.size,)
         yield from self.norm.tensors()
 
 
-MixerTensors = AttentionTensors | GatedDeltaTensors | Mamba2Tensors
-"""The tensors of a layer's token mixer."""
+@dataclass(frozen=True, slots=True)
+class ShortConvTensors:
+    """The tensors of a short convolution (spec/recurrent.py).
+
+    inputs   stacks the rows of both gates and of the input: B, C and x
+    conv     [width, 1, kernel]
+    bias     [width], of the convolution; None: it has none
+    """
+
+    inputs: FusedMatrix
+    conv: str
+    bias: VectorTensor | None
+    output: FusedMatrix
+    conv_shape: Shape
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        return self.inputs, self.output
+
+    @property
+    def float_items(self) -> int:
+        return math.prod(self.conv_shape) + (0 if self.bias is None else self.bias.size)
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return ()
+
+    def others(self) -> Iterator[tuple[str, Shape]]:
+        yield self.conv, self.conv_shape
+        if self.bias is not None:
+            yield self.bias.name, (self.bias.size,)
+
+
+MixerTensors = AttentionTensors | GatedDeltaTensors | Mamba2Tensors | ShortConvTensors
+"""The tensors of a token mixer.
+
+matrices      those that can be packed: the input's and the output's
+dense         those that stay dense
+float_items   numbers that are loaded as float32
+others()      name and shape of each tensor in the file that is part of no matrix and of no norm of
+              the model
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +308,10 @@ class SharedTensors:
 class LayerTensors:
     """The tensors of a layer. What the layer does not have is None.
 
-    mixer    its token mixer
-    mlps     the MLP, or the experts
-    shared   the shared expert
+    mixer         its token mixer
+    choice_bias   [experts], added to the weights of the experts for the choice only
+    mlps          the MLP, or the experts
+    shared        the shared expert
     """
 
     attention_norm: NormTensor | None
@@ -266,6 +319,7 @@ class LayerTensors:
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
     router: FusedMatrix | None
+    choice_bias: VectorTensor | None
     mlps: tuple[MlpTensors, ...]
     shared: SharedTensors | None
     post_mlp_norm: NormTensor | None
@@ -279,7 +333,7 @@ class LayerTensors:
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that stay dense: some of the mixer, that of the router, and that of
+        """Return the matrices that stay dense: some of the mixer's, that of the router, and that of
         the shared expert's score."""
         found = (*self.mixer.dense, self.router, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
@@ -291,11 +345,18 @@ class LayerTensors:
         blocks = (self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
         return tuple(norm for norm in (self.attention_norm, *inner, *blocks) if norm)
 
+    @property
+    def float_items(self) -> int:
+        """Return how many numbers are loaded as float32 whatever the dtype is, without norms."""
+        return self.mixer.float_items + (0 if self.choice_bias is None else self.choice_bias.size)
+
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
         yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
-        yield from self.mixer.numbers()
+        yield from self.mixer.others()
+        if self.choice_bias is not None:
+            yield self.choice_bias.name, (self.choice_bias.size,)
         for matrix in (*self.matrices, *self.dense):
             yield from matrix.tensors()

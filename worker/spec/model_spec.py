@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from worker.errors import UnusableModel
-from worker.spec.mamba2 import Mamba2Spec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import RecurrentSpec
 from worker.spec.rope_config import RopeConfig
 
 MAX_DIMENSION = 1 << 24
@@ -21,8 +20,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
 """The linears of a layer that a LoRA adapter can change. The first two are those of the token
 mixer, whatever its kind is."""
-RecurrentSpec = GatedDeltaSpec | Mamba2Spec
-"""A token mixer with a recurrent state."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
@@ -130,8 +127,14 @@ class MlpSpec:
     #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
     num_experts: int = 1
     top_k: int = 1
+    #: Weights of the experts: the softmax of the router's scores, or the sigmoid of each of them.
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    #: Whether a learned bias of each expert is added to its weight, for the choice only.
+    choice_bias: bool = False
     #: Whether the weights of the chosen experts are divided by their sum.
     renormalize: bool = True
+    #: Factor of the weights of the chosen experts.
+    expert_scale: float = 1.0
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
@@ -221,6 +224,11 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def recurrents(self) -> tuple[RecurrentSpec, ...]:
+        """Return the recurrence of each layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
     def num_kv_layers(self) -> int:
         """Return the number of layers with attention."""
         return len(self.attentions)
@@ -229,7 +237,7 @@ class ModelSpec:
     def state_items(self) -> int:
         """Return how many float32 numbers the recurrent state of a request has; 0: no layer has
         one."""
-        return sum(layer.recurrent.state_items for layer in self.layers if layer.recurrent)
+        return sum(each.state_items for each in self.recurrents)
 
     @property
     def window(self) -> int | None:

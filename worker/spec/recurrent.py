@@ -1,35 +1,80 @@
 """Token mixers with a recurrent state: what a layer keeps of all earlier tokens has a fixed size.
 
 The state of a request is in its slot (slots/table.py), as float32 numbers: for each layer with such
-a mixer, in the order of the layers, first the tail of its convolution and then its matrices.
-`GatedDeltaSpec` says how long both are. Needs no torch.
+a mixer, in the order of the layers, first the tail of its convolution and then its matrices, if it
+has any. Needs no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from worker.errors import UnusableModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaSpec:
+class ConvolvedSpec:
+    """What all these mixers have: a causal convolution over the last `kernel` tokens, of each
+    channel on its own. Its tail is the inputs of the last `kernel - 1` tokens."""
+
+    #: Number of tokens that the convolution sees, the current one included.
+    kernel: int
+
+    @property
+    def conv_width(self) -> int:
+        """Return the width of the convolution's input."""
+        raise NotImplementedError
+
+    @property
+    def output_width(self) -> int:
+        """Return the width of what the output projection reads."""
+        raise NotImplementedError
+
+    @property
+    def work_width(self) -> int:
+        """Return how many numbers a step computes for one token, at most."""
+        raise NotImplementedError
+
+    @property
+    def tail_items(self) -> int:
+        """Return the size of the convolution's tail: [kernel - 1, conv_width], oldest token
+        first."""
+        return (self.kernel - 1) * self.conv_width
+
+    @property
+    def state_items(self) -> int:
+        """Return how many numbers the layer keeps of earlier tokens. The tail is the first of
+        them."""
+        return self.tail_items
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the dimensions, all of which must be above zero."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise UnusableModel if the dimensions contradict each other."""
+        if min(self.sizes) < 1:
+            raise UnusableModel(f"a dimension of a recurrent layer is not above zero: {self.sizes}")
+        if self.kernel < 2:
+            raise UnusableModel(f"a convolution of {self.kernel} tokens is not supported")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec(ConvolvedSpec):
     """A gated delta net: a short convolution, then a linear attention whose state S [key_dim,
     value_dim] of each value head is decayed and corrected by each token:
 
         S = exp(g) * S;  S = S + beta * k (v - S^T k)^T;  output = S^T q
 
-    `num_value_heads` heads share `num_key_heads` queries and keys. The state, with the input of the
-    convolution for the last `kernel - 1` tokens, is all that a layer keeps of earlier tokens.
-    Source: arXiv 2412.06464.
+    `num_value_heads` heads share `num_key_heads` queries and keys. Source: arXiv 2412.06464.
     """
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    #: Number of tokens that the convolution sees, the current one included.
-    kernel: int
     #: Added to the mean square in the norm of each head's output.
     eps: float
     #: Whether value head v uses the queries and keys of head v % num_key_heads, and not of head
@@ -46,25 +91,17 @@ class GatedDeltaSpec:
         return self.num_value_heads * self.value_dim
 
     @property
-    def output_width(self) -> int:
-        """Return the width of the result, before the last projection."""
-        return self.value_width
-
-    @property
-    def input_width(self) -> int:
-        """Return the width of the first projection: the convolution's input, and the gates."""
-        return self.conv_width + self.value_width
-
-    @property
     def conv_width(self) -> int:
         """Return the width of the convolution's input: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
     @property
-    def tail_items(self) -> int:
-        """Return the size of the convolution's tail: [kernel - 1, conv_width], oldest token
-        first."""
-        return (self.kernel - 1) * self.conv_width
+    def output_width(self) -> int:
+        return self.value_width
+
+    @property
+    def work_width(self) -> int:
+        return 3 * self.conv_width + 4 * self.value_width
 
     @property
     def state_items(self) -> int:
@@ -74,18 +111,108 @@ class GatedDeltaSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the dimensions, all of which must be above zero."""
         heads = self.num_key_heads, self.num_value_heads
         return (*heads, self.key_dim, self.value_dim, self.kernel)
 
     def check(self) -> None:
-        """Raise UnusableModel if the dimensions contradict each other."""
-        if min(self.sizes) < 1:
-            raise UnusableModel(f"a dimension of linear attention is not above zero: {self.sizes}")
-        if self.kernel < 2:
-            raise UnusableModel(f"a convolution of {self.kernel} tokens is not supported")
+        ConvolvedSpec.check(self)  # a class with slots has no super() without arguments
         if self.num_value_heads % self.num_key_heads:
             raise UnusableModel(
                 f"{self.num_value_heads} value heads cannot share {self.num_key_heads} key heads "
                 "evenly"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec(ConvolvedSpec):
+    """A short convolution between two gates B and C, which each token makes with its input x, all
+    of them [width]:
+
+        output = C * convolution(B * x)
+    """
+
+    width: int
+    #: Whether the convolution and both projections have biases.
+    bias: bool = False
+
+    @property
+    def conv_width(self) -> int:
+        return self.width
+
+    @property
+    def output_width(self) -> int:
+        return self.width
+
+    @property
+    def work_width(self) -> int:
+        return 8 * self.width
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.width, self.kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(ConvolvedSpec):
+    """Mamba-2: a short convolution, then a recurrence whose state S [head_dim, state] of each head
+    is decayed and extended by each token:
+
+        S = exp(dt * A) * S + dt * x B^T;  output = S C + D * x
+
+    Each of `num_groups` pairs of B and C serves consecutive heads. The result is multiplied by the
+    SiLU of a gate, and then normed over each group. Source: arXiv 2405.21060.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    #: Size of B and C.
+    state: int
+    #: Added to the mean square in the norm of the result.
+    eps: float
+    conv_bias: bool = True
+    #: Whether the projections of the input and of the result have biases.
+    bias: bool = False
+    #: Smallest and largest dt.
+    limits: tuple[float, float] = (0.0, inf)
+
+    @property
+    def output_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Return the width of the convolution's input: x, B and C."""
+        return self.output_width + 2 * self.num_groups * self.state
+
+    @property
+    def input_width(self) -> int:
+        """Return the width of the first projection: the gate, the convolution's input, and dt."""
+        return self.output_width + self.conv_width + self.num_heads
+
+    @property
+    def work_width(self) -> int:
+        return 3 * self.input_width + 2 * self.output_width
+
+    @property
+    def state_items(self) -> int:
+        """Return how many numbers the layer keeps of earlier tokens: the tail, and then a matrix
+        [head_dim, state] for each head."""
+        return self.tail_items + self.num_heads * self.head_dim * self.state
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.num_heads, self.head_dim, self.num_groups, self.state, self.kernel
+
+    def check(self) -> None:
+        ConvolvedSpec.check(self)
+        if self.num_heads % self.num_groups:
+            raise UnusableModel(
+                f"{self.num_heads} heads of a Mamba layer cannot share {self.num_groups} groups "
+                "evenly"
+            )
+        if not self.limits[0] <= self.limits[1]:
+            raise UnusableModel(f"time_step_limit is {self.limits}; the first is above the second")
+
+
+RecurrentSpec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec

@@ -23,11 +23,11 @@ from worker.spec.layer_tensors import (
     NormTensor,
     Shape,
     SharedTensors,
+    ShortConvTensors,
     VectorTensor,
 )
-from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker.spec.share import MatrixCut, Share, VectorCut, divided
 from worker.spec.tensor_names import ENDINGS, TensorNames
 
@@ -101,6 +101,7 @@ class ModelTensors:
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
+            choice_bias=self._choice_bias(layer, index) if layer.mlp.choice_bias else None,
             mlps=self._mlps(layer, index),
             shared=self._shared(layer, index) if layer.mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
@@ -112,6 +113,8 @@ class ModelTensors:
                 return self._gated_delta(delta, index)
             case Mamba2Spec() as mamba:
                 return self._mamba2(mamba, index)
+            case ShortConvSpec() as conv:
+                return self._short_conv(conv, index)
         assert layer.attention is not None
         return self._attention(layer.attention, index)
 
@@ -181,6 +184,21 @@ class ModelTensors:
             ),
             conv_shape=(mamba.conv_width, 1, mamba.kernel),
             is_factor=self.names.stores_decay_factors,
+        )
+
+    def _short_conv(self, conv: ShortConvSpec, index: int) -> ShortConvTensors:
+        hidden, width = self.spec.hidden, conv.width
+        inputs, output = (
+            self._part("conv_in", 3 * width, index),
+            self._part("conv_out", hidden, index),
+        )
+        bias = self.names.roles["conv"].format(i=index) + ENDINGS[1]
+        return ShortConvTensors(
+            inputs=FusedMatrix((inputs,), hidden, conv.bias),
+            conv=self._name("conv", index),
+            bias=VectorTensor(bias, width) if conv.bias else None,
+            output=FusedMatrix((output,), width, conv.bias),
+            conv_shape=(width, 1, conv.kernel),
         )
 
     def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:
@@ -265,6 +283,9 @@ class ModelTensors:
             return None
         part = self._part("router", experts, index)
         return FusedMatrix((part,), self.spec.hidden, layer.mlp.bias)
+
+    def _choice_bias(self, layer: LayerSpec, index: int) -> VectorTensor:
+        return VectorTensor(self._name("choice_bias", index), layer.mlp.num_experts)
 
     def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
         mlp = layer.mlp

@@ -283,8 +283,7 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
-        numbers = (math.prod(shape) for _, shape in layer.mixer.numbers())
-        total += sum(numbers) * DTYPE_BYTES["float32"]
+        total += layer.float_items * DTYPE_BYTES["float32"]
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
         for matrix in layer.dense:
@@ -395,8 +394,7 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
         return heads + 3 * spec.inner
     # Queries, keys, values, gates and results.
     heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
-    recurrent = (layer.recurrent for layer in spec.layers if layer.recurrent)
-    widest = max((3 * each.input_width + 2 * each.output_width for each in recurrent), default=0)
+    widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (each.mlp.intermediate * each.mlp.top_k + each.mlp.shared for each in spec.layers)
     return max(heads, widest) + 3 * max(inner)
 
@@ -418,9 +416,9 @@ def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
     if isinstance(spec, TransformersSpec):
         return 0
     heads = (each.q_width for each in spec.attentions)
-    values = (layer.recurrent.output_width for layer in spec.layers if layer.recurrent)
+    mixed = (each.output_width for each in spec.recurrents)
     inner = (max(layer.mlp.intermediate, layer.mlp.shared) for layer in spec.layers)
-    return 2 * max(spec.hidden, *heads, *values, *inner)
+    return 2 * max(spec.hidden, *heads, *mixed, *inner)
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:

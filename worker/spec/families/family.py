@@ -195,6 +195,8 @@ class ModelFamily:
     quantizations: frozenset[str] = frozenset()
     #: Keys that a config must have, because their defaults are not supported -> a supported value.
     needed: Mapping[str, Any] = field(default_factory=dict)
+    #: Keys that published configs have and that decide how a step is computed -> a usual value.
+    typical: Mapping[str, Any] = field(default_factory=dict)
 
     def spec(self, config: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
         """Return the model that a parsed config.json describes.

@@ -10,8 +10,8 @@ from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families.family import DEFAULTS, FULL, LINEAR, SLIDING, ConfigFields, ModelFamily
-from worker.spec.mamba2 import Mamba2Spec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.recurrent import Mamba2Spec
 from worker.spec.rope_config import RopeConfig
 from worker.spec.tensor_names import TensorNames, names_of
 
