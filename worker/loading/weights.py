@@ -7,7 +7,7 @@ of a tensor parallel group reads only its parts of the tensors, if the source ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -71,7 +71,7 @@ class PartSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix of the model whose weights have not been read yet. It is one tensor of the files, or
-    several parts stacked by rows."""
+    several parts stacked by rows, each of another tensor."""
 
     #: Rows of each part.
     rows: tuple[int, ...]
@@ -327,18 +327,20 @@ class _Loader:
 
     def _matrix(self, matrix: FusedMatrix) -> Matrix:
         return Matrix(
-            tuple(part.rows for part in matrix.parts),
-            lambda: [self._blocks(part) for part in matrix.parts],
+            tuple(sum(part.rows for part in run) for run in matrix.runs),
+            lambda: [self._blocks(run) for run in matrix.runs],
             lambda: self._values(matrix),
             self._bias(matrix),
         )
 
-    def _blocks(self, part: MatrixPart) -> QuantBlocks | None:
+    def _blocks(self, parts: Sequence[MatrixPart]) -> QuantBlocks | None:
+        """Return the blocks of parts of one tensor."""
+        part = parts[0]
         if part.is_transposed:
             return None
         blocks = self._source.blocks(part.weight, part.index)
         if blocks is not None and part.cut is not None:
-            blocks = _cut_blocks(blocks, part.cut)
+            blocks = _cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
         if blocks is None or part.order is None:
             return blocks
         order, raw = part.order, blocks.raw
@@ -367,12 +369,12 @@ class _Loader:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-def _cut_blocks(blocks: QuantBlocks, cut: MatrixCut) -> QuantBlocks | None:
-    """Return the rows of `cut` in blocks; None if the cut has only some of the columns."""
-    if len(cut.columns) < cut.whole[1]:
+def _cut_blocks(blocks: QuantBlocks, cuts: Sequence[MatrixCut]) -> QuantBlocks | None:
+    """Return the rows of all `cuts` in blocks; None if a cut has only some of the columns."""
+    if any(len(cut.columns) < cut.whole[1] for cut in cuts):
         return None
-    rows = np.concatenate([blocks.raw[each.start : each.stop] for each in cut.rows])
-    return QuantBlocks(blocks.kind, rows)
+    ranges = (rows for cut in cuts for rows in cut.rows)
+    return QuantBlocks(blocks.kind, np.concatenate([blocks.raw[r.start : r.stop] for r in ranges]))
 
 
 def read_part(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from worker.spec.share import MatrixCut, VectorCut
 from worker.spec.tensor_names import ENDINGS, Endings, RowOrder
@@ -72,6 +73,12 @@ class FusedMatrix:
     def names(self) -> list[str]:
         """Return the names of the weights."""
         return [part.weight for part in self.parts]
+
+    @property
+    def runs(self) -> list[tuple[MatrixPart, ...]]:
+        """Return the parts, those of one tensor that follow each other together."""
+        runs = groupby(self.parts, key=lambda part: (part.name, part.index))
+        return [tuple(parts) for _, parts in runs]
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each weight and bias in the file."""

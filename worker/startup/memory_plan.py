@@ -311,8 +311,8 @@ def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
         return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
     plain = DENSE_FORMATS[dtype]
     parts = [
-        (_block_format(model.kinds[name], plain), part.rows)
-        for name, part in zip(matrix.names, matrix.parts, strict=True)
+        (_block_format(model.kinds[run[0].weight], plain), sum(part.rows for part in run))
+        for run in matrix.runs
     ]
     if not _packed_kinds(matrix, model):  # one part
         parts = [(plain, matrix.rows)]
