@@ -34,8 +34,10 @@ from tests.support.kernels import native_kernels
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select_attention
 from worker.loading.decoder import load_model
+from worker.loading.header import ModelHeader, read_header
 from worker.models.compiled import why_not
 from worker.spec.model_spec import ModelSpec
+from worker.startup.memory_plan import PlannedModel, weights_bytes
 
 NUM_TOKENS = 61
 
@@ -67,6 +69,16 @@ def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path, model_type:
     for ours, tokens in zip(stepper.run(steps), requests, strict=True):
         logits = expected(theirs, tokens)
         assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_weights_take_the_memory_that_is_planned(tmp_path: Path, model_type: str) -> None:
+    path = write_directory(tmp_path, random_model(model_type))
+    header, loaded = read_header(path), load(path)
+    assert isinstance(header, ModelHeader)
+    planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=False)
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in loaded.model.tensors()}
+    assert weights_bytes(planned, "float32") == sum(sizes.values())
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
