@@ -78,6 +78,7 @@ class ModelHost:
         #: Set when something has changed for requests that wait. Then it is replaced by a new one.
         self._changed = Event()
         self._num_waiting = 0
+        self._num_exits = 0  # of `link.loads`, as far as the engine client was called
 
     def start(self) -> None:
         """Start the trial of the tokenizer, if one is needed, and the engine client. Call this
@@ -263,6 +264,21 @@ class ModelHost:
         refusal = self._refusal()
         if refusal is None or self._end_of_service() is not None:
             self.on_change()
+
+    def on_loads_change(self) -> None:
+        """Handle new states of the supervisor's models. Nothing may switch greenlets between their
+        arrival and this.
+
+        If all engines of the model have exited, end the sessions with them. The client may notice
+        their exit later than the supervisor. Until then it would send requests to them as soon as
+        the model is ready again.
+        """
+        if self._link is not None:
+            num_exits = self._link.loads.num_exits(self._key)
+            if num_exits != self._num_exits:
+                self._num_exits = num_exits
+                self.engine.on_exited()
+        self.on_change()
 
     def on_change(self) -> None:
         """Have the requests that wait check the state again."""

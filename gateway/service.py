@@ -371,7 +371,7 @@ class Service:
 
     def _on_loads_change(self) -> None:
         for host in self.hosts:
-            host.on_change()
+            host.on_loads_change()
 
     def _draining(self) -> ServingError | None:
         """Return the error of new requests if this process is shutting down; otherwise None."""

@@ -150,6 +150,10 @@ class EngineClient(RequestSender, Protocol):
     def close(self) -> None:
         """Disconnect. The engine then aborts the open requests of this client."""
 
+    def on_exited(self) -> None:
+        """Handle the exit of all engine processes, which the supervisor has reported: end the
+        sessions with them. Requests can be sent after a new engine has sent Welcome."""
+
     def cached_refusal(self, account: Account | None) -> ServingError | None:
         """Return the engine's last refusal of a request of `account`, if it is still valid; None
         otherwise. The engine includes it in its count of refusals."""
@@ -220,6 +224,9 @@ class NullEngineClient:
         """Do nothing, because there is no engine."""
 
     def close(self) -> None:
+        """Do nothing, because there is no engine."""
+
+    def on_exited(self) -> None:
         """Do nothing, because there is no engine."""
 
     def cached_refusal(self, account: Account | None) -> None:

@@ -156,6 +156,11 @@ class ZmqEngineClient:
             self._context.destroy(linger=sockets.LINGER_MS)
             self._socket = None
 
+    def on_exited(self) -> None:
+        if self._socket is not None:
+            self._drain_all()  # the engine's last messages may contain the reason
+            self._dispatch(self.session.on_exited())
+
     def generate(
         self,
         prompt: Sequence[int] | Int32,

@@ -25,6 +25,8 @@ REFUSED_RETRY_S = 10.0
 """Retry-After of a request whose model cannot be loaded. Another model must be unloaded first."""
 UNLOADED: tuple[LoadState, ...] = ("unloaded", "waiting", "stopping")
 """The states in which a model's engines are stopped or will be."""
+WITHOUT_ENGINES: tuple[LoadState, ...] = ("unloaded", "waiting", "failed")
+"""The states in which no engine of a model runs."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class _Load:
     is_requested: bool = False
     #: Whether the model was unloaded or failed at some time, so that its requests wait for it.
     was_unloaded: bool = False
+    #: Number of reports by which all earlier engines of the model have exited.
+    num_exits: int = 0
     #: Number of times that all kept requests were refused, and the last cause.
     num_refusals: int = 0
     refusal: str = ""
@@ -90,6 +94,11 @@ class ModelLoads:
     def keeps_requests(self, name: str) -> bool:
         """Return whether requests wait while the model is not ready."""
         return self._loads[name].was_unloaded
+
+    def num_exits(self, name: str) -> int:
+        """Return a number that changes whenever the supervisor reports that all engines of the
+        model have exited. Those that serve its next load are new ones."""
+        return self._loads[name].num_exits
 
     # ---- requests
 
@@ -175,6 +184,10 @@ class ModelLoads:
             return
         load.is_requested = False
         load.was_unloaded |= state.state in (*UNLOADED, "failed")
+        # A model that is needed again at once is "loading" after "stopping".
+        was_stopping = before is not None and before.state == "stopping"
+        if state.state in WITHOUT_ENGINES or (was_stopping and state.state == "loading"):
+            load.num_exits += 1
         if before is not None and state.state == "failed":
             _refuse(load, state.error or "its engines failed")
 

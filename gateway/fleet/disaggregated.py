@@ -131,6 +131,10 @@ class DisaggregatedClient(EngineFleet[SplitRequest]):
         super().close()
         self._p.close()
 
+    def on_exited(self) -> None:
+        self._p.on_exited()
+        super().on_exited()
+
     def _tick(self) -> None:
         super()._tick()
         now = time.monotonic()

@@ -23,6 +23,11 @@ class FleetState:
     def start(self) -> None:
         raise NotImplementedError
 
+    def on_exited(self) -> None:
+        for replica in list(self._replicas):
+            replica.client.on_exited()
+        self._replicas.invalidate()
+
     @property
     def connections(self) -> list[ConnectedEngine]:
         return self._replicas.connections

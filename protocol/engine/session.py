@@ -338,6 +338,18 @@ class Session:
             self._is_loading, self.not_ready_error = False, EngineLost(reason)
         return self._on_lost(reason) if self.is_ready else []
 
+    def on_exited(self) -> list[RequestReport]:
+        """Handle the exit of the engine's process, which its supervisor may notice before the
+        connection breaks. Return the reports that end all open requests. The next `tick` returns a
+        Hello.
+
+        Call this after all messages that have arrived from the engine have been received.
+        """
+        if not self.is_ready:
+            return []
+        self._last_sent_at = float("-inf")
+        return self._on_lost("the engine has exited")
+
     def tick(self, now: float) -> tuple[list[ToEngine], list[RequestReport]]:
         """Return the messages to send at `now`, and reports for the requests that are lost because
         the engine has been silent for too long. Call this a few times a second."""

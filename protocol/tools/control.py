@@ -21,6 +21,9 @@ unloaded under a request:
   sends `StartModel`, unless it has done so since the state last changed, and keeps the request
   until the model is ready. The kept request is refused if `ControlError` names its model, or with
   the model's `error` if the state becomes "failed".
+- All engines of a model have exited if its state becomes "unloaded", "waiting" or "failed", or
+  changes from "stopping" to "loading". The gateway then ends its sessions with them at once,
+  because it may notice later that their connections have broken.
 - `StartModel` counts as one kept request of this connection until its next report. A closed
   connection has no requests.
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import requests
 
+from protocol.engine.messages import Generate, Hello
 from protocol.engine.model_card import CardFile, write_card
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import error_of, events_of
+from tests.support.http import connect, error_of, events_of, send_post
 from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
 from tests.support.scripted_supervisor import ScriptedSupervisor
 from tests.support.waiting import eventually
@@ -250,6 +251,11 @@ class OnDemand:
         self.supervisor.set("b", "ready")
         return self.b
 
+    def end(self) -> None:
+        """Report that "b" is unloaded, after its engine has ended."""
+        self.b.kill()
+        self.supervisor.set("b", "unloaded")
+
     def get(self, path: str) -> Any:
         return requests.get(self.gateway.url + path, timeout=5).json()
 
@@ -334,13 +340,10 @@ def test_a_wait_ends_with_the_queue_timeout_of_its_request(scene: OnDemand) -> N
 
 
 def test_a_client_that_disconnects_waits_no_more(scene: OnDemand) -> None:
-    with pytest.raises(requests.Timeout):
-        requests.post(
-            scene.gateway.url + "/v1/completions",
-            json={"model": "b", "prompt": "hi"},
-            timeout=(5, 0.5),
-        )
-    scene.supervisor.await_start("b")
+    with connect(scene.gateway.port) as client:
+        send_post(client, "/v1/completions", {"model": "b", "prompt": "hi"})
+        scene.supervisor.await_start("b")
+        scene.supervisor.await_report(lambda r: r.kept == {"b": 1})
     scene.supervisor.await_report(lambda r: not r.kept and not r.open)
     with scene.load() as b:
         assert scene.ask().result().status_code == 200
@@ -363,7 +366,24 @@ def test_requests_wait_while_their_model_is_unloaded_and_loaded_again(scene: OnD
         scene.supervisor.await_report(lambda r: r.kept == {"b": 1} and not r.open.get("b"))
     scene.supervisor.set("b", "unloaded")
     with scene.load():
-        assert kept.result().status_code == 200
+        assert kept.result().status_code == 200, kept.result().text
+
+
+def test_a_kept_request_is_not_sent_to_the_engine_of_an_earlier_load(scene: OnDemand) -> None:
+    with scene.load() as b:
+        assert scene.ask().result().status_code == 200
+        scene.supervisor.set("b", "stopping")
+        kept = scene.ask()
+        scene.supervisor.await_report(lambda r: r.kept == {"b": 1} and not r.open.get("b"))
+        b.is_silent = True  # it has ended, and its connection breaks later
+        scene.supervisor.set("b", "unloaded")
+        scene.supervisor.set("b", "loading")
+        scene.supervisor.set("b", "ready")
+        assert eventually(lambda: {Hello, Generate} & set(b.ignored)), "it sends neither"
+        assert Generate not in b.ignored
+    b.is_silent = False
+    with b:
+        assert kept.result().status_code == 200, kept.result().text
 
 
 def test_a_lost_connection_to_the_supervisor_is_made_again(scene: OnDemand) -> None:
@@ -379,8 +399,7 @@ def test_a_lost_connection_to_the_supervisor_is_made_again(scene: OnDemand) -> N
 def test_a_model_can_be_put_to_sleep_and_woken_up(scene: OnDemand) -> None:
     def stop(model: str) -> None:
         scene.supervisor.set(model, "stopping")
-        timer = threading.Timer(0.05, lambda: scene.supervisor.set(model, "unloaded"))
-        timer.start()
+        threading.Timer(0.05, scene.end).start()
 
     scene.supervisor.on_stop = stop
     with scene.load():
@@ -398,7 +417,7 @@ def test_a_model_can_be_put_to_sleep_and_woken_up(scene: OnDemand) -> None:
 
 
 def test_a_request_of_ollama_without_a_prompt_loads_and_unloads_its_model(scene: OnDemand) -> None:
-    scene.supervisor.on_stop = lambda model: scene.supervisor.set(model, "unloaded")
+    scene.supervisor.on_stop = lambda model: scene.end()
     for path in ("/api/generate", "/api/chat"):
         with scene.load():
             loaded = scene.gateway.post(path, {"model": "b:latest"})

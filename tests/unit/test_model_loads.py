@@ -85,6 +85,42 @@ def test_a_load_is_requested_again_if_it_may_have_been_given_up_meanwhile(state:
     assert bench.loads.start(NAME) is not None
 
 
+@pytest.mark.parametrize(
+    ("states", "have_exited"),
+    [
+        (("ready", "stopping"), False),
+        (("ready", "stopping", "unloaded"), True),
+        (("ready", "stopping", "waiting"), True),
+        (("ready", "stopping", "loading"), True),  # it was needed again at once
+        (("ready", "stopping", "ready"), False),  # its room was not needed any more
+        (("ready", "failed"), True),
+        (("ready", "loading"), False),  # one engine is restarted
+        (("unloaded", "loading"), False),
+        (("unloaded", "loading", "ready"), False),
+        (("loading", "unloaded"), True),
+    ],
+)
+def test_the_last_state_shows_whether_all_engines_have_exited(
+    states: tuple[LoadState, ...], have_exited: bool
+) -> None:
+    bench = on_demand(*states[:-1])
+    before = bench.loads.num_exits(NAME)
+    bench.set(states[-1])
+    assert (bench.loads.num_exits(NAME) != before) == have_exited
+    before = bench.loads.num_exits(NAME)
+    bench.set(states[-1])  # another model has changed
+    assert bench.loads.num_exits(NAME) == before
+
+
+def test_an_exit_is_counted_though_more_states_have_arrived() -> None:
+    bench = on_demand("ready", "stopping")
+    before = bench.loads.num_exits(NAME)
+    bench.set("unloaded")
+    bench.set("loading")
+    bench.set("ready")
+    assert bench.loads.num_exits(NAME) != before
+
+
 def test_a_load_is_requested_again_after_all_kept_requests_have_left() -> None:
     bench = on_demand("unloaded")
     bench.loads.keep(NAME)

@@ -194,6 +194,28 @@ def test_the_reason_of_engine_stopped_survives_a_broken_connection() -> None:
     assert session.not_ready_error.message == "worker died"
 
 
+def test_an_exit_of_the_engine_ends_every_open_request_before_the_connection_breaks() -> None:
+    session = connected()
+    request = opened(session)
+    session.tick(1.0)
+    assert ends(session.on_exited()) == {request: "engine_lost"}
+    assert session.on_exited() == []
+    assert not session.is_ready
+    assert isinstance(session.tick(1.1)[0][0], Hello), "Hello is sent at once"
+    assert session.on_disconnected() == []
+    session.on_connected()
+    assert isinstance(session.tick(1.2)[0][0], Hello), "the new engine has not received the first"
+    session.receive(welcome("e2"), 1.3)
+    assert session.is_ready
+
+
+def test_the_reason_of_engine_stopped_survives_an_exit_that_is_reported_later() -> None:
+    session = connected()
+    session.receive(STOPPED, 0.1)
+    session.on_exited()
+    assert session.not_ready_error.message == "worker died"
+
+
 def test_a_client_that_slept_does_not_take_the_engine_for_silent() -> None:
     session = connected()
     session.tick(0.5)
