@@ -27,6 +27,7 @@ UNSTORED = {
     "qwen2": {"windows", "llama3 rope"},
     "qwen3": {"windows", "llama3 rope"},
     "qwen3_moe": {"window", "dense layers", "every second layer"},
+    "lfm2_moe": {"untied", "not renormalised", "scaled"},
     "qwen2_moe": {"renormalised", "dense layers", "windows"},
     "qwen3_next": {"not renormalised", "dense layers"},
     "gemma2": {"untied", "no caps", "all full"},

@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "mistral": MODEL_ARCH.LLAMA,
     "mixtral": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
+    "lfm2": MODEL_ARCH.LFM2,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
@@ -157,7 +159,9 @@ def _add_facts(writer: GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    if config.model_type == "gpt2":
+    if config.model_type == "lfm2":
+        writer.add_feed_forward_length(lfm2_width(config))
+    elif config.model_type == "gpt2":
         writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
     elif config.model_type != "qwen3_5_moe_text":  # all its layers have experts
         writer.add_feed_forward_length(config.intermediate_size)
@@ -185,6 +189,16 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "lfm2" | "lfm2_moe":
+            attends = [kind == "full_attention" for kind in config.layer_types]
+            writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+            writer.add_layer_norm_rms_eps(config.norm_eps)
+            writer.add_shortconv_l_cache(config.conv_L_cache)
+            if config.model_type == "lfm2_moe":
+                writer.add_expert_count(config.num_experts)
+                writer.add_expert_used_count(config.num_experts_per_tok)
+                writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+                writer.add_leading_dense_block_count(config.num_dense_layers)
         case "qwen2_moe":
             _add_shared_experts(writer, config)
         case "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
@@ -302,6 +316,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
         if found := EXPERT.fullmatch(name):
             block, _, projection = found.groups()
             block = re.sub(r".*layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", block)
+            if config.model_type == "lfm2_moe":
+                projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[projection]
             experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
         elif not (name == "lm_head.weight" and config.tie_word_embeddings):
             yield from _converted(config, name, data)
@@ -317,6 +333,9 @@ def _expert_index(name: str) -> int:
 def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor as the converter writes it. A tensor with gate and up projections becomes two:
     in gpt-oss the projections alternate in it, in Granite 4 they are its halves."""
+    if config.model_type.startswith("lfm2"):
+        yield from _lfm2(name, data)
+        return
     if getattr(config, "linear_num_key_heads", None):
         yield from _hybrid(config, name, data)
         return
@@ -348,6 +367,26 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _lfm2(name: str, data: Array) -> Iterator[tuple[str, Array]]:
+    """Yield a tensor of LFM2 or LFM2-MoE."""
+    if name.endswith("expert_bias"):
+        yield f"{name}.bias", data
+    elif name.endswith("conv.conv.weight"):
+        yield name, data.squeeze(1)
+    else:
+        yield name, data
+
+
+def lfm2_width(config: Any) -> int:
+    """Return the intermediate size of LFM2's MLPs."""
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    multiple = config.block_multiple_of
+    scaled = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
+    return -(-scaled // multiple) * multiple
 
 
 def _mamba(config: Any, name: str, data: Array) -> tuple[str, Array]:

@@ -395,18 +395,47 @@ def granite(metadata: Metadata) -> Config:
     }
 
 
-def granite_hybrid(metadata: Metadata) -> Config:
-    """Return the keys of Granite 4 H besides those of `common`: a layer without key/value heads has
-    Mamba-2."""
-    tensors = metadata.file.tensors
+def _attends(metadata: Metadata) -> list[bool]:
+    """Return whether each layer has attention: the others have no key/value heads."""
     kv_heads = metadata.get("attention.head_count_kv")
     if not isinstance(kv_heads, list) or len(kv_heads) != metadata.num_layers:
         name = metadata.key("attention.head_count_kv")
         raise UnusableModel(f"{name} must have an item for each of {metadata.num_layers} layers")
+    return [each != 0 for each in kv_heads]
+
+
+def lfm2(metadata: Metadata) -> Config:
+    """Return the keys of LFM2 and LFM2-MoE besides those of `common`. As in llama.cpp, the weights
+    of the chosen experts are always divided by their sum."""
+    tensors = metadata.file.tensors
+    found: Config = {
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": [FULL if each else "conv" for each in _attends(metadata)],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if experts := metadata.integer("expert_count", 0):
+        found |= {
+            "num_experts": experts,
+            "num_experts_per_tok": metadata.integer("expert_used_count"),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+            "num_dense_layers": metadata.integer("leading_dense_block_count", 0),
+            "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in tensors),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        }
+    return found
+
+
+def granite_hybrid(metadata: Metadata) -> Config:
+    """Return the keys of Granite 4 H besides those of `common`: a layer without key/value heads has
+    Mamba-2."""
+    tensors = metadata.file.tensors
     heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     found: Config = {
         "position_embedding_type": "rope" if is_rotated(metadata) else None,
-        "layer_types": [FULL if each else LINEAR for each in kv_heads],
+        "layer_types": [FULL if each else LINEAR for each in _attends(metadata)],
         "num_local_experts": 0,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // max(heads, 1),

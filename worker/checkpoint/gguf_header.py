@@ -76,6 +76,14 @@ MAMBA_ROLES = {
     "mamba_norm": LAYER + "ssm_norm",
     "mamba_output": LAYER + "ssm_out",
 }
+CONV_ROLES = {
+    "conv_in": LAYER + "shortconv.in_proj",
+    "conv": LAYER + "shortconv.conv",
+    "conv_out": LAYER + "shortconv.out_proj",
+    "choice_bias": LAYER + "exp_probs_b.bias",
+}
+EMBEDDING_NORM = "token_embd_norm"
+"""The name of the last norm in some files of LFM2, in which it has the name of the embeddings."""
 OLD_EXPERTS = {
     "expert_gate": LAYER + "ffn_gate.{e}",
     "expert_up": LAYER + "ffn_up.{e}",
@@ -199,6 +207,10 @@ FAMILIES = {
         roles=SHARED_ROLES | MAMBA_ROLES,
         is_interleaved=True,
     ),
+    "lfm2": GGUFFamily(families=("Lfm2ForCausalLM",), config=gguf_config.lfm2, roles=CONV_ROLES),
+    "lfm2moe": GGUFFamily(
+        families=("Lfm2MoeForCausalLM",), config=gguf_config.lfm2, roles=CONV_ROLES
+    ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
     ),
@@ -229,7 +241,9 @@ FAMILIES = {
 """`general.architecture` -> how its files are read."""
 
 
-WITHOUT_ENDING = ("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip")
+WITHOUT_ENDING = (
+    *("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip", "choice_bias"),
+)
 """Roles whose names have no ending."""
 
 
@@ -250,6 +264,8 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     Files of older llama.cpp versions, which store each expert in its own tensor, are supported.
     """
     names = architecture_names(file.metadata["general.architecture"], spec)
+    if EMBEDDING_NORM + ".weight" in file.tensors:
+        names = replace(names, roles={**names.roles, "norm": EMBEDDING_NORM})
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         return replace(names, roles={**names.roles, **OLD_EXPERTS})
     return names
@@ -285,7 +301,7 @@ def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
     for name, shape in shapes.items():
-        if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
+        if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:
             shapes[name] = (shape[0], 1, shape[1])
         elif name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
             shapes[name] = (1, *shape)
