@@ -1,5 +1,5 @@
 """Models with recurrent layers in the whole engine: the answers are those of transformers with
-preemptions, reused slots and drafts, and for prompts that begin alike."""
+preemptions, reused slots and drafts, and they are not if a state is reset or restored wrongly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch
 from msgspec.structs import replace
 
 from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import SlotInit
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import expected, load, some_tokens
 from tests.support.family_models import HYBRIDS, random_model
 from tests.support.replica import Replica
 from worker.loading.decoder import LoadedModel
+from worker.slots.states import Ints, StepStates
+from worker.slots.table import SlotField, SlotTable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ALLOWED = [5, 6, 7]
+"""So few tokens that answers repeat themselves, and n-grams propose drafts that are right."""
 ATOL = 1e-4
 
 
@@ -30,15 +35,15 @@ def pair(
     return theirs, load(write_directory(tmp_path_factory.mktemp("hybrid"), theirs))
 
 
-def check(
+def is_likeliest(
     theirs: Any, prompt: list[int], answer: list[int], allowed: Sequence[int] = range(VOCAB)
-) -> None:
-    """Check that each token of the answer is the most likely one of transformers among `allowed`. A
-    token may differ from it if the logits of both are almost equal."""
+) -> bool:
+    """Return whether each token of the answer is the most likely one of transformers among
+    `allowed`. A token may differ from it if the logits of both are almost equal."""
     logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert set(answer) <= set(allowed)
-    assert (logits[:, list(allowed)].amax(1) - chosen).max() <= ATOL
+    return bool((logits[:, list(allowed)].amax(1) - chosen).max() <= ATOL)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -58,19 +63,107 @@ def test_answers_are_those_of_transformers_with_preemptions_and_reused_slots(
     answers = replica.answers(prompts, GREEDY)
     assert replica.engine.stats().num_preemptions > 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        check(theirs, prompt, answer)
+        assert is_likeliest(theirs, prompt, answer)
 
 
 def test_answers_with_drafts_are_those_of_transformers(pair: tuple[Any, LoadedModel]) -> None:
     """Only three tokens are allowed, so that the answers repeat themselves: n-grams propose drafts,
     and some of them are right."""
     theirs, loaded = pair
-    allowed = [5, 6, 7]
-    params = replace(GREEDY, max_tokens=60, allowed_token_ids=allowed)
+    params = replace(GREEDY, max_tokens=60, allowed_token_ids=ALLOWED)
     prompts = [some_tokens(7, seed=seed) for seed in range(6)]
     replica = Replica(loaded, block_tokens=4, max_slots=4, options={"speculation": "ngram"})
     answers = replica.answers(prompts, params)
     stats = replica.engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     for prompt, answer in zip(prompts, answers, strict=True):
-        check(theirs, prompt, answer, allowed)
+        assert is_likeliest(theirs, prompt, answer, ALLOWED)
+
+
+def two_turns(loaded: LoadedModel) -> tuple[Replica, list[list[int]]]:
+    """Compute two turns of three conversations, with preemptions and drafts. Return the replica,
+    and the prompts of its requests."""
+    params = replace(GREEDY, allowed_token_ids=ALLOWED, logprobs=0)
+    replica = Replica(
+        loaded, block_tokens=4, max_slots=2, num_blocks=26, options={"speculation": "ngram"}
+    )
+    prompts = [some_tokens(7 + 6 * seed, seed=seed) for seed in range(3)]
+    answers = replica.answers(prompts, params)
+    prompts += [
+        prompt + answer + some_tokens(5, seed=9)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    replica.answers(prompts[3:], params)
+    return replica, prompts
+
+
+def are_right(theirs: Any, replica: Replica, prompts: Sequence[list[int]]) -> bool:
+    """Return whether the answers have the tokens and the logprobs of transformers."""
+    for number, prompt in enumerate(prompts):
+        answer = replica.tokens(number)
+        if len(answer) != GREEDY.max_tokens:
+            return False  # its logits were not finite
+        if not is_likeliest(theirs, prompt, answer, ALLOWED):
+            return False
+        logits = expected(theirs, prompt + answer)[len(prompt) - 1 : -1]
+        right = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        entries = [entry.logprob for output in replica.outputs[number] for entry in output.logprobs]
+        if (torch.tensor(entries) - right).abs().max() > ATOL:
+            return False
+    return True
+
+
+def restore_nothing(table: SlotTable, field: SlotField, inits: Sequence[SlotInit]) -> None:
+    """Keep what the slot's last request left."""
+
+
+def restore_zeros(table: SlotTable, field: SlotField, inits: Sequence[SlotInit]) -> None:
+    for init in inits:
+        table[field.name][init.slot] = 0
+
+
+def restore_another(table: SlotTable, field: SlotField, inits: Sequence[SlotInit]) -> None:
+    kept = table.checkpoints[field.name]
+    for init in inits:
+        number = init.checkpoint and init.checkpoint % (len(kept) - 1) + 1
+        table[field.name][init.slot] = kept[number]
+
+
+def accept_nothing(states: StepStates, accepted: Ints) -> None:
+    """Forget the drafts that were right."""
+
+
+def save_late(states: StepStates, row: int) -> list[tuple[int, int]]:
+    """Save each state one token late, if the row has another one."""
+    last = int(states.kept[row])
+    return [(min(count + 1, last), number) for count, number in SAVES(states, row)]
+
+
+SAVES = StepStates.saves
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "nothing is restored": (SlotTable, "_restore", restore_nothing),
+    "zeros are restored": (SlotTable, "_restore", restore_zeros),
+    "another checkpoint is restored": (SlotTable, "_restore", restore_another),
+    "accepted drafts are forgotten": (StepStates, "accept", accept_nothing),
+    "states are saved late": (StepStates, "saves", save_late),
+}
+
+
+def test_two_turns_are_right(pair: tuple[Any, LoadedModel]) -> None:
+    theirs, loaded = pair
+    replica, prompts = two_turns(loaded)
+    assert are_right(theirs, replica, prompts)
+    stats = replica.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_tokens > 0
+    assert stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_state_that_is_not_reset_or_kept_right_gives_wrong_answers(
+    pair: tuple[Any, LoadedModel], mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, loaded = pair
+    kind, name, wrong = MUTATIONS[mutation]
+    monkeypatch.setattr(kind, name, wrong)
+    assert not are_right(theirs, *two_turns(loaded))
