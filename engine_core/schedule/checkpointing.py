@@ -84,7 +84,8 @@ class Checkpointing:
 
     def _chunk_positions(self, request: Request, start: int, end: int) -> list[int]:
         """Return after which positions to save the state, in a row that computes the positions
-        [start, end) of known tokens."""
+        [start, end) of known tokens. Later ones come first, because more tokens can be skipped
+        there."""
         last, shared = self._prompt_end(request), request.num_shared_columns * self._size
         stride, newest = self._stride(last), end // self._size * self._size
         first = start // stride * stride + stride
@@ -92,14 +93,13 @@ class Checkpointing:
         positions.update(position for position in (last, shared) if start < position <= end)
         if newest > max(start, last):
             positions.add(newest)
-        return sorted(positions)
+        return sorted(positions, reverse=True)
 
     def _save(self, request: Request, positions: Sequence[int], step: Schedule) -> None:
-        """Allocate checkpoints for the states after `positions`, as far as they are useful and
-        checkpoints can be allocated. Later positions go first, because more tokens can be skipped
-        there."""
+        """Allocate checkpoints for the states after `positions`, the most useful one first, as far
+        as they are needed and checkpoints can be allocated."""
         saves: list[tuple[Request, int, int]] = []
-        for position in reversed(positions):
+        for position in positions:
             is_rolling = self._is_rolling(request, position)
             if is_rolling is None or (not is_rolling and self._is_cached(request, position)):
                 continue
@@ -110,7 +110,7 @@ class Checkpointing:
             if number is not None:
                 request.checkpoints[position] = number
                 saves.append((request, position, number))
-        step.saves += reversed(saves)
+        step.saves += sorted(saves, key=lambda save: save[1])
 
     def _take_older(self, request: Request, position: int) -> int | None:
         """Return the checkpoint of the request's oldest rolling one before `position`, which it

@@ -23,6 +23,7 @@ from tests.support.engines import Bench, a_card, guess_with_accuracy
 
 SIZE = 4
 """Tokens of a block."""
+GROUPS = KVGroups(window=8, window_blocks=2)
 
 
 def a_bench(**options: Any) -> Bench:
@@ -73,12 +74,14 @@ def test_the_same_prompt_is_found_to_the_last_block_before_its_last_token(
     assert num_found(bench, [*prompt, 1]) == max(positions, default=0)
 
 
-def test_a_state_that_is_cached_is_not_saved_again() -> None:
-    bench, prompt = a_bench(), a_text(1, 11)
+def test_a_state_that_another_request_has_cached_meanwhile_is_not_saved_again() -> None:
+    """The second request is admitted when 20 tokens are cached, and the step that saves the states
+    after 32 and 40 tokens is in flight. The last one is cached when it could save it."""
+    bench, prompt = a_bench(token_budget=20, steps_in_flight=2), a_text(1, 41)
     for _ in range(2):
-        bench.add(prompt, max_tokens=1, prompt_logprobs=0)  # computes the whole prompt
-        bench.run()
-    assert saved(bench) == [8, 8], "a prompt with logprobs is not searched"
+        bench.add(prompt, max_tokens=1)
+    bench.run()
+    assert saved(bench) == [16, 32, 40, 20, 32]
 
 
 def test_a_prompt_is_not_found_from_another_namespace() -> None:
@@ -133,10 +136,20 @@ def test_the_third_prompt_with_a_common_beginning_finds_all_of_it() -> None:
     assert bench.engine.stats().num_uncovered_tokens == 8
 
 
-def test_a_beginning_stays_cached_although_the_first_prompt_with_it_is_evicted() -> None:
+@pytest.mark.parametrize(("num_blocks", "groups"), [(31, None), (58, GROUPS)])
+def test_a_beginning_stays_cached_although_the_first_prompt_with_it_is_evicted(
+    num_blocks: int, groups: KVGroups | None
+) -> None:
     """The second prompt computes the blocks of the beginning again, into blocks of its own. Those
     replace the first prompt's, which no checkpoint followed and which are evicted first."""
-    bench, beginning = a_bench(num_blocks=31, state_interval=400), a_text(1, 26)
+    bench = a_bench(
+        num_blocks=num_blocks,
+        kv_groups=groups,
+        state_interval=400,
+        max_len=120,
+        token_budget=16,
+    )
+    beginning = a_text(1, 26)
     for number in (2, 3):
         num_found(bench, beginning + a_text(number, 13))
     assert num_found(bench, a_text(4, 60)) == 0
@@ -144,9 +157,6 @@ def test_a_beginning_stays_cached_although_the_first_prompt_with_it_is_evicted()
 
 
 # ---- beside windows and a draft model
-GROUPS = KVGroups(window=8, window_blocks=2)
-
-
 @pytest.mark.parametrize("window", [{"kv_window": 8}, {"kv_groups": GROUPS}])
 def test_a_prompt_is_found_beside_layers_with_a_window(window: dict[str, Any]) -> None:
     bench, prompt = a_bench(**window), a_text(1, 61)
@@ -187,10 +197,12 @@ def test_the_next_turn_is_found_although_another_request_had_cached_the_prompt()
     """Two requests compute one prompt in one step, and the blocks of the first are cached. They are
     evicted before the second one ends, which then publishes its own."""
     bench, prompt = a_bench(num_blocks=31), a_text(1, 21)
-    bench.add(prompt, max_tokens=1)
+    bench.add(prompt, max_tokens=3, ignore_eos=True)
     number = bench.add(prompt, max_tokens=60, ignore_eos=True)
     bench.step()
-    bench.add(a_text(2, 70), max_tokens=1)
+    for other in range(2, 8):
+        bench.add(a_text(other, 30), max_tokens=1)
+        bench.step()
     bench.run()
     assert num_found(bench, prompt + bench.tokens(number) + [1]) == 80
 
@@ -257,6 +269,15 @@ def test_a_checkpoint_after_a_wrong_draft_is_freed_and_saved_again() -> None:
     assert len(positions) > len(set(positions)), "no draft was in the way"
     assert sorted(set(positions)) == list(range(4, 36, 4))
     assert counts(bench) == (0, 2)
+
+
+def test_a_state_after_a_draft_does_not_replace_the_only_checkpoint() -> None:
+    bench = a_bench(
+        num_checkpoints=1, speculation="model", guess=guess_with_accuracy(0.0), max_drafts=4
+    )
+    bench.add(a_text(1, 3), max_tokens=30, ignore_eos=True)
+    bench.run()
+    assert saved(bench) == [*range(4, 33, 4)]
 
 
 def test_a_request_that_is_aborted_in_flight_leaves_no_checkpoint_of_that_step() -> None:
