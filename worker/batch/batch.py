@@ -207,7 +207,7 @@ def step_states(plan: StepPlan, rows: BatchRows, slots: SlotTable) -> StepStates
     if plan.row_drafts is not None:
         drafts = integers(plan.row_drafts.data)
     at = counts = ids = np.empty(0, np.int64)
-    if plan.save_slots is not None and plan.save_lens is not None and plan.save_checkpoints:
+    if plan.save_slots and plan.save_lens and plan.save_checkpoints:
         saved, lens, ids = (
             integers(array.data)
             for array in (plan.save_slots, plan.save_lens, plan.save_checkpoints)

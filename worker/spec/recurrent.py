@@ -7,6 +7,7 @@ has any. Needs no torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
 
@@ -14,7 +15,7 @@ from worker.errors import UnusableModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvolvedSpec:
+class ConvolvedSpec(ABC):
     """What all these mixers have: a causal convolution over the last `kernel` tokens, of each
     channel on its own. Its tail is the inputs of the last `kernel - 1` tokens."""
 
@@ -22,19 +23,19 @@ class ConvolvedSpec:
     kernel: int
 
     @property
+    @abstractmethod
     def conv_width(self) -> int:
         """Return the width of the convolution's input."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def output_width(self) -> int:
         """Return the width of what the output projection reads."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def work_width(self) -> int:
         """Return how many numbers a step computes for one token, at most."""
-        raise NotImplementedError
 
     @property
     def tail_items(self) -> int:
@@ -49,9 +50,9 @@ class ConvolvedSpec:
         return self.tail_items
 
     @property
+    @abstractmethod
     def sizes(self) -> tuple[int, ...]:
         """Return the dimensions, all of which must be above zero."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise UnusableModel if the dimensions contradict each other."""
