@@ -89,16 +89,12 @@ def build_parts(
 ) -> EngineParts:
     """Return the parts of a new engine. The arguments, and the errors raised, are those of
     `Engine`."""
-    _check_window(config, limits, keeps_all=bool(cluster or tiers))
-    if limits.state_bytes and (cluster or tiers):
-        raise ValueError("K/V transfer and tiers do not carry the model's recurrent states")
+    _check_window(config, limits, moves_kv=bool(cluster or tiers))
     speculation = Speculation(config, draft_cost, step_costs)
     hashes = ContentHashes(model.digest, limits.block_tokens)
     names, size = config.kv_events_namespace, limits.block_tokens
     cache_events = CacheEvents(names, size) if config.kv_events else None
-    has_checkpoints = limits.state_bytes > 0 and limits.prefix_cache
-    checkpoints = CheckpointPool(limits.num_checkpoints) if has_checkpoints else None
-    pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, checkpoints))
+    pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, _checkpoints(limits)))
     peers = Peers(config, cluster, hashes, limits.block_tokens)
     throughput = Throughput()
     tier_index = TierIndex(tiers, hashes, limits.block_tokens, throughput, config.kv_load_tokens)
@@ -153,12 +149,20 @@ def build_parts(
     )
 
 
-def _check_window(config: EngineConfig, limits: Limits, *, keeps_all: bool) -> None:
+def _checkpoints(limits: Limits) -> CheckpointPool | None:
+    """Return the pool of checkpoints; None if the model has no state or prefixes are not shared."""
+    is_used = limits.state_bytes > 0 and limits.prefix_cache
+    return CheckpointPool(limits.num_checkpoints) if is_used else None
+
+
+def _check_window(config: EngineConfig, limits: Limits, *, moves_kv: bool) -> None:
     """Raise ValueError if the limits allow freeing the blocks that a window has passed, but the
-    engine must keep all blocks."""
+    engine must keep all blocks, or if K/V is moved without the state that belongs to it."""
     window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
-    if window is not None and (keeps_all or config.speculation == "model"):
+    if window is not None and (moves_kv or config.speculation == "model"):
         raise ValueError(
             f"kv_window is {window}, but K/V transfer, tiers and draft models need the blocks "
             "that a window has passed"
         )
+    if limits.state_bytes and moves_kv:
+        raise ValueError("K/V transfer and tiers do not carry the model's recurrent states")
