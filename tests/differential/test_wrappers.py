@@ -111,3 +111,17 @@ def test_the_log_says_that_the_other_parts_are_not_loaded(
     with caplog.at_level("INFO"):
         read_header(directory)
     assert f"({len(others) - 1} tensors of other parts are skipped)" in caplog.text  # - the head
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5Moe"])
+def test_layers_for_drafts_in_the_files_are_not_used(tmp_path: Path, architecture: str) -> None:
+    """Published files of Qwen3.5 hold tensors whose names begin with `mtp.`."""
+    name = next(each for each in WRAPPERS if each.startswith(architecture))
+    (kind,) = WRAPPERS[name]
+    model, tokens = random_wrapper(name, kind), some_tokens(NUM_TOKENS)
+    directory = write_directory(tmp_path, model)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.randn(8, 16)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(8, 8)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    check(directory, logits_of(model, tokens), tokens)
