@@ -48,6 +48,9 @@ FUNCTION uint16_t to_bf16(float x) {
 }
 
 FUNCTION __m512 add_ps(__m512 a, __m512 b) { return a + b; }
+FUNCTION __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
+    return made<__m512, float>([&](int i) { return __builtin_fmaf(a[i], b[i], c[i]); });
+}
 FUNCTION __m512i and_si512(__m512i a, __m512i b) { return a & b; }
 FUNCTION __m512i load_si512(const void *from) { return lane<__m512i>(*(const __m512i *)from, 0); }
 FUNCTION __m512i set1_epi16(short x) {
@@ -192,6 +195,7 @@ template <int FIRST> FUNCTION __m512d unpack_pd(__m512d a, __m512d b) {
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
+#define _mm512_fmadd_ps emulated::fmadd_ps
 #define _mm512_load_si512 emulated::load_si512
 #define _mm512_loadu_ps emulated::loadu_ps
 #define _mm512_madd_epi16 emulated::madd_epi16

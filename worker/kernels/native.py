@@ -11,6 +11,7 @@ from ctypes import byref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from worker.kernels import structs
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED, stored_width
+from worker.layers.delta_rule import NORM_EPS
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
@@ -32,6 +34,7 @@ SIGNATURES = {
     "time_parts": "p",
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
+    "gated_delta": "ippippipppp",
     "place_kv": "iiiippppppp",
     "paged_attention": "iiipppipppp",
     "linear_to_float": "iipipp",
@@ -45,7 +48,7 @@ SIGNATURES = {
     "pack_dense": "iipiip",
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
-RETURNS_INT = {"packed_bytes", "decode"}
+RETURNS_INT = {"packed_bytes", "decode", "gated_delta"}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
@@ -101,6 +104,45 @@ def scoring_struct(
     """
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32)
     return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
+
+
+def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
+    return structs.CDeltaSizes(
+        spec.num_key_heads,
+        spec.num_value_heads,
+        spec.key_dim,
+        spec.value_dim,
+        spec.kernel,
+        NORM_EPS,
+    )
+
+
+def delta_states_struct(states: StepStates, offset: int, items: int) -> structs.CDeltaStates:
+    """Return the struct that describes `states` to the kernels. It points at tensors and arrays of
+    `states`, so it must not outlive them.
+
+    offset, items   the part of each state that belongs to the layer
+    """
+    stored = (states.memory, states.checkpoints)
+    for each in stored:
+        assert each.dtype == torch.float32
+        assert each.stride(1) == 1
+        assert 0 <= offset <= each.shape[1] - items
+    rows = (states.slots, states.firsts, states.counts, states.kept)
+    saves = (states.save_rows, states.save_counts, states.save_ids)
+    for arrays in (rows, saves):
+        for array in arrays:
+            assert array.dtype == np.int64
+            assert array.flags.c_contiguous
+            assert array.shape == (len(arrays[0]),)
+    return structs.CDeltaStates(
+        *(each.data_ptr() + offset * each.element_size() for each in stored),
+        *(each.stride(0) for each in stored),
+        *(len(each) for each in stored),
+        *(array.ctypes.data for array in (*rows, *saves)),
+        len(states.slots),
+        len(states.save_rows),
+    )
 
 
 class NativeKernels:
@@ -202,7 +244,27 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        return self._torch.gated_delta(spec, conv, qkv, beta, decay, states, offset)
+        tokens, heads, width = len(qkv), spec.num_value_heads, spec.conv_width
+        beta, decay = beta.contiguous(), decay.contiguous()
+        assert conv.shape == (spec.kernel, width)
+        assert qkv.shape == (tokens, width)
+        assert beta.shape == decay.shape == (tokens, heads)
+        assert qkv.stride(1) == 1
+        assert {each.dtype for each in (conv, qkv, beta, decay)} == {torch.float32}
+        mixed, out = qkv.new_empty(tokens, width), qkv.new_empty(tokens, heads, spec.value_dim)
+        bad_row = self.library.gated_delta(
+            torch.get_num_threads(),
+            byref(delta_sizes_struct(spec)),
+            byref(delta_states_struct(states, offset, spec.state_items)),
+            tokens,
+            address(conv),
+            qkv.data_ptr(),
+            qkv.stride(0),
+            *map(address, (beta, decay, mixed, out)),
+        )
+        if bad_row >= 0:
+            raise ValueError(f"row {bad_row} has tokens or a state that the step does not have")
+        return out
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring

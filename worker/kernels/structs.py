@@ -63,6 +63,42 @@ class CScoring(Structure):
     ]
 
 
+class CDeltaSizes(Structure):
+    """The dimensions of a gated delta net."""
+
+    _fields_ = [
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("kernel", c_int64),
+        ("norm_eps", c_double),
+    ]
+
+
+class CDeltaStates(Structure):
+    """The states of a step's rows, as `StepStates` (slots/states.py) describes them. `memory` and
+    `checkpoints` are the addresses of the layer's first number in the first state."""
+
+    _fields_ = [
+        ("memory", c_void_p),
+        ("checkpoints", c_void_p),
+        ("memory_stride", c_int64),
+        ("checkpoints_stride", c_int64),
+        ("num_slots", c_int64),
+        ("num_checkpoints", c_int64),
+        ("slots", c_void_p),
+        ("firsts", c_void_p),
+        ("counts", c_void_p),
+        ("kept", c_void_p),
+        ("save_rows", c_void_p),
+        ("save_counts", c_void_p),
+        ("save_ids", c_void_p),
+        ("num_rows", c_int64),
+        ("num_saves", c_int64),
+    ]
+
+
 class CNorm(Structure):
     """An RMS norm, or a layer norm if `is_layer`. If `weight` is null, the layer lacks this norm.
     If `is_float`, the weight is float32, otherwise it has the model's dtype."""

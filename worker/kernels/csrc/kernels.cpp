@@ -5,6 +5,7 @@
 // set that the processor lacks is never loaded.
 
 #include "decode.h"
+#include "gated_delta.h"
 #include "pack.h"
 
 namespace {
@@ -33,7 +34,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 16; }
+EXPORT int64_t kernels_version() { return 17; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -68,6 +69,21 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
             });
         });
     });
+}
+
+// Computes the convolution and the recurrence of a gated delta net, changes the states and saves them, and returns -1.
+// If the states contradict `tokens` or each other, computes nothing and returns the number of a row that does.
+//
+// conv: [kernel, C]. qkv: [T, C], with qkv_stride numbers from token to token. beta, decay: [T, H]. mixed: scratch
+// memory [T, C]. out: [T, H, V].
+EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const DeltaStates *states, int64_t tokens,
+                           const float *conv, const float *qkv, int64_t qkv_stride, const float *beta,
+                           const float *decay, float *mixed, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const Delta delta{*sizes, *states, conv, qkv, qkv_stride, beta, decay, mixed, out, tokens};
+    together(threads, 2, [&](Team &team) { compute_delta(team, delta); });
+    return -1;
 }
 
 // Rotates queries and keys in place, and writes keys and values to one layer's cache.

@@ -9,6 +9,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -68,6 +70,14 @@ INLINE Words widened(Halves x) {
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
 INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(from)) << 16); }
 
+// Loads the first `count` numbers of a vector, or all if `count` is more, and zeros instead of the others.
+INLINE Floats load_first(const float *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    float all[LANES] = {};
+    memcpy(all, from, (size_t)count * sizeof(float));
+    return load(all);
+}
+
 // Rounds to bfloat16: to nearest, ties to even, as torch does. NaN stays NaN.
 INLINE Halves rounded(Floats x) {
 #if defined(__AVX512BF16__)
@@ -81,6 +91,12 @@ INLINE Halves rounded(Floats x) {
 }
 INLINE void store(float *to, Floats x) { store_as(to, x); }
 INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
+
+// Stores the first `count` lanes of x, or all if `count` is more.
+INLINE void store_first(float *to, Floats x, int64_t count) {
+    if (count >= LANES) store(to, x);
+    else memcpy(to, &x, (size_t)count * sizeof(float));
+}
 
 // Rounds x as if it were stored in the type of the first argument and loaded again.
 INLINE Floats as_stored(float, Floats x) { return x; }
@@ -139,6 +155,20 @@ INLINE Floats sums_of(const Floats *v) {
     Floats sums;
     for (int i = 0; i < LANES; i++) sums[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
     return sums;
+#endif
+}
+
+// Returns a * b + c, rounded once if the instruction set can do that. In a sum of two products, the compiler itself
+// would choose by the code around it which product is rounded.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
 #endif
 }
 
