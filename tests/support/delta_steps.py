@@ -23,7 +23,13 @@ OFFSET, REST = 5, 3
 
 
 def delta_spec(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, kernel: int
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    kernel: int,
+    *,
+    tiled: bool = False,
 ) -> GatedDeltaSpec:
     spec = GatedDeltaSpec(
         num_key_heads=key_heads,
@@ -32,6 +38,7 @@ def delta_spec(
         value_dim=value_dim,
         kernel=kernel,
         eps=1e-6,
+        tiled=tiled,
     )
     spec.check()
     return spec

@@ -42,6 +42,7 @@ SPECS = [
         (2, 4, 128, 128, 4),
     )
 ]
+SPECS.append(delta_spec(3, 6, 12, 20, 4, tiled=True))
 """Heads may be no whole vectors. Values may be one tile of columns, several, and a part of one."""
 
 

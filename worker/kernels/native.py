@@ -113,6 +113,7 @@ def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
         spec.key_dim,
         spec.value_dim,
         spec.kernel,
+        spec.tiled,
         NORM_EPS,
     )
 

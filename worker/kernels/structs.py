@@ -72,6 +72,7 @@ class CDeltaSizes(Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("kernel", c_int64),
+        ("is_tiled", c_int64),
         ("norm_eps", c_double),
     ]
 

@@ -20,6 +20,7 @@ namespace {
 // The dimensions of a layer (worker/spec/recurrent.py).
 struct DeltaSizes {
     int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+    int64_t is_tiled; // whether value head v uses key head v % key_heads
     double norm_eps; // is added to the sum of squares of a query or key
 
     // Returns the number of vectors that the convolution makes of a token: queries, keys, then values.
@@ -32,6 +33,10 @@ struct DeltaSizes {
         return keys * key_dim + (vector - keys) * value_dim;
     }
     int64_t width() const { return start(vectors()); }
+    // Returns the key head that a value head uses.
+    int64_t key_of(int64_t head) const {
+        return is_tiled ? head % key_heads : head / (value_heads / key_heads);
+    }
 };
 
 // The states of a step's rows (worker/slots/states.py). A state of the layer is the tail of the convolution
@@ -206,7 +211,7 @@ __attribute__((noinline)) void compute_columns(const Delta &d, DeltaRow row, int
                                                int64_t columns, float *scratch) {
     const DeltaSizes &sizes = d.sizes;
     const int64_t key_dim = sizes.key_dim, value_dim = sizes.value_dim, num_heads = sizes.value_heads;
-    const int64_t key = head / (num_heads / sizes.key_heads);
+    const int64_t key = sizes.key_of(head);
     const int64_t at = (sizes.kernel - 1) * sizes.width() + head * key_dim * value_dim + column;
     const StateTile held{row.held + at, value_dim};
     // If there are several tokens, the columns are copied. Where they lie, many of them share a place in the cache, so
