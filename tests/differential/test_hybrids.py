@@ -4,19 +4,23 @@ preemptions, reused slots and drafts, and they are not if a state is reset or re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from protocol.config.worker import PoolingOption
 from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import SlotInit
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import expected, load, some_tokens
 from tests.support.family_models import HYBRIDS, random_model
 from tests.support.replica import Replica
+from worker.errors import UnusableModel
 from worker.loading.decoder import LoadedModel
+from worker.loading.header import read_any_header
 from worker.slots.states import Ints, StepStates
 from worker.slots.table import SlotField, SlotTable
 
@@ -167,3 +171,12 @@ def test_a_state_that_is_not_reset_or_kept_right_gives_wrong_answers(
     kind, name, wrong = MUTATIONS[mutation]
     monkeypatch.setattr(kind, name, wrong)
     assert not are_right(theirs, *two_turns(loaded))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "rank"])
+def test_vectors_and_scores_are_refused(tmp_path: Path, pooling: PoolingOption) -> None:
+    """Inputs that are encoded have no slots, so they would have no states."""
+    path = write_directory(tmp_path, random_model("lfm2"))
+    with pytest.raises(UnusableModel, match="recurrent layers, so it has no vectors or scores"):
+        read_any_header(path, pooling)
+    assert read_any_header(path).spec.architecture == "Lfm2ForCausalLM"

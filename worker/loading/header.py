@@ -158,6 +158,11 @@ def with_pooling(
 
     pooling   auto: the model's files and its name decide; rank: it scores; others: it has vectors
     """
+    if header.spec.state_items and (pooling != "auto" or not _generates_only(header)):
+        raise UnusableModel(
+            f"{header.spec.architecture} has recurrent layers, so it has no vectors or scores",
+            remedy="serve without --pooling, or use another model",
+        )
     if isinstance(header, TransformersHeader):
         if pooling == "auto":
             return header
@@ -177,6 +182,13 @@ def with_pooling(
         return header
     vectors = header.vectors or VectorSpec(pooling=pooling)
     return replace(header, vectors=replace(vectors, pooling=pooling))
+
+
+def _generates_only(header: ModelHeader | TransformersHeader) -> bool:
+    """Return whether the files of a model say that it has no vectors or scores."""
+    if isinstance(header, TransformersHeader):
+        return True
+    return header.vectors is None and header.scorer is None
 
 
 def _is_named_reranker(header: ModelHeader) -> bool:
