@@ -26,7 +26,7 @@ from worker.slots.table import SlotField, SlotTable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ALLOWED = [5, 6, 7]
-"""So few tokens that answers repeat themselves, and n-grams propose drafts that are right."""
+"""With so few tokens, answers repeat themselves, so n-grams propose drafts that are right."""
 ATOL = 1e-4
 
 

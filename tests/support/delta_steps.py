@@ -72,7 +72,7 @@ def delta_inputs(spec: GatedDeltaSpec, tokens: int, seed: int = 0) -> DeltaInput
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """What a step computes of one request.
+    """The tokens of one request in a step.
 
     count      number of tokens, of which the last `drafts` are drafts
     accepted   number of drafts that are right; the others get wrong inputs
@@ -166,7 +166,7 @@ class DeltaRequests:
 
 
 def delta_requests(kernels: Kernels, spec: GatedDeltaSpec, *lengths: int) -> DeltaRequests:
-    """Return requests with so many tokens, and with random states."""
+    """Return a request for each of `lengths`, its number of tokens. Their states are random."""
     states = randn(len(lengths), spec.state_items, dtype=torch.float32, seed=5, scale=0.3)
     conv = randn(spec.kernel, spec.conv_width, dtype=torch.float32, seed=6)
     inputs = [delta_inputs(spec, n, seed=10 * (i + 1)) for i, n in enumerate(lengths)]

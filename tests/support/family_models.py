@@ -149,7 +149,7 @@ DENSE_GRANITE: dict[str, Any] = {
     "intermediate_size": 160,
     "position_embedding_type": "rope",
 }
-"""What makes a Granite 4 dense, and computed like a Granite 3."""
+"""The keys of a dense Granite 4, which is computed like a Granite 3."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {

@@ -1,5 +1,5 @@
-"""What the recurrent token mixers share: how a step changes the states of its rows, and the
-convolution over the latest tokens.
+"""The parts that all recurrent token mixers use: how a step changes the states of its rows, and
+the convolution over the latest tokens.
 
 Legend: T tokens of the step, R rows, N tokens of each row, C width of the convolution.
 """

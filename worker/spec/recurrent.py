@@ -16,8 +16,8 @@ from worker.errors import UnusableModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolvedSpec(ABC):
-    """What all these mixers have: a causal convolution over the last `kernel` tokens, of each
-    channel on its own. Its tail is the inputs of the last `kernel - 1` tokens."""
+    """The causal convolution that every recurrent mixer has. It runs over the last `kernel`
+    tokens, for each channel on its own. Its tail is the inputs of the last `kernel - 1` tokens."""
 
     #: Number of tokens that the convolution sees, the current one included.
     kernel: int

@@ -116,8 +116,8 @@ struct Delta {
     }
 };
 
-// The convolution prefetches the input of the token after so many others. The processor itself does not, because tokens
-// are far apart.
+// The convolution prefetches the input of a token this many tokens ahead. The processor does not do so by itself,
+// because the inputs of two tokens are far apart in memory.
 constexpr int64_t TOKENS_AHEAD = 6;
 
 // Computes one vector of all tokens of a row, and the new tails of the vector's channels. Queries and keys are
