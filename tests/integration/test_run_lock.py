@@ -21,7 +21,7 @@ from protocol.wire.sockets import (
     run_directory,
 )
 from tools.failure import Failure
-from tools.processes import discovery
+from tools.processes import discovery, run_lock
 from tools.processes.run_lock import (
     LOCK,
     METRICS,
@@ -195,6 +195,25 @@ def test_links_in_a_private_base_are_not_followed(directory: Path, victim: Path)
         assert files_in(victim) == before
     with pytest.raises(Failure, match="link must be a directory"):
         hold(directory.parent / "link")
+
+
+def test_a_server_that_ends_while_servers_are_listed_is_left_out(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tidegate ps` ended with a traceback if another server removed its run directory meanwhile."""
+    lock, other = hold(directory), hold(directory.parent / "8001")
+    listed = run_lock.run_directories
+
+    def list_and_end(base: Path) -> list[Path]:
+        found = listed(base)
+        run_lock.remove(directory)
+        return found
+
+    monkeypatch.setattr(run_lock, "run_directories", list_and_end)
+    found = discovery.discover(directory.parent).run_directories
+    assert [each.name for each in found] == ["8001"]
+    for each in (lock, other):
+        os.close(each)
 
 
 @pytest.mark.parametrize("spoil", [open_to_others, give_away, replace_with_link])

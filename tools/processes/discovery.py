@@ -98,21 +98,23 @@ def discover(base: Path, proc: Path = PROC) -> Found:
     parents = {process.pid: process.parent for process in running.values()}
     run_directories = []
     for directory in run_lock.run_directories(base):
-        heads = _holding(directory / run_lock.LOCK, running, proc)
-        own = with_descendants(heads, parents) - {os.getpid()}
-        pid = run_lock.holder(directory)
-        facts = run_lock.LockFacts() if pid is None else run_lock.facts(directory)
-        run_directories.append(
-            RunDirectory(
-                name=directory.name,
-                url=facts.url,
-                model=facts.model,
-                pid=pid,
-                is_supervised=pid in running,
-                processes=[] if pid is None else [running[each] for each in sorted(own)],
-                sockets=sorted(path.name for path in directory.iterdir() if path.is_socket()),
+        # A server that ends meanwhile removes its run directory.
+        with contextlib.suppress(FileNotFoundError):
+            heads = _holding(directory / run_lock.LOCK, running, proc)
+            own = with_descendants(heads, parents) - {os.getpid()}
+            pid = run_lock.holder(directory)
+            facts = run_lock.LockFacts() if pid is None else run_lock.facts(directory)
+            run_directories.append(
+                RunDirectory(
+                    name=directory.name,
+                    url=facts.url,
+                    model=facts.model,
+                    pid=pid,
+                    is_supervised=pid in running,
+                    processes=[] if pid is None else [running[each] for each in sorted(own)],
+                    sockets=sorted(path.name for path in directory.iterdir() if path.is_socket()),
+                )
             )
-        )
     known = {each.pid for server in run_directories for each in server.processes}
     orphans = (
         each for each in running.values() if each.parent == INIT and each.name in OUR_PROGRAMS
