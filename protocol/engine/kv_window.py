@@ -26,8 +26,8 @@ class KVGroups(msgspec.Struct, frozen=True, kw_only=True):
 
     Each column of a block table stands for `block_tokens` positions, and has 1 + `window_blocks`
     entries. The first is the block of the layers without a window. The others are the blocks of the
-    layers with one. A block stores as many layers as there are layers without a window, so every
-    block of the cache can be an entry of either kind. Column c has the entries
+    layers with one. All blocks of the cache have the same size, so each of them can be an entry of
+    either kind. Column c has the entries
     [c * (1 + window_blocks), (c + 1) * (1 + window_blocks)) of the table.
 
     window          longest window of the layers that have one, in tokens

@@ -73,8 +73,8 @@ class DecodeStep:
     def __post_init__(self) -> None:
         spec, dtype = self.loaded.spec, getattr(torch, self.loaded.card.dtype)
         blocks = CONTEXT // BLOCK_TOKENS
-        sizes = (spec.num_layers, 1 + self.rows * blocks, BLOCK_TOKENS, spec.num_kv_heads)
-        self.cache = KVCache(*sizes, spec.head_dim, dtype, CPU)
+        sizes = (spec.num_layers, 1 + self.rows * blocks, BLOCK_TOKENS, spec.layer_heads[0].count)
+        self.cache = KVCache(*sizes, spec.layer_heads[0].dim, dtype, CPU)
         self.ids = torch.arange(3, 3 + self.rows)
         rows = [
             PagedRow(CONTEXT - 1, 1, range(1 + row * blocks, 1 + (row + 1) * blocks))

@@ -235,7 +235,13 @@ def decode_launches(num_layers: int, lens: list[int], params: SamplingParams) ->
     with PretendedDevice() as device:
         kernels, attend = kernels_of("triton", device)
         cache = KVCache(
-            num_layers, 1 + width * len(lens), BLOCK_TOKENS, 2, spec.head_dim, FLOAT, DEVICE
+            num_layers,
+            1 + width * len(lens),
+            BLOCK_TOKENS,
+            2,
+            spec.layer_heads[0].dim,
+            FLOAT,
+            DEVICE,
         )
         slots = new_slots(slot_fields(MAX_LEN, width), len(lens), DEVICE, poison=None)
         model = random_model(spec, kernels)

@@ -43,7 +43,12 @@ class Steps:
         theirs = random_model(model_type)
         loaded = load(write_directory(path, theirs))
         spec = loaded.spec
-        sizes = (1 + MAX_SLOTS * MAX_BLOCKS, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        sizes = (
+            1 + MAX_SLOTS * MAX_BLOCKS,
+            BLOCK_TOKENS,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
+        )
         cache = KVCache(spec.num_kv_layers, *sizes, torch.float32, CPU)
         cache.k[:, 1:] = cache.v[:, 1:] = float("nan")
         fields = slot_fields(MAX_BLOCKS * BLOCK_TOKENS, MAX_BLOCKS, spec.state_items)

@@ -18,7 +18,7 @@ from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import expected, some_tokens
-from tests.support.family_models import random_model
+from tests.support.family_models import FULL, SLIDING, random_model
 from tests.support.kernels import native_kernels
 from tests.support.replica import Replica, load
 from worker.loading.decoder import LoadedModel
@@ -33,11 +33,16 @@ ATOL = 2e-3
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    }
+        "layer_types": [SLIDING] * 3 + [FULL],
+    },
+    # Layers of two shapes; the last two read the keys and values of the third and the fourth.
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+    },
 }
 WINDOWED = ["phi3", "mistral, compiled"]
-ALTERNATING = ["gpt_oss", "gemma3_text, compiled"]
+ALTERNATING = ["gpt_oss", "gemma3_text, compiled", "gemma4_text", "gemma4_text, compiled"]
 
 
 @pytest.fixture(scope="module", params=WINDOWED + ALTERNATING)

@@ -106,7 +106,7 @@ def _logprobs(
     `num_decodes` tokens of each row are computed one at a time, and those before them together."""
     spec, (num_rows, num_tokens) = loaded.spec, tokens.shape
     width = -(-num_tokens // BLOCK_TOKENS)
-    heads = (spec.num_kv_heads, spec.head_dim)
+    heads = (spec.layer_heads[0].count, spec.layer_heads[0].dim)
     dtype = getattr(torch, loaded.card.dtype)
     cache = KVCache(spec.num_layers, 1 + num_rows * width, BLOCK_TOKENS, *heads, dtype, device)
     ends = [*range(num_tokens - num_decodes, num_tokens + 1)]

@@ -68,8 +68,8 @@ class AttentionScene:
             for row, own in zip(rows, scattered(num_blocks, *sizes), strict=True)
         ]
         heads, dtype = spec.attentions[0].num_heads, session.choose(torch.bfloat16, torch.float16)
-        shape = (num_blocks, block_tokens, spec.num_kv_heads, spec.head_dim)
-        queries = (sum(new for _, new in rows), heads, spec.head_dim)
+        shape = (num_blocks, block_tokens, spec.layer_heads[0].count, spec.layer_heads[0].dim)
+        queries = (sum(new for _, new in rows), heads, spec.layer_heads[0].dim)
         q, k, v = (torch.randn(s, device=device).to(dtype) for s in (queries, shape, shape))
         return cls(q, k, v, on_device(attention_batch(placed, block_tokens), device))
 

@@ -23,7 +23,7 @@ from tests.gpu.table import GpuRow, figure
 from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
 from worker.benchmark.steps import StepBenchmark, assemble_benchmark
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.models.decoder import DecoderModel
 from worker.step.runner import Runner
 
@@ -109,7 +109,7 @@ def benchmark_of(
     )
 
 
-def bytes_read(model: DecoderModel, cache: KVCache, *, batch: int, context: int) -> int:
+def bytes_read(model: DecoderModel, cache: PagedCache, *, batch: int, context: int) -> int:
     """Return the bytes that a decode step has to read: the weights, of the embeddings only if they
     are also the head, and the keys and values."""
     spec, weights = model.spec, model.weights
@@ -118,7 +118,13 @@ def bytes_read(model: DecoderModel, cache: KVCache, *, batch: int, context: int)
     ]
     sizes = {each.data_ptr(): each.nbytes for each in model.tensors()}
     read = sum(size for place, size in sizes.items() if place not in tables[0] - tables[1])
-    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * cache.k.dtype.itemsize
+    token = (
+        2
+        * spec.num_layers
+        * spec.layer_heads[0].count
+        * spec.layer_heads[0].dim
+        * cache.dtype.itemsize
+    )
     return read + batch * context * token
 
 

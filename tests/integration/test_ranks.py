@@ -69,7 +69,7 @@ def replay_in_ranks(
         return list(
             replay(
                 own,
-                [with_heads_of(step, group, share.spec.num_kv_heads) for step in steps],
+                [with_heads_of(step, group, share.spec.layer_heads[0].count) for step in steps],
                 max_slots=max_slots,
                 poison=poison,
                 block_poison=block_poison,

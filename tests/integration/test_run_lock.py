@@ -200,7 +200,7 @@ def test_links_in_a_private_base_are_not_followed(directory: Path, victim: Path)
 def test_a_server_that_ends_while_servers_are_listed_is_left_out(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tidegate ps` ended with a traceback if another server removed its run directory meanwhile."""
+    """`tidegate ps` ended with a traceback if a server removed its run directory meanwhile."""
     lock, other = hold(directory), hold(directory.parent / "8001")
     listed = run_lock.run_directories
 

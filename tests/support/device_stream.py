@@ -119,7 +119,7 @@ class DeviceWorker:
 
 def _cache_for(loaded: LoadedModel, device: torch.device) -> KVCache:
     spec = loaded.spec
-    heads = (spec.num_kv_heads, spec.head_dim)
+    heads = (spec.layer_heads[0].count, spec.layer_heads[0].dim)
     return KVCache(spec.num_layers, NUM_BLOCKS, BLOCK_TOKENS, *heads, FLOAT, device)
 
 

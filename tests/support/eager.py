@@ -15,11 +15,12 @@ from tests.support.checkpoints import VOCAB
 from tests.support.paged import PagedRow, attention_batch, scattered
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
-from worker.kv.cache import KVCache
+from worker.kv.cache import make_cache
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import RowModel
 from worker.slots.states import StepStates
+from worker.spec.kv_blocks import BlockLayers
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
@@ -48,8 +49,8 @@ class EagerStepper:
     def __post_init__(self) -> None:
         config = self.loaded.spec
         sizes = [-(-len(tokens) // BLOCK_TOKENS) for tokens in self.tokens]
-        shape = (config.num_kv_layers, sum(sizes) + 3, BLOCK_TOKENS, config.num_kv_heads)
-        self.cache = KVCache(*shape, config.head_dim, self.dtype, CPU)
+        layers = BlockLayers.of(config)
+        self.cache = make_cache(layers, sum(sizes) + 3, BLOCK_TOKENS, self.dtype, CPU)
         self.blocks = scattered(sum(sizes) + 3, *sizes)
         self.computed = [0] * len(sizes)
         #: The recurrent state of each request, and two checkpoints.

@@ -16,6 +16,7 @@ HYBRIDS = [
     *("granitemoehybrid", "lfm2", "lfm2_moe"),
 ]
 """Model types some of whose layers are recurrent."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -59,6 +60,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
+    "gemma4_text": {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "sliding_window": 24,
+        "layer_types": [SLIDING, FULL] * 3,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB,
+        "initializer_range": 0.05,
+    },
     "seed_oss": {"head_dim": 32},
     "granite": {
         "embedding_multiplier": 2.5,
@@ -110,6 +122,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
+WITH_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+"""The keys of a Gemma 4 with experts."""
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -277,6 +296,34 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             }
         },
     },
+    "gemma4_text": {
+        "untied": UNTIED,
+        "biases": BIASED,
+        "cap": {"final_logit_softcapping": 1.5},
+        "no inputs": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        "nothing shared": {"num_kv_shared_layers": 0},
+        "double width": {"use_double_wide_mlp": True},
+        "equal heads": {"global_head_dim": 32},
+        "keys as values": {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+        },
+        "experts": {**WITH_EXPERTS, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        "everything": {**WITH_EXPERTS, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+        "all full": {"layer_types": [FULL] * 6},
+        "scaled": {
+            "rope_parameters": {
+                FULL: {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 5000.0,
+                    "factor": 2.0,
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    },
     "phi3": {
         "window": WINDOW,
         "tied": TIED,
@@ -352,4 +399,6 @@ def random_model(model_type: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.normal_(0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.8, 1.2)
     return model

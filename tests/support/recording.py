@@ -27,6 +27,7 @@ from tests.support.grammars import EOS, signs_tokenizer
 from tests.support.handover import KVNetwork
 from tests.support.replica import Executed, Replica, load, new_cache, new_runner, slot_table
 from tests.support.tiny_checkpoint import VOCAB, write_tiny_llama
+from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter
 from worker.slots.table import SlotTable
@@ -273,6 +274,7 @@ def replay(
         taken = [*step.plan.zero_blocks.tolist(), *chain(*(each.blocks for each in step.arrived))]
         if block_poison is not None:
             for each in caches:
+                assert isinstance(each, KVCache)
                 each.k[:, taken] = each.v[:, taken] = block_poison
         for arrived in step.arrived:
             runner.zero_draft_blocks(Int32.of(arrived.blocks))

@@ -40,14 +40,15 @@ from worker.device.cpuinfo import cpu_flags
 from worker.device.device import choose_dtype
 from worker.draft.model import DraftModel
 from worker.kernels.select import select_kernels
-from worker.kv.cache import KVCache, block_bytes, layer_places
+from worker.kv.cache import KVCache, PagedCache, cache_bytes, make_cache
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.adapter import Adapter
 from worker.models.base import RowModel
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
-from worker.startup.kv_window import kv_groups, num_block_layers
+from worker.spec.kv_blocks import BlockLayers
+from worker.startup.kv_window import kv_groups
 from worker.step.runner import Runner
 from worker.step.slot_registry import Poison
 
@@ -68,7 +69,14 @@ class Arrived:
     k: Tensor
     v: Tensor
 
-    def write(self, cache: KVCache) -> None:
+    @classmethod
+    def of(cls, cache: PagedCache, blocks: list[int]) -> Arrived:
+        """Return what is in blocks of a cache."""
+        assert isinstance(cache, KVCache)
+        return cls(blocks, cache.k[:, blocks].clone(), cache.v[:, blocks].clone())
+
+    def write(self, cache: PagedCache) -> None:
+        assert isinstance(cache, KVCache)
         cache.k[:, self.blocks], cache.v[:, self.blocks] = self.k, self.v
 
 
@@ -85,19 +93,18 @@ class Executed:
 class ReplicaBlocks:
     """The blocks of a real cache, for a mover."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
 
     def __getitem__(self, block: int) -> Arrived:
-        return Arrived([block], *(t[:, [block]].clone() for t in (self._cache.k, self._cache.v)))
+        return Arrived.of(self._cache, [block])
 
     def __setitem__(self, block: int, content: Arrived | list[int]) -> None:
         if isinstance(content, Arrived):
             replace(content, blocks=[block]).write(self._cache)
         else:
-            # Bytes of rounded heads that are all -1 make a scale of NaN.
-            wild = -1 if self._cache.is_rounded else float("nan")
-            self._cache.k[:, block] = self._cache.v[:, block] = wild
+            # With all bits set, a float is NaN, and so is the scale of a rounded head.
+            self._cache.rows[:, block] = 255
 
 
 @dataclass
@@ -295,8 +302,7 @@ class Replica:
         report = self.mover.carry_out(job, fault)
         if report.fetched:
             blocks = order.blocks.tolist()
-            k, v = (t[:, blocks].clone() for t in (self.cache.k, self.cache.v))
-            self._arrived.append(Arrived(blocks, k, v))
+            self._arrived.append(Arrived.of(self.cache, blocks))
         for news in self.engine.on_kv_report(report).values():
             self._record(news.outputs)
 
@@ -373,22 +379,18 @@ def new_cache(
     groups: KVGroups | None = None,
     *,
     is_shared: bool = False,
-) -> KVCache:
+) -> PagedCache:
     """Return a cache for a model. Other replicas can map it if `is_shared`."""
-    config, dtype = loaded.spec, loaded.kv_dtype
-    num_layers = num_block_layers(config, groups)
-    shape = (num_layers, num_blocks, block_tokens, config.num_kv_heads, config.head_dim)
-    places = () if groups is None else layer_places(config.layer_windows)
-    shared = (
-        SharedMemory(num_blocks * block_bytes(num_layers, *shape[2:], dtype)) if is_shared else None
-    )
-    return KVCache(*shape, dtype, torch.device("cpu"), shared, places=places)
+    layers, dtype = BlockLayers.of(loaded.spec, by_window=groups is not None), loaded.kv_dtype
+    num_bytes = cache_bytes(layers, num_blocks, block_tokens, dtype)
+    shared = SharedMemory(num_bytes) if is_shared else None
+    return make_cache(layers, num_blocks, block_tokens, dtype, torch.device("cpu"), shared)
 
 
 def new_runner(
     loaded: LoadedModel,
     slots: SlotTable,
-    cache: KVCache,
+    cache: PagedCache,
     draft: LoadedModel | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> Runner:

@@ -13,7 +13,7 @@ from engine_core.kv.transfers import KVCommand
 from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.worker.kv import KVReport
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService
 
@@ -34,7 +34,7 @@ class ReplicaTransfers:
     context: zmq.Context[zmq.Socket[bytes]] = field(repr=False)
 
     @classmethod
-    def of(cls, config: WorkerConfig, card: ModelCard, cache: KVCache) -> ReplicaTransfers:
+    def of(cls, config: WorkerConfig, card: ModelCard, cache: PagedCache) -> ReplicaTransfers:
         """Start the transfers of a cache."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         layout = KVLayout.from_cache(card, cache)

@@ -29,10 +29,11 @@ from tests.support.checkpoints import random_llama, write_directory
 from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
-from worker.kv.cache import block_bytes
+from worker.kv.cache import cache_bytes
 from worker.loading.decoder import LoadedModel
 from worker.lora.adapter import Adapter
 from worker.quantize.writing import quantize_model
+from worker.spec.kv_blocks import BlockLayers
 
 NUM_TOKENS, BLOCK_TOKENS, MAX_PROMPT = 8, 16, 300
 SAMPLED = SamplingParams(
@@ -359,8 +360,8 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def _block_bytes(subject: Subject) -> int:
-    spec, dtype = subject.loaded.spec, subject.loaded.kv_dtype
-    return block_bytes(spec.num_layers, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim, dtype)
+    layers = BlockLayers.of(subject.loaded.spec)
+    return cache_bytes(layers, 1, BLOCK_TOKENS, subject.loaded.kv_dtype)
 
 
 def _await_stored(replica: Replica, tier: str, num_blocks: int) -> None:

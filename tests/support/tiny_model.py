@@ -15,7 +15,7 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.device.readback import Mark, mark
 from worker.draft.model import DraftModel
-from worker.kv.cache import KVCache
+from worker.kv.cache import KVCache, PagedCache
 from worker.lora.table import StepAdapters
 from worker.sampling.base import Sampling
 from worker.slots.fields import slot_fields
@@ -52,7 +52,7 @@ class TinyModel:
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
@@ -106,7 +106,7 @@ def new_slots(
 
 def tiny_runner(
     slots: SlotTable,
-    cache: KVCache,
+    cache: PagedCache,
     model: TinyModel | None = None,
     mark: Mark = mark,
     draft: TinyModel | None = None,

@@ -214,7 +214,7 @@ def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 512])
 @KV_DTYPES
 def test_compiled_attention_in_bfloat16_differs_only_by_rounding(
     name: str, head_dim: int, kv_dtype: torch.dtype | None
@@ -255,7 +255,7 @@ CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
 @KV_DTYPES
 @pytest.mark.parametrize(
     ("group", "head_dim", "window"),
-    [(1, 128, None), (2, 32, 70), (3, 64, 300), (5, 96, 33), (7, 256, None)],
+    [(1, 128, None), (2, 32, 70), (3, 64, 300), (5, 96, 33), (7, 512, None)],
 )
 def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
     name: str,

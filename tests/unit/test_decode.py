@@ -45,8 +45,8 @@ class InPieces:
 
 def runner_of(model: DecoderModel, dtype: torch.dtype, *, in_pieces: bool) -> Runner:
     config = model.spec
-    shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.num_kv_heads)
-    cache = KVCache(*shape, config.head_dim, dtype, CPU)
+    shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.layer_heads[0].count)
+    cache = KVCache(*shape, config.layer_heads[0].dim, dtype, CPU)
     slots = PoisonedSlots(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
     whole: Any = InPieces(model) if in_pieces else model
@@ -128,8 +128,7 @@ def test_one_call_equals_the_general_path_in_results_slots_and_cache(
         assert fields_of(one.step(plan)) == fields_of(other.step(plan))
     for key in ("token_ids", "len"):
         assert torch.equal(one.components.slots[key], other.components.slots[key])
-    assert torch.equal(one.components.cache.k, other.components.cache.k)
-    assert torch.equal(one.components.cache.v, other.components.cache.v)
+    assert torch.equal(one.components.cache.rows, other.components.cache.rows)
 
 
 def test_the_first_of_equally_likely_tokens_is_chosen(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.batch.batch import read_rows
 from worker.errors import UnusableModel
-from worker.kv.cache import KVCache, layer_places
+from worker.kv.cache import KVCache
 from worker.loading.decoder import load_model
 from worker.loading.weights import load_weights
 from worker.lora.adapter import Adapter, LowRankPart, LowRankTerm
@@ -30,6 +30,7 @@ from worker.lora.table import AdapterTable
 from worker.models.decoder import DecoderModel
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
+from worker.spec.kv_blocks import layer_places
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.tensor_names import names_of
 from worker.spec.tensors import ModelTensors
@@ -106,14 +107,14 @@ class GraphScene:
         )
         model = DecoderModel(spec, weights, FusedTwins(device))
         windows = spec.layer_windows
-        self.places = layer_places(windows) if any(windows) else []
+        self.places = layer_places(windows, spec.layer_heads) if any(windows) else []
         self.entries = 1 + max((place.entry for place in self.places), default=0)
         self.cache = KVCache(
             1 + max((place.row for place in self.places), default=spec.num_layers - 1),
             1 + MAX_SLOTS * BLOCKS * self.entries,
             BLOCK_TOKENS,
-            spec.num_kv_heads,
-            spec.head_dim,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
             FLOAT,
             DEVICE,
             places=self.places,
@@ -272,7 +273,13 @@ def test_a_capture_that_fails_names_the_option_that_turns_it_off(tmp_path: Path)
         loaded = load_model(tmp_path, dtype=FLOAT, device=DEVICE, kernels=FusedTwins(device))
         spec = loaded.spec
         cache = KVCache(
-            spec.num_layers, 3, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim, FLOAT, DEVICE
+            spec.num_layers,
+            3,
+            BLOCK_TOKENS,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
+            FLOAT,
+            DEVICE,
         )
         slots = SlotTable(slot_fields(MAX_LEN, BLOCKS), MAX_SLOTS, DEVICE)
         parts = RunnerParts([loaded], [FusedAttention(device)])

@@ -24,7 +24,7 @@ from worker.attention.torch_paged import TorchPagedAttention
 from worker.draft.model import DraftModel
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kv.budget import MAX_DEFAULT_BLOCKS, KVBudget, KVDemand
-from worker.kv.cache import KVCache, LayerPlace
+from worker.kv.cache import KVCache, PagedCache
 from worker.loading.decoder import load_model
 from worker.lora.table import StepAdapters
 from worker.slots import features
@@ -32,6 +32,7 @@ from worker.slots.features import features_of
 from worker.slots.fields import slot_fields
 from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
+from worker.spec.kv_blocks import LayerPlace
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.gpu_memory import RESERVE_BYTES, GpuMemory, gpu_kv_budget
 from worker.startup.profile_run import CACHE_BLOCKS, ProfileRun, RowSpan, largest_steps, measure
@@ -246,7 +247,7 @@ class ProfiledTinyModel(TinyModel):
         self,
         token_ids: torch.Tensor,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
@@ -376,11 +377,17 @@ def test_the_profile_run_of_a_loaded_model_measures_beside_its_weights(
 ) -> None:
     loaded = load_model(write_tiny_llama(tmp_path), dtype=torch.float32, device=CPU)
     attention = select_attention(16, dtype=torch.float32)
-    made = []
+    made: list[PagedCache] = []
 
-    def make_caches(num_blocks: int) -> list[KVCache]:
+    def make_caches(num_blocks: int) -> list[PagedCache]:
         spec = loaded.spec
-        shape = (spec.num_layers, num_blocks, 16, spec.num_kv_heads, spec.head_dim)
+        shape = (
+            spec.num_layers,
+            num_blocks,
+            16,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
+        )
         made.append(KVCache(*shape, torch.float32, CPU))
         return made[-1:]
 
@@ -423,7 +430,7 @@ def test_a_gpu_is_warmed_up_for_drawn_and_for_greedy_tokens(
         device = DEVICE if on_gpu else CPU
         loaded = load_model(tmp_path, dtype=torch.float32, device=device)
         spec = loaded.spec
-        heads = (spec.num_kv_heads, spec.head_dim)
+        heads = (spec.layer_heads[0].count, spec.layer_heads[0].dim)
         cache = KVCache(spec.num_layers, 3, BLOCK_TOKENS, *heads, torch.float32, device)
         parts = RunnerParts([loaded], [TorchPagedAttention(BLOCK_TOKENS, torch.float32)])
         slots = SlotTable(slot_fields(16, 4), 1, device)

@@ -29,7 +29,9 @@ from protocol.worker.steps import NULL_BLOCK, WorkerReady
 from tests.support.engines import Bench, a_card
 from tools.__main__ import build_parser
 from tools.commands import engine as engine_command
-from worker.kv.cache import KVCache, layer_places
+from worker.kv.cache import KVCache
+from worker.spec.kv_blocks import layer_places
+from worker.spec.model_spec import KVHeads
 from worker.startup.kv_window import kv_groups, kv_window
 
 SIZES = (1, 2, 4, 8)
@@ -250,6 +252,7 @@ class WindowedModel:
     def __init__(self, *layer_windows: int | None) -> None:
         self.layer_windows = layer_windows
         self.num_layers = self.num_kv_layers = len(layer_windows)
+        self.layer_heads = (KVHeads(1, 8),) * self.num_layers
         self.window = None if None in layer_windows else layer_windows[0]
 
 
@@ -315,7 +318,8 @@ def test_layers_form_groups_if_only_some_have_a_window_and_memory_is_saved(
 
 
 def test_each_layer_has_its_own_place_in_a_column() -> None:
-    places = layer_places([20, 20, None, 20, 20, None, 20])
+    windows = [20, 20, None, 20, 20, None, 20]
+    places = layer_places(windows, [KVHeads(1, 8)] * len(windows))
     assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]
     cache = KVCache(2, 3, 4, 1, 8, torch.float32, torch.device("cpu"), places=places)
     assert cache.num_entries == 4

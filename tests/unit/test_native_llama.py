@@ -51,7 +51,13 @@ def answers(loaded: LoadedModel) -> list[Tensor]:
     config = loaded.spec
     blocks = scattered(16, 4, 4)
     dtype = getattr(torch, loaded.card.dtype)
-    shape = (config.num_layers, 16, BLOCK_TOKENS, config.num_kv_heads, config.head_dim)
+    shape = (
+        config.num_layers,
+        16,
+        BLOCK_TOKENS,
+        config.layer_heads[0].count,
+        config.layer_heads[0].dim,
+    )
     cache = KVCache(*shape, dtype, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
     steps = [

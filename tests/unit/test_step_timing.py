@@ -52,7 +52,7 @@ def benchmark_of(config: StepBench) -> StepBenchmark:
     and so can be called only once."""
     worker, dtype, cpu = worker_config(config), torch.float32, torch.device("cpu")
     loaded = load_model(worker.model, dtype=dtype, device=cpu)
-    shape = (loaded.spec.num_kv_heads, loaded.spec.head_dim, dtype, cpu)
+    shape = (loaded.spec.layer_heads[0].count, loaded.spec.layer_heads[0].dim, dtype, cpu)
     cache = KVCache(loaded.spec.num_layers, worker.kv_blocks, worker.block_tokens, *shape)
     fields = slot_fields(worker.max_len, -(-worker.max_len // worker.block_tokens))
     attention = select_attention(worker.block_tokens, dtype=dtype)

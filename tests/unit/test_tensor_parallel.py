@@ -119,11 +119,11 @@ def test_more_ranks_than_experts_are_refused() -> None:
 def test_the_spec_of_a_rank_keeps_what_all_ranks_compute() -> None:
     whole = tensors_of("gpt_oss").spec
     rank: ModelSpec = tensors_of("gpt_oss").for_rank(0, 2).spec
-    assert (rank.num_kv_heads, rank.attentions[0].num_heads) == (1, 3)
-    assert (rank.vocab_size, rank.hidden, rank.head_dim) == (
+    assert (rank.layer_heads[0].count, rank.attentions[0].num_heads) == (1, 3)
+    assert (rank.vocab_size, rank.hidden, rank.layer_heads[0].dim) == (
         whole.vocab_size,
         whole.hidden,
-        whole.head_dim,
+        whole.layer_heads[0].dim,
     )
     assert rank.layers[0].mlp == whole.layers[0].mlp, "a rank computes whole experts"
 
@@ -323,7 +323,8 @@ def test_the_ranks_meet_at_the_port_after_that_of_the_workers() -> None:
 def test_every_family_can_be_divided_or_says_why_not() -> None:
     for model_type in MODEL_TYPES:
         reason = "has recurrent layers" if model_type in HYBRIDS else ""
-        if model_type == "qwen2_moe":
-            reason = "shared experts"
+        reason = {"qwen2_moe": "shared experts", "gemma4_text": "share keys"}.get(
+            model_type, reason
+        )
         with pytest.raises(UnusableModel, match=reason) if reason else nullcontext():
             tensors_of(model_type).for_rank(0, 2)

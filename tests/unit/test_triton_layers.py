@@ -131,7 +131,15 @@ def test_every_option_of_a_decoder_has_the_results_of_the_torch_kernels(spec: Mo
     rows = [PagedRow(0, 1, blocks[0]), PagedRow(0, 3, blocks[1])]
     for kernels in (TorchKernels(), gpu.TritonKernels()):
         model = random_decoder(spec, kernels, torch.float32)
-        cache = KVCache(spec.num_layers, 8, 4, spec.num_kv_heads, spec.head_dim, torch.float32, CPU)
+        cache = KVCache(
+            spec.num_layers,
+            8,
+            4,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
+            torch.float32,
+            CPU,
+        )
         attention = TorchPagedAttention(4, torch.float32)
         tokens = torch.tensor([3, 65, 7, 0])
         results.append(model(tokens, attention_batch(rows, 4), cache, attention))
@@ -227,7 +235,9 @@ def test_a_layer_has_four_launches_beside_linears_and_attention(
     norm = NormSpec(eps=1e-6, offset=1.0 if layer.order == "both" else 0.0)
     spec = model_spec(layer, layer, layer, norm=norm, residual_scale=0.4)
     model = random_decoder(spec, gpu.TritonKernels(), torch.bfloat16)
-    cache = KVCache(3, 8, 4, spec.num_kv_heads, spec.head_dim, torch.bfloat16, CPU)
+    cache = KVCache(
+        3, 8, 4, spec.layer_heads[0].count, spec.layer_heads[0].dim, torch.bfloat16, CPU
+    )
     batch = attention_batch([PagedRow(4, 1, [1, 2]), PagedRow(2, 1, [3, 0])], 4)
     device = CountedLaunches()
     monkeypatch.setattr(gpu, "layers", device)

@@ -94,7 +94,13 @@ class GpuParts:
 
     def cache(self, num_blocks: int) -> KVCache:
         spec = self.loaded.spec
-        shape = (spec.num_layers, num_blocks, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        shape = (
+            spec.num_layers,
+            num_blocks,
+            BLOCK_TOKENS,
+            spec.layer_heads[0].count,
+            spec.layer_heads[0].dim,
+        )
         return KVCache(*shape, FLOAT, DEVICE)
 
     def runner(self, slots: SlotTable, cache: KVCache) -> Runner:

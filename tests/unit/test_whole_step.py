@@ -107,7 +107,7 @@ SPECS = {
 def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of two steps, which mix rows of one token and chunks, and the K/V cache."""
     spec, blocks = model.spec, scattered(16, 4, 4, 4)
-    shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.layer_heads[0].count, spec.layer_heads[0].dim)
     cache = KVCache(*shape, dtype, torch.device("cpu"))
     attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
     steps = [
@@ -227,7 +227,7 @@ def test_the_memory_plan_covers_a_mixture_of_experts(dtype: torch.dtype) -> None
     name = str(dtype).removeprefix("torch.")
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     assert weights_bytes(planned, name) == sum(unique.values())
-    shape = (spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 2, BLOCK_TOKENS, spec.layer_heads[0].count, spec.layer_heads[0].dim)
     memory = MeasuredMemory()
     model.whole.forward(STEP_TOKENS, KVCache(*shape, dtype, torch.device("cpu")), memory)
     limits = StepLimits(0, STEP_TOKENS, max_drafts=0, planned_tokens=STEP_TOKENS)

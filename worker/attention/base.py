@@ -79,8 +79,8 @@ class Attention(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return one layer's attention [T, H, D] for q [T, H, D] and its caches, `KVCache.layer`,
-        which hold the step's own keys and values already.
+        """Return one layer's attention [T, H, D] for q [T, H, D] and its caches
+        (`PagedCache.layer`), which hold the step's own keys and values already.
 
         scale      factor of the scores; None: D ** -0.5
         soft_cap   scores become `soft_cap * tanh(score / soft_cap)`

@@ -206,13 +206,13 @@ class StepBenchmark:
     def _fill_cache(self) -> None:
         """Write noise to every block except the null block, one layer at a time."""
         cache = self.components.cache
-        for layer in range(len(cache.k)):
-            for tensor in (cache.k, cache.v):
+        for layer in range(len(cache.entries)):
+            for tensor in cache.layer(layer):
                 if cache.is_rounded:  # one block of noise for all
-                    block = (*tensor.shape[2:-1], cache.head_dim)
-                    tensor[layer, 1:] = round_heads(torch.randn(block, device=tensor.device))
+                    block = (*tensor.shape[1:-1], cache.heads(layer).dim)
+                    tensor[1:] = round_heads(torch.randn(block, device=tensor.device))
                 else:
-                    tensor[layer, 1:].normal_()
+                    tensor[1:].normal_()
 
 
 def _clock_of(device: torch.device) -> Callable[[], float]:

@@ -21,7 +21,7 @@ from protocol.worker.steps import StepPlan
 from worker.attention.base import Attention
 from worker.batch.batch import Ints, Spans, place
 from worker.device.staging import integers, upload
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.models.base import StepModel
 from worker.slots.table import SlotTable
 
@@ -76,7 +76,9 @@ class DraftModel:
     vocab   number of ids in the main model's vocabulary; no other id is proposed
     """
 
-    def __init__(self, model: StepModel, cache: KVCache, attention: Attention, vocab: int) -> None:
+    def __init__(
+        self, model: StepModel, cache: PagedCache, attention: Attention, vocab: int
+    ) -> None:
         self._model = model
         self.cache = cache
         self._attention = attention

@@ -21,8 +21,10 @@ from worker.attention.base import Attention, AttentionBatch
 from worker.device.staging import upload
 from worker.encoders.pooling import InputHead
 from worker.encoders.ragged import RaggedBatch
-from worker.kv.cache import KVCache, LayerPlace
+from worker.kv.cache import KVCache
 from worker.models.base import StepModel
+from worker.spec.kv_blocks import LayerPlace
+from worker.spec.model_spec import KVHeads
 
 
 def scratch_blocks(max_tokens: int, block_tokens: int) -> int:
@@ -46,8 +48,7 @@ class DecoderVectors:
         *,
         norm: Callable[[Tensor], Tensor] | None,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: KVHeads,
         block_tokens: int,
         max_tokens: int,
         dtype: torch.dtype,
@@ -61,8 +62,8 @@ class DecoderVectors:
             1,
             scratch_blocks(max_tokens, block_tokens),
             block_tokens,
-            num_kv_heads,
-            head_dim,
+            heads.count,
+            heads.dim,
             dtype,
             device,
             places=[LayerPlace(0, 0)] * num_layers,

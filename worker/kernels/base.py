@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
@@ -61,7 +61,7 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,
         cos_sin: CosSin | None,
-        cache: KVCache,
+        cache: PagedCache,
         layer: int,
         slot_mapping: Tensor,
         *,

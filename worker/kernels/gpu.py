@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worker.kernels.reference import TorchKernels, heads_of
 from worker.kernels.triton import layers
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
@@ -66,20 +66,23 @@ class TritonKernels:
         self,
         qkv: Tensor,
         cos_sin: CosSin | None,
-        cache: KVCache,
+        cache: PagedCache,
         layer: int,
         slot_mapping: Tensor,
         *,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> Tensor:
-        if cache.is_rounded or not (_is_rms(q_norm) and _is_rms(k_norm)):
+        is_plain = not cache.is_rounded and cache.layer(layer)[0].is_contiguous()
+        if not (is_plain and _is_rms(q_norm) and _is_rms(k_norm)):
             return self._torch.place(
                 qkv, cos_sin, cache, layer, slot_mapping, q_norm=q_norm, k_norm=k_norm
             )
-        heads, kv_heads = heads_of(qkv, cache.head_dim), cache.k.shape[3]
+        own = cache.heads(layer)
+        kv_heads, head_dim = own.count, own.dim
+        heads = heads_of(qkv, head_dim)
         num_q = heads.shape[1] - 2 * kv_heads
-        if q_norm is not None and q_norm.weight.numel() != cache.head_dim:
+        if q_norm is not None and q_norm.weight.numel() != head_dim:
             q, k, _ = torch.split(heads, [num_q, kv_heads, kv_heads], dim=1)
             for part, norm in ((q, q_norm), (k, k_norm)):
                 _launch_add_norm(part.flatten(1), None, norm, out=part.flatten(1))

@@ -18,7 +18,7 @@ from torch import Tensor
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.kv.rounding import ROUNDED, stored_width
 from worker.layers.delta_rule import NORM_EPS
 from worker.layers.norm import Norm
@@ -35,8 +35,8 @@ SIGNATURES = {
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
     "gated_delta": "ippippipppp",
-    "place_kv": "iiiippppppp",
-    "paged_attention": "iiipppipppp",
+    "place_kv": "iiiipppppppii",
+    "paged_attention": "iiipppippipp",
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
     "forward": "iip",
@@ -71,6 +71,14 @@ def address(tensor: Tensor | None) -> int | None:
     if not tensor.is_contiguous():
         raise ValueError(f"a kernel needs a contiguous tensor, not {tuple(tensor.stride())}")
     return tensor.data_ptr()
+
+
+def cache_address(cache: Tensor) -> int:
+    """Return the address of the first item of a layer's keys or values, [B, ...]. Raises ValueError
+    if the items of a block are not contiguous."""
+    if len(cache) and not cache[0].is_contiguous():
+        raise ValueError(f"a kernel needs contiguous blocks, not {tuple(cache.stride())}")
+    return cache.data_ptr()
 
 
 def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
@@ -193,7 +201,7 @@ class NativeKernels:
         self,
         qkv: Tensor,
         cos_sin: CosSin | None,
-        cache: KVCache,
+        cache: PagedCache,
         layer: int,
         slot_mapping: Tensor,
         *,
@@ -201,12 +209,13 @@ class NativeKernels:
         k_norm: Norm | None = None,
     ) -> Tensor:
         """Do as `Kernels.place` says. No entry of `slot_mapping` may be negative."""
-        if cos_sin is None or cos_sin[0].shape[-1] != cache.head_dim:
+        own = cache.heads(layer)
+        kv_heads, head_dim = own.count, own.dim
+        if cos_sin is None or cos_sin[0].shape[-1] != head_dim:
             return self._torch.place(
                 qkv, cos_sin, cache, layer, slot_mapping, q_norm=q_norm, k_norm=k_norm
             )
         k, v = cache.layer(layer)
-        kv_heads, head_dim = k.shape[2], cache.head_dim
         all_heads = heads_of(qkv, head_dim)
         heads = all_heads.shape[1] - 2 * kv_heads
         norm_heads(all_heads[:, :heads], q_norm)
@@ -218,7 +227,10 @@ class NativeKernels:
             torch.get_num_threads(),
             len(qkv),
             byref(structs.CHeads(heads, kv_heads, head_dim)),
-            *map(address, (qkv, *cos_sin, slot_mapping, k, v)),
+            *map(address, (qkv, *cos_sin, slot_mapping)),
+            *map(cache_address, (k, v)),
+            cache.block_tokens,
+            k.stride(0),
         )
         return all_heads[:, :heads]
 
@@ -273,7 +285,8 @@ class NativeKernels:
         """Return the attention output [T, H, D] of one layer, as `Attention.run` does.
 
         q        [T, H, D]; may be a slice of wider rows, such as qkv
-        k, v     the layer's caches, [B, block_tokens, H_kv, stored_width]
+        k, v     the layer's caches, [B, block_tokens, H_kv, stored_width]; other layers may lie
+                 between two of their blocks
         """
         tokens, heads, head_dim = q.shape
         assert q.stride()[1:] == (head_dim, 1)
@@ -286,7 +299,9 @@ class NativeKernels:
             byref(rows),
             q.data_ptr(),
             q.stride(0),
-            *map(address, (k, v, out)),
+            *map(cache_address, (k, v)),
+            k.stride(0),
+            address(out),
             byref(scoring),
         )
         return out

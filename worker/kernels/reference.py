@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import gated_delta
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
@@ -56,21 +56,21 @@ class TorchKernels:
         self,
         qkv: Tensor,
         cos_sin: CosSin | None,
-        cache: KVCache,
+        cache: PagedCache,
         layer: int,
         slot_mapping: Tensor,
         *,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> Tensor:
-        heads, kv_heads = heads_of(qkv, cache.head_dim), cache.k.shape[3]
+        own = cache.heads(layer)
+        kv_heads, head_dim = own.count, own.dim
+        heads = heads_of(qkv, head_dim)
         num_q = heads.shape[1] - 2 * kv_heads
         q, k, v = torch.split(heads, [num_q, kv_heads, kv_heads], dim=1)
         norm_heads(q, q_norm)
         norm_heads(k, k_norm)
-        if cos_sin is not None:
-            turned = heads[:, : num_q + kv_heads, : cos_sin[0].shape[-1]]
-            turned.copy_(rotate(turned, *cos_sin))
+        turn_heads(heads[:, : num_q + kv_heads], cos_sin)
         cache.write(layer, k, v, slot_mapping)
         return q
 
@@ -112,6 +112,22 @@ def norm_heads(heads: Tensor, norm: Norm | None) -> None:
     if norm is not None:
         parts = heads_of(heads.flatten(1), norm.weight.numel())
         parts.copy_(norm(parts))
+
+
+def turn_heads(heads: Tensor, cos_sin: CosSin | None) -> None:
+    """Rotate heads [T, H, D] in place, if there are angles."""
+    if cos_sin is not None:
+        part = heads[..., : cos_sin[0].shape[-1]]
+        part.copy_(rotate(part, *cos_sin))
+
+
+def turned(q: Tensor, cos_sin: CosSin | None, head_dim: int, norm: Norm | None) -> Tensor:
+    """Return queries [T, H * D] as heads [T, H, D], normalised and rotated. `q` may be
+    overwritten."""
+    heads = heads_of(q, head_dim)
+    norm_heads(heads, norm)
+    turn_heads(heads, cos_sin)
+    return heads
 
 
 def _clamped_swiglu(gate_up: Tensor, mlp: MlpSpec) -> Tensor:

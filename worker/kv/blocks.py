@@ -4,7 +4,7 @@ This code runs in threads beside the steps. To disturb the steps little, it make
 large memory. The calls release the GIL while they copy, and none of them starts torch's own
 threads.
 
-Legend: R rows (see KVCache.rows), B blocks of the cache, N blocks to copy, P bytes of a piece.
+Legend: R rows (see PagedCache.rows), B blocks of the cache, N blocks to copy, P bytes of a piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.device.staging import upload, upload_bytes
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.kv.transfer.exports import Ids
 
 Pieces = NDArray[np.uint8]
@@ -66,7 +66,7 @@ class CacheBlocks(Protocol):
         ...
 
 
-def cache_blocks(cache: KVCache) -> CacheBlocks:
+def cache_blocks(cache: PagedCache) -> CacheBlocks:
     rows = cache.rows
     return HostBlocks(rows.numpy()) if rows.device.type == "cpu" else DeviceBlocks(rows)
 

@@ -2,15 +2,15 @@
 
 Legend: L layers of a block, B blocks (block 0 is the null block), H_kv key/value heads, D head dim,
 W items of a stored head: D, or more if heads are rounded (rounding.py), T tokens. The engine
-assigns blocks to requests; the cache does not store the assignment. Usually a block stores all
-layers of the model. If only some layers have a window, each column of a block table has several
-blocks, which store different layers (KVGroups in protocol/engine/kv_window.py).
+assigns blocks to requests; the cache does not store the assignment. Which layers a block stores:
+worker/spec/kv_blocks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,42 +18,92 @@ from torch import Tensor
 from worker.device.zeros import lazy_zeros
 from worker.kv.rounding import ROUNDED, head_bytes, round_heads, stored_width
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.spec.kv_blocks import BlockLayers, LayerPlace
+from worker.spec.model_spec import KVHeads
 
 
-class LayerPlace(NamedTuple):
-    """The place of a layer's keys and values.
+class PagedCache(ABC):
+    """Keys and values in blocks, initially zero. Block 0 is never written.
 
-    entry   which block of a column stores the layer, counted from 0
-    row     index of the layer among the layers of that block
+    block_tokens   tokens of a block
+    is_rounded     whether heads are rounded to eight bits
+    entries        `LayerPlace.entry` of each layer of the model
+    shared         the memory, if other processes can map it
     """
 
-    entry: int
-    row: int
+    block_tokens: int
+    is_rounded: bool
+    entries: tuple[int, ...]
+    shared: SharedMemory | None
 
+    @property
+    def num_entries(self) -> int:
+        """Return the number of blocks in a column of a block table."""
+        return 1 + max(self.entries)
 
-def layer_places(windows: Sequence[int | None]) -> list[LayerPlace]:
-    """Return the place of each layer of a model, some of whose layers have a window.
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int: ...
 
-    windows   the window of each layer; None if the layer sees all tokens
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the stored numbers."""
 
-    The layers without a window are stored in the first block of a column. The layers with a window
-    follow in order. Each of their blocks stores at most as many layers as the first one.
-    """
-    size = windows.count(None)
-    places, num_full, num_windowed = [], 0, 0
-    for window in windows:
-        if window is None:
-            places.append(LayerPlace(0, num_full))
-            num_full += 1
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """Return the whole cache as bytes, uint8 [R, B, bytes of a piece]. A piece is the part of a
+        block that lies in one of R rows."""
+
+    @abstractmethod
+    def heads(self, index: int) -> KVHeads:
+        """Return the heads of one layer of the model."""
+
+    @abstractmethod
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, W] each.
+        The items of a block are contiguous."""
+
+    @abstractmethod
+    def zero(self, blocks: Tensor) -> None:
+        """Zero the blocks with ids [N] int64 in all layers, so that no request reads another's
+        values."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
+
+        The entries of `slot_mapping` must be distinct and outside block 0. A negative entry is
+        padding: nothing is stored for it.
+        """
+        if self.is_rounded:
+            k, v = round_heads(k), round_heads(v)
+        keys, values = self.layer(layer)
+        is_padding = slot_mapping < 0
+        # Only the CPU may look at the entries: a GPU would have to be waited for, and a captured
+        # graph needs shapes that do not depend on them. So a GPU stores padding too: it writes the
+        # keys and values of slot 0, which slot 0 holds already.
+        if keys.device.type != "cpu" or is_padding.any():
+            slot_mapping, is_padding = slot_mapping.clamp(min=0), is_padding[:, None, None]
+            k = torch.where(is_padding, keys[0, :1], k)
+            v = torch.where(is_padding, values[0, :1], v)
+        self._store(keys, k, slot_mapping)
+        self._store(values, v, slot_mapping)
+
+    def _store(self, stored: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+        """Store new [T, H_kv, W] in a layer's keys or values."""
+        if stored.is_contiguous():
+            stored.flatten(0, 1).index_copy_(0, slot_mapping, new)
         else:
-            places.append(LayerPlace(1 + num_windowed // size, num_windowed % size))
-            num_windowed += 1
-    return places
+            size = self.block_tokens
+            blocks = slot_mapping.div(size, rounding_mode="floor")
+            stored.index_put_((blocks, slot_mapping.remainder(size)), new)
 
 
-class KVCache:
-    """The keys `k` and values `v`, [L, B, block_tokens, H_kv, W] each, initially zero. Block 0 is
-    never written."""
+class KVCache(PagedCache):
+    """The cache of a model whose layers all have the same heads: the keys `k` and values `v`,
+    [L, B, block_tokens, H_kv, W] each. Rows 0 to L - 1 are the layers' keys, the others the layers'
+    values."""
 
     def __init__(
         self,
@@ -78,67 +128,132 @@ class KVCache:
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, width)
         self.block_tokens = block_tokens
         self.head_dim = head_dim
-        #: Whether heads are rounded to eight bits.
         self.is_rounded = dtype == ROUNDED
         self.shared = shared
-        if shared is None:
-            num_bytes = num_blocks * block_bytes(
-                num_layers, block_tokens, num_kv_heads, head_dim, dtype
-            )
-            self._memory = lazy_zeros((num_bytes,), torch.uint8, device)
-        else:
-            self._memory = torch.from_numpy(shared.content)
+        num_bytes = num_blocks * block_bytes(
+            num_layers, block_tokens, num_kv_heads, head_dim, dtype
+        )
+        self._memory = _memory(num_bytes, device, shared)
         self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
-        flat = (num_layers, num_blocks * block_tokens, num_kv_heads, width)
         places = places or [LayerPlace(0, row) for row in range(num_layers)]
-        self._rows = [place.row for place in places]
-        self._flat_k = [self.k.view(flat)[row] for row in self._rows]
-        self._flat_v = [self.v.view(flat)[row] for row in self._rows]
-        #: `LayerPlace.entry` of each layer of the model.
+        self._heads = KVHeads(num_kv_heads, head_dim)
+        self._layers = [(self.k[place.row], self.v[place.row]) for place in places]
         self.entries = tuple(place.entry for place in places)
-        #: Number of blocks in a column of a block table.
-        self.num_entries = 1 + max(self.entries)
 
     @property
     def num_blocks(self) -> int:
         return self.k.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    @property
     def rows(self) -> Tensor:
-        """Return the whole cache as bytes, uint8 [2L, B, bytes of a piece]. The first L rows are
-        the layers' keys, the others the layers' values. A piece is the part of a block that lies in
-        one row."""
         return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
 
+    def heads(self, index: int) -> KVHeads:
+        return self._heads
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, W] each."""
-        row = self._rows[index]
-        return self.k[row], self.v[row]
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
-
-        The entries of `slot_mapping` must be distinct and outside block 0. A negative entry is
-        padding: nothing is stored for it.
-        """
-        if self.is_rounded:
-            k, v = round_heads(k), round_heads(v)
-        is_padding = slot_mapping < 0
-        # Only the CPU may look at the entries: a GPU would have to be waited for, and a captured
-        # graph needs shapes that do not depend on them. So a GPU stores padding too: it writes the
-        # keys and values of slot 0, which slot 0 holds already.
-        if self.k.device.type != "cpu" or is_padding.any():
-            slot_mapping, is_padding = slot_mapping.clamp(min=0), is_padding[:, None, None]
-            k = torch.where(is_padding, self._flat_k[layer][:1], k)
-            v = torch.where(is_padding, self._flat_v[layer][:1], v)
-        self._flat_k[layer].index_copy_(0, slot_mapping, k)
-        self._flat_v[layer].index_copy_(0, slot_mapping, v)
+        return self._layers[index]
 
     def zero(self, blocks: Tensor) -> None:
-        """Zero the blocks with ids [N] int64 in all layers, so that no request reads another's
-        values."""
         self.k.index_fill_(1, blocks, 0)
         self.v.index_fill_(1, blocks, 0)
+
+
+class MixedCache(PagedCache):
+    """The cache of a model whose layers have different heads. A block is contiguous: for each of
+    its layers, first the keys [block_tokens, H_kv, W] and then the values. The only row holds whole
+    blocks."""
+
+    def __init__(
+        self,
+        layers: BlockLayers,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: SharedMemory | None = None,
+    ) -> None:
+        """Create a cache. The arguments are those of KVCache."""
+        self.block_tokens = block_tokens
+        self.is_rounded = dtype == ROUNDED
+        self.shared = shared
+        self.entries = tuple(place.entry for place in layers.places)
+        size = block_tokens * layers.token_bytes(lambda dim: head_bytes(dim, dtype))
+        self._memory = _memory(num_blocks * size, device, shared)
+        self._blocks = self._memory.view(dtype).view(num_blocks, -1)
+        self._heads = layers.heads
+        self._layers = [*self._views(layers)]
+
+    def _views(self, layers: BlockLayers) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the keys and values of each layer."""
+        ends = [0] * layers.num_entries
+        for heads, place in zip(layers.heads, layers.places, strict=True):
+            shape = (self.block_tokens, heads.count, stored_width(heads.dim, self.dtype))
+            size, first = math.prod(shape), ends[place.entry]
+            ends[place.entry] += 2 * size
+            k, v = torch.split(self._blocks[:, first : first + 2 * size], size, dim=1)
+            yield k.view(len(k), *shape), v.view(len(v), *shape)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._blocks.dtype
+
+    @property
+    def rows(self) -> Tensor:
+        return self._memory.view(1, self.num_blocks, -1)
+
+    def heads(self, index: int) -> KVHeads:
+        return self._heads[index]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._layers[index]
+
+    def zero(self, blocks: Tensor) -> None:
+        self._blocks.index_fill_(0, blocks, 0)
+
+
+def make_cache(
+    layers: BlockLayers,
+    num_blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: SharedMemory | None = None,
+) -> PagedCache:
+    """Return a new cache for these layers. The other arguments are those of KVCache."""
+    if not layers.is_uniform:
+        return MixedCache(layers, num_blocks, block_tokens, dtype, device, shared)
+    return KVCache(
+        layers.num_rows,
+        num_blocks,
+        block_tokens,
+        layers.heads[0].count,
+        layers.heads[0].dim,
+        dtype,
+        device,
+        shared,
+        places=layers.places,
+    )
+
+
+def cache_bytes(layers: BlockLayers, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> int:
+    """Return the size in bytes of the cache that `make_cache` returns."""
+    return num_blocks * block_tokens * layers.token_bytes(lambda dim: head_bytes(dim, dtype))
+
+
+def _memory(num_bytes: int, device: torch.device, shared: SharedMemory | None) -> Tensor:
+    """Return the memory of a cache, [num_bytes] uint8."""
+    if shared is None:
+        return lazy_zeros((num_bytes,), torch.uint8, device)
+    return torch.from_numpy(shared.content)
 
 
 class CountedBlocks(KVCache):

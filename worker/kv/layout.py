@@ -12,14 +12,15 @@ from typing import Self
 import msgspec
 
 from protocol.engine.model_card import ModelCard
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 
 DIGEST_BYTES = 16
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that must be equal in two caches that exchange blocks: the model's digest, the
-    dtype and the shape. The number of blocks may differ."""
+    dtype and the shape. The number of blocks may differ. The heads are those of the first layer:
+    the digest covers those of the others."""
 
     model: str
     dtype: str
@@ -36,15 +37,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()
 
     @classmethod
-    def from_cache(cls, card: ModelCard, cache: KVCache) -> Self:
-        num_layers, _, block_tokens, num_kv_heads, _ = cache.k.shape
+    def from_cache(cls, card: ModelCard, cache: PagedCache) -> Self:
+        first = cache.heads(0)
         return cls(
             model=card.digest,
-            dtype=str(cache.k.dtype).removeprefix("torch."),
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=cache.head_dim,
-            block_tokens=block_tokens,
+            dtype=str(cache.dtype).removeprefix("torch."),
+            num_layers=len(cache.entries),
+            num_kv_heads=first.count,
+            head_dim=first.dim,
+            block_tokens=cache.block_tokens,
         )
 
     @property

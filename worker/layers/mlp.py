@@ -16,6 +16,7 @@ from worker.kernels.base import Kernels
 from worker.layers.group import Group
 from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
+from worker.layers.norm import Norm
 from worker.spec.model_spec import MlpSpec
 
 SIGMOIDS_EPS = 1e-6
@@ -77,6 +78,9 @@ class ExpertMlp:
     group         None: all experts are here
     shared        its result is added; None: there is none
     choice_bias   [E] float32, added to the weights of the experts for the choice only
+    router_norm   norm of the router's input; None: there is none
+    factors       [E] float32, what the weights of chosen experts are multiplied by; None: they are
+                  not
     """
 
     spec: MlpSpec
@@ -86,13 +90,23 @@ class ExpertMlp:
     group: Group | None = None
     shared: SharedExpert | None = None
     choice_bias: Tensor | None = None
+    router_norm: Norm | None = None
+    factors: Tensor | None = None
 
     def __call__(
-        self, x: Tensor, kernels: Kernels, adapters: LayerAdapters | None = None
+        self,
+        x: Tensor,
+        kernels: Kernels,
+        adapters: LayerAdapters | None = None,
+        *,
+        routed_by: Tensor | None = None,
     ) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]. Each expert computes all its rows at
-        once, and the results are added in the order of the experts. Experts have no adapters."""
-        weights, chosen = self._route(x)
+        once, and the results are added in the order of the experts. Experts have no adapters.
+
+        routed_by   [N, hidden] the input of the router; None: x
+        """
+        weights, chosen = self._route(x if routed_by is None else routed_by)
         total = torch.zeros_like(x)
         last = self.first + len(self.experts)
         for index in torch.unique(chosen).tolist():
@@ -107,7 +121,8 @@ class ExpertMlp:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
-        spec, scores = self.spec, self.router.to_float(x)
+        spec = self.spec
+        scores = self.router.to_float(x if self.router_norm is None else self.router_norm(x))
         is_softmax = spec.router == "softmax"
         weights = softmax(scores, dim=-1) if is_softmax else scores.sigmoid()
         biased = weights if self.choice_bias is None else weights + self.choice_bias
@@ -118,13 +133,47 @@ class ExpertMlp:
             weights = weights / (total if is_softmax else total + SIGMOIDS_EPS)
         if spec.expert_scale != 1.0:
             weights = weights * spec.expert_scale
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
         return weights.to(x.dtype), chosen
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.router.tensors()
-        if self.choice_bias is not None:
-            yield self.choice_bias
+        for vector in (self.choice_bias, self.factors):
+            if vector is not None:
+                yield vector
+        if self.router_norm is not None:
+            yield from self.router_norm.tensors()
         for expert in self.experts:
             yield from expert.tensors()
         if self.shared is not None:
             yield from self.shared.tensors()
+
+
+@dataclass(slots=True)
+class ExpertsBeside:
+    """Experts beside an MLP, as Gemma 4 has them. They read the hidden states that the MLP reads,
+    through a norm of their own, and both results have a norm.
+
+    mlp_norm      norm of the MLP's result
+    norm          norm of the experts' input
+    result_norm   norm of the experts' result
+    """
+
+    mlp_norm: Norm
+    norm: Norm
+    experts: ExpertMlp
+    result_norm: Norm
+
+    def __call__(self, x: Tensor, of_mlp: Tensor, kernels: Kernels) -> Tensor:
+        """Return the sum [N, hidden] of the norms of both results.
+
+        x        [N, hidden] the hidden states
+        of_mlp   [N, hidden] the result of the MLP
+        """
+        of_experts = self.experts(self.norm(x), kernels, routed_by=x)
+        return self.mlp_norm(of_mlp).add_(self.result_norm(of_experts))
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in (self.mlp_norm, self.norm, self.experts, self.result_norm):
+            yield from part.tensors()

@@ -55,6 +55,7 @@ from worker.loading.transformers_header import (
     transformers_header,
 )
 from worker.spec.architectures import (
+    TransformersSpec,
     fallback,
 )
 from worker.spec.families.registry import find_family
@@ -158,9 +159,10 @@ def with_pooling(
 
     pooling   auto: the model's files and its name decide; rank: it scores; others: it has vectors
     """
-    if header.spec.state_items and (pooling != "auto" or not _generates_only(header)):
+    reason = _why_no_vectors(header.spec)
+    if reason and (pooling != "auto" or not _generates_only(header)):
         raise UnusableModel(
-            f"{header.spec.architecture} has recurrent layers, so it has no vectors or scores",
+            f"{header.spec.architecture} has {reason}, so it has no vectors or scores",
             remedy="serve without --pooling, or use another model",
         )
     if isinstance(header, TransformersHeader):
@@ -182,6 +184,16 @@ def with_pooling(
         return header
     vectors = header.vectors or VectorSpec(pooling=pooling)
     return replace(header, vectors=replace(vectors, pooling=pooling))
+
+
+def _why_no_vectors(spec: ModelSpec | TransformersSpec) -> str:
+    """Return what a model has because of which it cannot encode (encoders/decoder.py), as a phrase;
+    "" if it can."""
+    if spec.state_items:
+        return "recurrent layers"
+    if isinstance(spec, ModelSpec) and any(each.kv_of is not None for each in spec.attentions):
+        return "layers that share keys and values"
+    return "layers with different key/value heads" if len(set(spec.layer_heads)) > 1 else ""
 
 
 def _generates_only(header: ModelHeader | TransformersHeader) -> bool:

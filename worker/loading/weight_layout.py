@@ -177,7 +177,7 @@ def settle(
     is_measured = weights.embedding.device.type == "cpu" and num_weights >= LEAST_WEIGHTS
     costs: list[tuple[int, float]] = []
     from_rows = NEVER
-    if is_measured and first.spec.mlp.num_experts == 1:
+    if is_measured and first.spec.mlp.num_experts == 1 and first.beside is None:
         twice = [each for each in layer if isinstance(each, HybridLinear)]
         may_be = len(twice) == len(layer) and may_be_dense(twice, dtype, len(weights.layers))
         inputs = _inputs(spec, dtype)
@@ -250,7 +250,9 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     else:
         assert layer.attention is not None
         mixed = layer.attention.q_width
-    widths = (spec.hidden, mixed, spec.hidden, layer.mlp.intermediate)
+    widths = [spec.hidden, mixed, spec.hidden, layer.mlp.intermediate]
+    if spec.layer_inputs is not None:
+        widths += [spec.hidden, spec.layer_inputs.width]
     return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
 
 

@@ -19,17 +19,20 @@ from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
+from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Dense, Linear
 from worker.layers.mamba2 import Mamba2
-from worker.layers.mlp import ExpertMlp, Mlp, SharedExpert
+from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
 from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights, TokenMixer
 from worker.spec.layer_tensors import (
     AttentionTensors,
+    BesideTensors,
     FusedMatrix,
     GatedDeltaTensors,
+    LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
     MatrixPart,
@@ -173,7 +176,15 @@ class _Loader:
         if self._group is not None and tensors.share is not None:
             embedding = SharedEmbedding(embedding, tensors.share, self._group)
             head = GatheredHead(head, tensors.share, self._group)
-        return DecoderWeights(embedding, positions, layers, norm, head)
+        return DecoderWeights(embedding, positions, layers, norm, head, self._input_table())
+
+    def _input_table(self) -> InputTable | None:
+        spec, tensors = self._tensors.spec.layer_inputs, self._tensors.layer_inputs
+        if spec is None or tensors is None:
+            return None
+        table = self._layout.embedding(self._matrix(tensors.table))
+        norm = self._norm(tensors.norm, self._tensors.spec.norm)
+        return InputTable(spec, table, self._fused(tensors.project), norm)
 
     def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
         norm = self._tensors.spec.norm
@@ -185,6 +196,41 @@ class _Loader:
             mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
             mlp=self._mlp(layer, tensors),
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
+            beside=self._beside(layer.beside, tensors.beside),
+            inputs=self._input_gate(tensors.inputs),
+            factor=1.0 if tensors.factor is None else float(self._vector(tensors.factor)),
+        )
+
+    def _beside(self, mlp: MlpSpec | None, tensors: BesideTensors | None) -> ExpertsBeside | None:
+        if mlp is None or tensors is None:
+            return None
+        spec = self._tensors.spec
+        # The router reads the norm of its input, times its weight and hidden ** -0.5.
+        weight = self._vector(tensors.router_norm).mul_(spec.hidden**-0.5)
+        experts = ExpertMlp(
+            mlp,
+            Dense(self._values(tensors.router)),
+            [
+                Mlp(mlp, self._fused(each.gate_up), self._fused(each.down))
+                for each in tensors.experts
+            ],
+            router_norm=Norm(NormSpec(eps=spec.norm.eps), weight),
+            factors=self._vector(tensors.factors),
+        )
+        norms = (tensors.mlp_norm, tensors.norm, tensors.result_norm)
+        mlp_norm, norm, result_norm = (self._norm(each, spec.norm) for each in norms)
+        return ExpertsBeside(mlp_norm, norm, experts, result_norm)
+
+    def _input_gate(self, tensors: LayerInputTensors | None) -> InputGate | None:
+        spec = self._tensors.spec
+        if tensors is None or spec.layer_inputs is None:
+            return None
+        width, activation = spec.layer_inputs.width, spec.layer_inputs.activation
+        return InputGate(
+            MlpSpec(intermediate=width, activation=activation),
+            self._fused(tensors.gate),
+            self._fused(tensors.project),
+            self._norm(tensors.norm, spec.norm),
         )
 
     def _mixer(self, layer: LayerSpec, tensors: MixerTensors) -> TokenMixer:
@@ -209,7 +255,12 @@ class _Loader:
             assert k_norm is not None
             qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
         sinks = self._vector_or_none(tensors.sinks)
-        return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, self._summed(tensors.output))
+        v_norm = None
+        if tensors.v_norm_size:
+            ones = torch.ones(tensors.v_norm_size, dtype=torch.float32, device=self._device)
+            v_norm = Norm(NormSpec(eps=norm.eps), ones)
+        output = self._summed(tensors.output)
+        return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, output, v_norm)
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
         return GatedDelta(
@@ -270,7 +321,7 @@ class _Loader:
             Mlp(layer.mlp, self._fused(each.gate_up), self._fused(each.down))
             for each in tensors.mlps
         ]
-        first = self._tensors.experts(layer).start
+        first = self._tensors.experts(layer.mlp).start
         return ExpertMlp(
             layer.mlp,
             router,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.batch.batch import BatchRows
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.lora.table import StepAdapters
 from worker.slots.states import StepStates
 
@@ -41,7 +41,7 @@ class StepModel(Protocol):
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,

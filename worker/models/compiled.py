@@ -8,13 +8,15 @@ from worker.spec.model_spec import MlpSpec, ModelSpec
 
 def is_fitting(spec: ModelSpec) -> bool:
     """Return whether the compiled kernels support the dimensions of all layers of the model."""
-    widths = (spec.hidden, *{layer.mlp.intermediate for layer in spec.layers})
+    widths = {spec.hidden}
+    for layer in spec.layers:
+        widths |= {mlp.intermediate for mlp in (layer.mlp, layer.beside) if mlp is not None}
     return all(
         sizes.fits(
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            sizes=widths,
+            sizes=tuple(widths),
         )
         for attention in set(spec.attentions)
     )
@@ -33,7 +35,11 @@ def why_not(spec: ModelSpec) -> str:
         return "it has shared experts"
     if any(layer.mlp.num_experts > 1 and not _is_plain(layer.mlp) for layer in spec.layers):
         return "its routers compute more than a softmax"
-    if len({each.num_heads for each in spec.attentions}) > 1:
+    if spec.layer_inputs is not None or any(each.scaled or each.beside for each in spec.layers):
+        return "its layers have inputs, factors or experts of their own"
+    if any(each.kv_of is not None or each.value_norm for each in spec.attentions):
+        return "its layers share keys and values, or make them in another way"
+    if len({(each.num_heads, each.kv_heads) for each in spec.attentions}) > 1:
         return "its layers have different sizes"
     return ""
 

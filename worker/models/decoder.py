@@ -17,14 +17,15 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
-from worker.kernels.reference import TorchKernels
-from worker.kv.cache import KVCache
+from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turned
+from worker.kv.cache import PagedCache
 from worker.layers.embedding import Embedding
 from worker.layers.gated_delta import GatedDelta
+from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.mamba2 import Mamba2
-from worker.layers.mlp import ExpertMlp, Mlp
+from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
 from worker.layers.short_conv import ShortConv
@@ -40,9 +41,11 @@ class AttentionBlock:
     """Weights of a layer's attention. What it does not have is None.
 
     qkv     weight [(H + 2 H_kv) * D, hidden]: rows of the queries, then of the keys and the values;
-            the gates, if there are any, have H * D rows after the queries
+            the gates, if there are any, have H * D rows after the queries. It has no rows of values
+            that are the keys, and none of keys and values that an earlier layer makes
     sinks   [H] float32
     q_norm  over each head (weight [D]), or over all heads together ([H * D]); k_norm likewise
+    v_norm  over each head; its weight [D] is 1
     """
 
     spec: AttentionSpec
@@ -51,13 +54,14 @@ class AttentionBlock:
     k_norm: Norm | None
     sinks: Tensor | None
     output: Linear
+    v_norm: Norm | None = None
 
     @property
     def linears(self) -> list[tuple[Any, str]]:
         return [(self, "qkv"), (self, "output")]
 
     def tensors(self) -> Iterator[Tensor]:
-        for norm in (self.q_norm, self.k_norm):
+        for norm in (self.q_norm, self.k_norm, self.v_norm):
             if norm is not None:
                 yield from norm.tensors()
         if self.sinks is not None:
@@ -80,6 +84,10 @@ class DecoderLayer:
     mlp_norm: Norm | None
     mlp: Mlp | ExpertMlp
     post_mlp_norm: Norm | None
+    beside: ExpertsBeside | None = None
+    inputs: InputGate | None = None
+    #: What the hidden states are multiplied by at the end.
+    factor: float = 1.0
 
     @property
     def norms(self) -> list[Norm]:
@@ -93,13 +101,18 @@ class DecoderLayer:
         so that the caller can replace it."""
         shared = self.mlp.shared if isinstance(self.mlp, ExpertMlp) else None
         mlps = [*self.mlp.experts, *([shared.mlp] if shared else [])]
-        return [*self.mixer.linears, *((mlp, name) for mlp in mlps for name in ("gate_up", "down"))]
+        mlps += self.beside.experts.experts if self.beside else ()
+        inner = [(mlp, name) for mlp in mlps for name in ("gate_up", "down")]
+        return [*self.mixer.linears, *inner, *(self.inputs.linears if self.inputs else ())]
 
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
         yield from self.mixer.tensors()
         yield from self.mlp.tensors()
+        for part in (self.beside, self.inputs):
+            if part is not None:
+                yield from part.tensors()
 
 
 @dataclass(slots=True)
@@ -108,6 +121,7 @@ class DecoderWeights:
 
     positions   [context, hidden] if the positions are learned, otherwise None
     head        maps hidden to V; it has the matrix of the embedding if the two are tied
+    inputs      makes the per-layer inputs; None: there are none
     """
 
     embedding: Embedding
@@ -115,12 +129,15 @@ class DecoderWeights:
     layers: list[DecoderLayer]
     norm: Norm
     head: Linear
+    inputs: InputTable | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors. A tensor that several layers share is yielded several times."""
         yield from self.embedding.tensors()
         if self.positions is not None:
             yield self.positions
+        if self.inputs is not None:
+            yield from self.inputs.tensors()
         for layer in self.layers:
             yield from layer.tensors()
         yield from self.norm.tensors()
@@ -142,6 +159,7 @@ class DecoderModel:
         self.weights = weights
         self.kernels = kernels or TorchKernels()
         self._windows = spec.layer_windows
+        self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
         # Rounded to the model's dtype, as in training.
@@ -162,7 +180,7 @@ class DecoderModel:
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
@@ -182,19 +200,21 @@ class DecoderModel:
             plans[entry, window] = of_window[window] = plan
         x = self._embedded(token_ids, batch.positions)
         turns = self._turns(batch.positions, x.dtype)
+        table = self.weights.inputs
+        inputs = None if table is None else table(token_ids, x)
         delta: Tensor | None = None
         post_norm: Norm | None = None
-        place = 0  # number of the layer among those with attention
         for index, layer in enumerate(self.weights.layers):
             spec, mixer = layer.spec, layer.mixer
             terms = None if adapters is None else adapters.for_layer(index)
             normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
+            place = self._places[index]
             if isinstance(mixer, AttentionBlock):
+                assert place is not None
                 turn, plan = turns[mixer.spec.rope], plans[kinds[place]]
                 delta = self._attend(
                     mixer, normed, turn, batch, cache, place, attention, plan, terms
                 )
-                place += 1
             else:
                 assert states is not None, "a model with recurrent layers needs states"
                 delta = mixer(normed, self.kernels, states, self._offsets[index], terms)
@@ -206,6 +226,17 @@ class DecoderModel:
                 continue
             normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
             delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
+            if layer.beside is not None:
+                delta = layer.beside(x, delta, self.kernels)
+            if layer.inputs is not None and inputs is not None:
+                self._add_norm(x, delta, None, post_norm)
+                delta, post_norm = (
+                    layer.inputs(x, inputs[:, index], self.kernels),
+                    layer.inputs.norm,
+                )
+            if layer.factor != 1.0:
+                self._add_norm(x, delta, None, post_norm).mul_(layer.factor)
+                delta, post_norm = None, None
         return self._add_norm(x, delta, None, post_norm)
 
     def _attend(
@@ -214,14 +245,14 @@ class DecoderModel:
         x: Tensor,
         turn: CosSin | None,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         place: int,
         attention: Attention,
         plan: Any,
         terms: LayerAdapters | None,
     ) -> Tensor:
-        """Return the attention [T, hidden] of x [T, hidden]. `place` is the layer's number among
-        those with attention, whose keys and values are written there."""
+        """Return the attention [T, hidden] of x [T, hidden]. `place` is the number of the layer
+        whose keys and values are read, among those that have some. The layer writes its own."""
         spec = block.spec
         qkv, gate = adapted(terms, "qkv", x, block.qkv(x)), None
         if spec.gated:
@@ -229,15 +260,21 @@ class DecoderModel:
                 qkv, [spec.q_width, spec.q_width, 2 * spec.kv_width], dim=1
             )
             qkv = torch.cat([queries, rest], dim=1)
-        q = self.kernels.place(
-            qkv,
-            turn,
-            cache,
-            place,
-            batch.for_entry(cache.entries[place]).slot_mapping,
-            q_norm=block.q_norm,
-            k_norm=block.k_norm,
-        )
+        if spec.keys_as_values:
+            qkv = torch.cat([qkv, qkv[:, spec.q_width :]], dim=1)
+        if spec.kv_of is None:
+            norm_heads(heads_of(qkv, spec.head_dim)[:, -spec.num_kv_heads :], block.v_norm)
+            q = self.kernels.place(
+                qkv,
+                turn,
+                cache,
+                place,
+                batch.for_entry(cache.entries[place]).slot_mapping,
+                q_norm=block.q_norm,
+                k_norm=block.k_norm,
+            )
+        else:
+            q = turned(qkv, turn, spec.head_dim, block.q_norm)
         seen = attention.run(
             q,
             *cache.layer(place),

@@ -31,7 +31,7 @@ from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.lora.table import StepAdapters
 from worker.models import hf_bitnet
 from worker.models.hf_attention import (
@@ -125,7 +125,7 @@ class TransformersModel:
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,

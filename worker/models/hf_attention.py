@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from worker.attention.base import Attention, AttentionBatch
 from worker.errors import UnusableModel
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.spec.architectures import (
     INLINE_ATTENTION,
     MASKED_WINDOWS,
@@ -54,7 +54,7 @@ class PagedStep:
     """The input of the step in progress, and how many of the model's layers have been computed."""
 
     batch: AttentionBatch
-    cache: KVCache
+    cache: PagedCache
     attention: Attention
     #: Window -> the attention's plan.
     plans: dict[int | None, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class PagedFunction:
             if argument is not None and name not in IGNORED_ARGUMENTS:
                 raise self.misfit(f"it passes {name!r} to attention")
         self._check_shapes(query, key, value, s_aux)
-        dtype = value.dtype if step.cache.is_rounded else step.cache.k.dtype
+        dtype = value.dtype if step.cache.is_rounded else step.cache.dtype
         q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
         step.cache.write(step.num_done, k, v, step.batch.slot_mapping)
         caches = step.cache.layer(step.num_done)

@@ -25,7 +25,7 @@ from worker.kernels import structs
 from worker.kernels.base import Kernels
 from worker.kernels.native import DTYPE_CODES, NativeKernels, address, rounds_kv, scoring_struct
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
-from worker.kv.cache import KVCache
+from worker.kv.cache import KVCache, PagedCache
 from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.hybrid_linear import NEVER, HybridLinear
@@ -148,7 +148,7 @@ class WholePass:
         self,
         token_ids: Tensor,
         plan: NativePlan,
-        cache: KVCache,
+        cache: PagedCache,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Compute a step as `DecoderModel` does, but return the hidden states [T, hidden] in
@@ -189,7 +189,7 @@ class WholePass:
         )
         return logits
 
-    def forward(self, count: int, cache: KVCache, memory: PassMemory) -> structs.CForward:
+    def forward(self, count: int, cache: PagedCache, memory: PassMemory) -> structs.CForward:
         """Return the struct of a step of `count` tokens, with scratch areas in `memory`. The caller
         fills in the fields that depend on the step: x, the rows, and the tokens' ids, positions and
         slots."""
@@ -231,9 +231,10 @@ class WholePass:
             **scratch,
         )
 
-    def use_cache(self, cache: KVCache) -> None:
+    def use_cache(self, cache: PagedCache) -> None:
         """Make this step and later ones use `cache`, whose numbers must have the weights' dtype,
         or be rounded."""
+        assert isinstance(cache, KVCache), "one call computes layers with equal heads only"
         found = (cache.k.data_ptr(), cache.k.dtype)
         if self._cache == found:
             return

@@ -34,7 +34,11 @@ WITH_PATTERN = ("olmo2", "exaone4")
 def architecture_of(spec: ModelSpec) -> str:
     """Return the `general.architecture` under which a GGUF file stores the model. Raises
     UnusableModel if there is none."""
-    is_plain = not spec.state_items and not any(layer.mlp.shared for layer in spec.layers)
+    is_plain = (
+        not spec.state_items
+        and not any(layer.mlp.shared for layer in spec.layers)
+        and len(set(spec.layer_heads)) == 1
+    )
     for name, family in FAMILIES.items():
         if is_plain and spec.architecture in family.families and name not in NOT_WRITTEN:
             return name

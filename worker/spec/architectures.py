@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from worker.errors import UnusableModel
 from worker.spec.families.registry import FAMILIES
-from worker.spec.model_spec import ModelSpec
+from worker.spec.model_spec import KVHeads, ModelSpec
 from worker.spec.step_limits import StepLimits
 
 CHECKED: dict[str, str] = {
@@ -127,7 +127,7 @@ _OWN_CACHE: dict[str, str] = {
         ZayaForCausalLM xLSTMForCausalLM
     """,
     "its layers share keys and values, or have different shapes of them": """
-        Gemma3nForCausalLM Gemma4AssistantForCausalLM Gemma4ForCausalLM
+        Gemma3nForCausalLM Gemma4AssistantForCausalLM
         Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """
@@ -255,6 +255,10 @@ class TransformersSpec:
     @property
     def num_kv_layers(self) -> int:
         return self.num_layers
+
+    @property
+    def layer_heads(self) -> tuple[KVHeads, ...]:
+        return (KVHeads(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def state_items(self) -> int:

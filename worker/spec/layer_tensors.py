@@ -137,7 +137,10 @@ class AttentionTensors:
     """The tensors of a layer's attention. What it does not have is None.
 
     qkv   stacks the rows of the queries, of their gates if there are any, of the keys and of the
-          values
+          values. It has no rows of values that are the keys, and none of keys and values that an
+          earlier layer makes
+    v_norm_size
+          size of the norm of the values, whose weight is not in the files; 0: there is no norm
     """
 
     qkv: FusedMatrix
@@ -145,6 +148,7 @@ class AttentionTensors:
     k_norm: NormTensor | None
     sinks: VectorTensor | None
     output: FusedMatrix
+    v_norm_size: int = 0
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -156,7 +160,7 @@ class AttentionTensors:
 
     @property
     def float_items(self) -> int:
-        return 0 if self.sinks is None else self.sinks.size
+        return self.v_norm_size + (0 if self.sinks is None else self.sinks.size)
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
@@ -312,6 +316,57 @@ class SharedTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideTensors:
+    """The tensors of the experts beside an MLP (`LayerSpec.beside`).
+
+    mlp_norm      norm of the MLP's result
+    norm          norm of the experts' input
+    router_norm   [hidden] the weight of the norm of the router's input
+    factors       [experts] what the weights of chosen experts are multiplied by
+    result_norm   norm of the experts' result
+    """
+
+    mlp_norm: NormTensor
+    norm: NormTensor
+    router: FusedMatrix
+    router_norm: VectorTensor
+    factors: VectorTensor
+    experts: tuple[MlpTensors, ...]
+    result_norm: NormTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputTensors:
+    """The tensors with which a layer reads its per-layer inputs (`LayerInputsSpec`).
+
+    gate      [width, hidden]
+    project   [hidden, width]
+    """
+
+    gate: FusedMatrix
+    project: FusedMatrix
+    norm: NormTensor
+
+
+@dataclass(frozen=True, slots=True)
+class InputTableTensors:
+    """The tensors that make the per-layer inputs of all layers.
+
+    table     [table_rows, layers * width]
+    project   [layers * width, hidden]
+    norm      over the `width` numbers of a layer
+    """
+
+    table: FusedMatrix
+    project: FusedMatrix
+    norm: NormTensor
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        for part in (self.table, self.project, self.norm):
+            yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """The tensors of a layer. What the layer does not have is None.
 
@@ -319,6 +374,9 @@ class LayerTensors:
     choice_bias   [experts], added to the weights of the experts for the choice only
     mlps          the MLP, or the experts
     shared        the shared expert
+    beside        the experts beside the MLP
+    inputs        what reads its per-layer inputs
+    factor        [1] what the hidden states are multiplied by at the end
     """
 
     attention_norm: NormTensor | None
@@ -330,32 +388,50 @@ class LayerTensors:
     mlps: tuple[MlpTensors, ...]
     shared: SharedTensors | None
     post_mlp_norm: NormTensor | None
+    beside: BesideTensors | None = None
+    inputs: LayerInputTensors | None = None
+    factor: VectorTensor | None = None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
         """Return all matrices except those that stay dense."""
-        mlps = (*self.mlps, *((self.shared.mlp,) if self.shared else ()))
+        mlps = [*self.mlps, *([self.shared.mlp] if self.shared else [])]
+        mlps += self.beside.experts if self.beside else ()
         inner = (matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down))
-        return *self.mixer.matrices, *inner
+        inputs = (self.inputs.gate, self.inputs.project) if self.inputs else ()
+        return *self.mixer.matrices, *inner, *inputs
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that stay dense: some of the mixer's, that of the router, and that of
-        the shared expert's score."""
-        found = (*self.mixer.dense, self.router, self.shared.gate if self.shared else None)
+        """Return the matrices that stay dense: some of the mixer's, those of the routers, and that
+        of the shared expert's score."""
+        routers = (self.router, self.beside.router if self.beside else None)
+        found = (*self.mixer.dense, *routers, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
 
     @property
     def norms(self) -> tuple[NormTensor, ...]:
         """Return the norms whose weights have the model's offset."""
         inner = self.mixer.norms if isinstance(self.mixer, AttentionTensors) else ()
-        blocks = (self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
+        blocks = [self.post_attention_norm, self.mlp_norm, self.post_mlp_norm]
+        if self.beside is not None:
+            blocks += [self.beside.mlp_norm, self.beside.norm, self.beside.result_norm]
+        if self.inputs is not None:
+            blocks.append(self.inputs.norm)
         return tuple(norm for norm in (self.attention_norm, *inner, *blocks) if norm)
 
     @property
+    def vectors(self) -> tuple[VectorTensor, ...]:
+        """Return the vectors outside the mixer, which are loaded as float32."""
+        beside = (self.beside.router_norm, self.beside.factors) if self.beside else ()
+        found = (self.choice_bias, *beside, self.factor)
+        return tuple(vector for vector in found if vector is not None)
+
+    @property
     def float_items(self) -> int:
-        """Return how many numbers are loaded as float32 whatever the dtype is, without norms."""
-        return self.mixer.float_items + (0 if self.choice_bias is None else self.choice_bias.size)
+        """Return how many numbers are kept as float32 whatever the dtype is, without norms."""
+        kept = (vector.size for vector in self.vectors if vector is not self.factor)
+        return self.mixer.float_items + sum(kept)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
@@ -363,7 +439,7 @@ class LayerTensors:
         for norm in self.norms:
             yield from norm.tensors()
         yield from self.mixer.others()
-        if self.choice_bias is not None:
-            yield self.choice_bias.name, (self.choice_bias.size,)
+        for vector in self.vectors:
+            yield vector.name, (vector.size,)
         for matrix in (*self.matrices, *self.dense):
             yield from matrix.tensors()

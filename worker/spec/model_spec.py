@@ -23,9 +23,21 @@ mixer, whatever its kind is."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
 
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """The key/value heads of a layer: how many, and the numbers of each."""
+
+    count: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers the keys of a token have; its values have as many."""
+        return self.count * self.dim
+
+
 class ModelFacts(Protocol):
-    """Facts about a model that a worker needs, whether our decoder or transformers computes it.
-    Every layer with attention has the same key/value heads."""
+    """Facts about a model that a worker needs, whether our decoder or transformers computes it."""
 
     @property
     def architecture(self) -> str: ...
@@ -39,13 +51,14 @@ class ModelFacts(Protocol):
     def num_layers(self) -> int: ...
     @property
     def num_kv_layers(self) -> int:
-        """Return the number of layers with keys and values."""
+        """Return the number of layers with keys and values of their own."""
         ...
 
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def layer_heads(self) -> tuple[KVHeads, ...]:
+        """Return the heads of each layer with keys and values of its own."""
+        ...
+
     @property
     def window(self) -> int | None:
         """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
@@ -54,8 +67,8 @@ class ModelFacts(Protocol):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer with keys and values, in tokens; None for a layer that
-        sees all tokens, or whose window is not known."""
+        """Return the window of each layer with keys and values of its own, in tokens; None for a
+        layer that sees all tokens, or whose window is not known."""
         ...
 
     @property
@@ -101,6 +114,12 @@ class AttentionSpec:
     #: Whether the result of each head is multiplied by the sigmoid of a gate, which the projection
     #: of the queries also makes: in the file, the rows of a head are its query and then its gate.
     gated: bool = False
+    #: Whether the values are the projected keys, before their norm and their rotation.
+    keys_as_values: bool = False
+    #: Whether the values of each head have a norm without a weight.
+    value_norm: bool = False
+    #: Index of the earlier layer whose keys and values this one reads. None: it makes its own.
+    kv_of: int | None = None
 
     @property
     def q_width(self) -> int:
@@ -109,6 +128,10 @@ class AttentionSpec:
     @property
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_heads(self) -> KVHeads:
+        return KVHeads(self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +167,10 @@ class MlpSpec:
     #: Whether the result of that expert is multiplied by the sigmoid of a learned score of the
     #: token.
     scores_shared: bool = True
+    #: Whether the router reads a norm of its input, with a weight of its own.
+    router_norm: bool = False
+    #: Whether the weight of each chosen expert is multiplied by a learned factor of the expert.
+    expert_factors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +188,33 @@ class LayerSpec:
     attention: AttentionSpec | None = None
     recurrent: RecurrentSpec | None = None
     mlp: MlpSpec
+    #: Experts beside the MLP. They read the layer's hidden states through a norm of their own, and
+    #: each of the two results has a norm before they are added. None: there are none.
+    beside: MlpSpec | None = None
+    #: Whether the hidden states are multiplied by a learned number at the end of the layer.
+    scaled: bool = False
     order: LayerOrder = "pre"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsSpec:
+    """Per-layer inputs: after its MLP, each layer adds what it makes of `width` numbers, which
+    belong to the token and the layer.
+
+    The numbers are the sum of a row of a table, [table_rows, layers * width], and of the norm of a
+    projection of the token's embedding. The hidden states decide how much each number counts:
+
+        x += norm(project(activation(gate(x)) * inputs))
+    """
+
+    width: int
+    table_rows: int
+    activation: Activation
+    #: Factor of a row of the table, and of the projection.
+    table_scale: float
+    projection_scale: float
+    #: Factor of the sum.
+    sum_scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +239,16 @@ class ModelSpec:
     logits_scale: float = 1.0
     #: Logits become `cap * tanh(logit / cap)`.
     logits_soft_cap: float | None = None
+    #: None: the layers have no inputs besides the hidden states.
+    layer_inputs: LayerInputsSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = [self.vocab_size, self.hidden, self.context_tokens, len(self.layers)]
+        if self.layer_inputs is not None:
+            sizes += [self.layer_inputs.width, self.layer_inputs.table_rows]
+            if self.layer_inputs.table_rows < self.vocab_size:
+                raise UnusableModel("the table of the per-layer inputs lacks rows for some tokens")
         for layer in set(self.layers):
-            mlp = layer.mlp
             attention, recurrent = layer.attention, layer.recurrent
             if (attention is None) == (recurrent is None):
                 raise UnusableModel("a layer has no token mixer, or several")
@@ -200,19 +258,33 @@ class ModelSpec:
             if recurrent is not None:
                 recurrent.check()
                 sizes += recurrent.sizes
-            sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]
-            sizes += [mlp.shared] if mlp.shared else []
-            if mlp.top_k > mlp.num_experts:
-                raise UnusableModel(f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen")
+            for mlp in (layer.mlp, *([layer.beside] if layer.beside else [])):
+                sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]
+                sizes += [mlp.shared] if mlp.shared else []
+                if mlp.top_k > mlp.num_experts:
+                    raise UnusableModel(
+                        f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen"
+                    )
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
             raise UnusableModel(
                 f"a dimension of the model is not within 1..{MAX_DIMENSION}: {sizes}"
             )
-        shapes = {(each.num_kv_heads, each.head_dim) for each in self.attentions}
-        if not shapes:
+        if not self.attentions:
             raise UnusableModel("models without any layer with attention are not supported")
-        if len(shapes) > 1:
-            raise UnusableModel("layers with different key/value heads are not supported")
+        for index, layer in enumerate(self.layers):
+            if layer.attention is not None and layer.attention.kv_of is not None:
+                self._check_shared(index, layer.attention, layer.attention.kv_of)
+
+    def _check_shared(self, index: int, reader: AttentionSpec, source: int) -> None:
+        """Raise UnusableModel unless layer `index` can read the keys and values of `source`."""
+        owner = self.layers[source].attention if 0 <= source < index else None
+        if owner is None or owner.kv_of is not None:
+            raise UnusableModel(f"layer {index} cannot read the keys and values of layer {source}")
+        if (owner.kv_heads, owner.window) != (reader.kv_heads, reader.window):
+            raise UnusableModel(
+                f"layer {index} reads the keys and values of layer {source}, whose heads or window "
+                "differ"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -229,9 +301,33 @@ class ModelSpec:
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
+    def kv_owners(self) -> tuple[AttentionSpec, ...]:
+        """Return the attention of each layer that has keys and values of its own."""
+        return tuple(each for each in self.attentions if each.kv_of is None)
+
+    @property
     def num_kv_layers(self) -> int:
-        """Return the number of layers with attention."""
-        return len(self.attentions)
+        return len(self.kv_owners)
+
+    @property
+    def layer_heads(self) -> tuple[KVHeads, ...]:
+        return tuple(each.kv_heads for each in self.kv_owners)
+
+    @property
+    def kv_places(self) -> tuple[int | None, ...]:
+        """Return, for each layer, the number of the layer whose keys and values it reads, counted
+        among those with keys and values of their own; None for a layer without attention."""
+        places: list[int | None] = []
+        num_owners = 0
+        for layer in self.layers:
+            if layer.attention is None:
+                places.append(None)
+            elif layer.attention.kv_of is None:
+                places.append(num_owners)
+                num_owners += 1
+            else:
+                places.append(places[layer.attention.kv_of])
+        return tuple(places)
 
     @property
     def state_items(self) -> int:
@@ -247,20 +343,9 @@ class ModelSpec:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer with attention, in tokens; None for a layer that sees all
-        tokens."""
-        return tuple(attention.window for attention in self.attentions)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Return the number of key/value heads, which is the same in every layer with
-        attention."""
-        return self.attentions[0].num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Return the head dimension, which is the same in every layer with attention."""
-        return self.attentions[0].head_dim
+        """Return the window of each layer with keys and values of its own, in tokens; None for a
+        layer that sees all tokens."""
+        return tuple(attention.window for attention in self.kv_owners)
 
     @property
     def windows(self) -> frozenset[int | None]:

@@ -18,6 +18,8 @@ from worker.spec.fields import Fields
 log = logging.getLogger(__name__)
 
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
+MAX_WIDTH = 1 << 16
+"""Largest head whose pairs may have factors of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class FactorScaling:
-    """Divides each pair's frequency by a factor of its own. The factors are those of the tensor
-    `rope_freqs.weight` of a GGUF file."""
+    """Divides each pair's frequency by a factor of its own, which may be infinite. The factors are
+    those of the tensor `rope_freqs.weight` of a GGUF file, or those of proportional embeddings."""
 
     factors: tuple[float, ...]
 
@@ -162,8 +164,23 @@ def layered_rope_config(
         values |= config.get("rope_scaling") or {}
     values.setdefault("rope_theta", config.get(theta, default_theta))
     rope = Fields(values, f"rope_parameters.{kind}")
+    if rope.get("rope_type") == "proportional":
+        return _proportional(rope, head_dim)
     width = _width(rope, config, head_dim, None)
     return RopeConfig(width, rope.number("rope_theta"), _scaling(rope, config, width))
+
+
+def _proportional(rope: Fields, head_dim: int) -> RopeConfig:
+    """Return embeddings whose frequencies are those of the whole head, but which rotate only the
+    first pairs. The others have an infinite factor, and so the frequency 0."""
+    share, factor = rope.number("partial_rotary_factor", 1.0), rope.positive("factor", 1.0)
+    if not 0 < share <= 1:
+        raise UnusableModel(f"partial_rotary_factor is {share!r:.80}; it must be within 0..1")
+    if not 2 <= head_dim <= MAX_WIDTH:
+        raise UnusableModel(f"a head of {head_dim} numbers cannot be rotated")
+    rotated = int(share * head_dim // 2)
+    factors = (factor,) * rotated + (math.inf,) * (head_dim // 2 - rotated)
+    return RopeConfig(head_dim, rope.number("rope_theta"), FactorScaling(factors))
 
 
 def _width(rope: Fields, config: Fields, head_dim: int, default: float | None) -> int:

@@ -122,6 +122,15 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
             f"{spec.architecture} has recurrent layers, which --tensor-parallel does not support",
             remedy="serve without --tensor-parallel",
         )
+    if spec.layer_inputs is not None or any(
+        layer.beside or layer.scaled or (layer.attention and layer.attention.kv_of is not None)
+        for layer in spec.layers
+    ):
+        raise UnusableModel(
+            f"{spec.architecture} has layers with inputs, factors or experts of their own, or that "
+            "share keys and values, which --tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
     if any(each.gated for each in spec.attentions) or any(each.mlp.shared for each in spec.layers):
         raise UnusableModel(
             f"{spec.architecture} has gates of attention or shared experts, which "

@@ -13,8 +13,11 @@ from dataclasses import replace
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.layer_tensors import (
     AttentionTensors,
+    BesideTensors,
     FusedMatrix,
     GatedDeltaTensors,
+    InputTableTensors,
+    LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
     MatrixPart,
@@ -26,7 +29,7 @@ from worker.spec.layer_tensors import (
     ShortConvTensors,
     VectorTensor,
 )
-from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.model_spec import AttentionSpec, LayerInputsSpec, LayerSpec, MlpSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker.spec.share import MatrixCut, Share, VectorCut, divided
 from worker.spec.tensor_names import ENDINGS, TensorNames
@@ -93,7 +96,7 @@ class ModelTensors:
         return f"{self.names.roles['head']}.weight"
 
     def layer(self, index: int) -> LayerTensors:
-        layer = self.spec.layers[index]
+        layer, spec = self.spec.layers[index], self.spec.layer_inputs
         norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
@@ -102,9 +105,47 @@ class ModelTensors:
             mlp_norm=norms.get("mlp_norm"),
             router=self._router(layer, index),
             choice_bias=self._choice_bias(layer, index) if layer.mlp.choice_bias else None,
-            mlps=self._mlps(layer, index),
+            mlps=self._mlps(layer.mlp, index),
             shared=self._shared(layer, index) if layer.mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
+            beside=None if layer.beside is None else self._beside(layer.beside, index),
+            inputs=None if spec is None else self._layer_inputs(spec, index),
+            factor=VectorTensor(self._name("factor", index), 1) if layer.scaled else None,
+        )
+
+    def _beside(self, experts: MlpSpec, index: int) -> BesideTensors:
+        router = FusedMatrix((self._part("router", experts.num_experts, index),), self.spec.hidden)
+        return BesideTensors(
+            mlp_norm=self._norm("beside_mlp_norm", index),
+            norm=self._norm("beside_norm", index),
+            router=router,
+            router_norm=VectorTensor(self._name("router_norm", index), self.spec.hidden),
+            factors=VectorTensor(self._name("expert_factors", index), experts.num_experts),
+            experts=self._mlps(experts, index),
+            result_norm=self._norm("beside_post_norm", index),
+        )
+
+    def _layer_inputs(self, spec: LayerInputsSpec, index: int) -> LayerInputTensors:
+        hidden, width = self.spec.hidden, spec.width
+        return LayerInputTensors(
+            gate=FusedMatrix((self._part("input_gate", width, index),), hidden),
+            project=FusedMatrix((self._part("input_projection", hidden, index),), width),
+            norm=self._norm("input_norm", index),
+        )
+
+    @property
+    def layer_inputs(self) -> InputTableTensors | None:
+        """Return what makes the per-layer inputs of all layers; None if the model has none."""
+        spec, roles = self.spec.layer_inputs, self.names.roles
+        if spec is None:
+            return None
+        width = spec.width * self.spec.num_layers
+        table = MatrixPart(roles["inputs_table"], spec.table_rows)
+        project = MatrixPart(roles["inputs_projection"], width)
+        return InputTableTensors(
+            table=FusedMatrix((table,), width),
+            project=FusedMatrix((project,), self.spec.hidden),
+            norm=NormTensor(roles["inputs_norm"], spec.width),
         )
 
     def _mixer(self, layer: LayerSpec, index: int) -> MixerTensors:
@@ -122,20 +163,25 @@ class ModelTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
         if attention.qk_norm != "none":
             by_head = attention.qk_norm == "head"
-            q_norm = self._qk_norm("q_norm", index, attention.num_heads, by_head)
-            k_norm = self._qk_norm("k_norm", index, attention.num_kv_heads, by_head)
+            dim, kv_heads = attention.head_dim, attention.num_kv_heads
+            q_norm = self._qk_norm("q_norm", index, attention.num_heads, dim, by_head)
+            if attention.kv_of is None:
+                k_norm = self._qk_norm("k_norm", index, kv_heads, dim, by_head)
         q, kv = attention.q_width, attention.kv_width
         if "qkv" in self.names:
             qkv = self._parts(index, {"qkv": (q, kv, kv)}, hidden)
         else:
-            queries = (q, q) if attention.gated else (q,)
-            qkv = self._parts(index, {"q": queries, "k": (kv,), "v": (kv,)}, hidden)
+            sections = {"q": (q, q) if attention.gated else (q,)}
+            if attention.kv_of is None:
+                sections |= {"k": (kv,)} if attention.keys_as_values else {"k": (kv,), "v": (kv,)}
+            qkv = self._parts(index, sections, hidden)
         return AttentionTensors(
             qkv=FusedMatrix(qkv, hidden, attention.qkv_bias),
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
             output=self._summed(index, "output", q, attention.output_bias),
+            v_norm_size=attention.head_dim if attention.value_norm else 0,
         )
 
     def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> GatedDeltaTensors:
@@ -219,6 +265,8 @@ class ModelTensors:
         yield self.embedding, (spec.vocab_size, spec.hidden)
         if self.positions is not None:
             yield self.positions, (spec.learned_positions, spec.hidden)
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.tensors()
         for index in range(spec.num_layers):
             yield from self.layer(index).tensors()
         yield from self.norm.tensors()
@@ -255,8 +303,10 @@ class ModelTensors:
         name = self.names.roles[role].format(i=index)
         return NormTensor(name, self.spec.hidden, self.spec.norm.bias)
 
-    def _qk_norm(self, role: str, index: int, heads: int, by_head: bool) -> NormTensor:
-        name, head_dim = self.names.roles[role].format(i=index), self.spec.head_dim
+    def _qk_norm(
+        self, role: str, index: int, heads: int, head_dim: int, by_head: bool
+    ) -> NormTensor:
+        name = self.names.roles[role].format(i=index)
         if by_head:
             return NormTensor(name, head_dim)
         return NormTensor(name, heads * head_dim, cut=self._vector_cut(heads * head_dim))
@@ -287,42 +337,41 @@ class ModelTensors:
     def _choice_bias(self, layer: LayerSpec, index: int) -> VectorTensor:
         return VectorTensor(self._name("choice_bias", index), layer.mlp.num_experts)
 
-    def _mlps(self, layer: LayerSpec, index: int) -> tuple[MlpTensors, ...]:
-        mlp = layer.mlp
+    def _mlps(self, mlp: MlpSpec, index: int) -> tuple[MlpTensors, ...]:
         if mlp.num_experts == 1:
-            return (self._mlp(layer, index),)
-        return tuple(self._expert(layer, index, expert) for expert in self.experts(layer))
+            return (self._mlp(mlp, index),)
+        return tuple(self._expert(mlp, index, expert) for expert in self.experts(mlp))
 
-    def experts(self, layer: LayerSpec) -> range:
-        """Return the experts of a layer whose tensors are held."""
-        count = layer.mlp.num_experts
+    def experts(self, mlp: MlpSpec) -> range:
+        """Return the experts of a mixture whose tensors are held."""
+        count = mlp.num_experts
         return range(count) if self.share is None else self.share.experts(count)
 
-    def _mlp(self, layer: LayerSpec, index: int) -> MlpTensors:
-        mlp, hidden = layer.mlp, self.spec.hidden
-        gate_up = self._parts(index, self._gate_up(layer, ""), hidden)
+    def _mlp(self, mlp: MlpSpec, index: int) -> MlpTensors:
+        hidden = self.spec.hidden
+        gate_up = self._parts(index, self._gate_up(mlp, ""), hidden)
         down = self._summed(index, "down", mlp.intermediate, mlp.bias)
         return MlpTensors(FusedMatrix(gate_up, hidden, mlp.bias), down)
 
-    def _expert(self, layer: LayerSpec, index: int, expert: int) -> MlpTensors:
+    def _expert(self, mlp: MlpSpec, index: int, expert: int) -> MlpTensors:
         """Return the tensors of an expert. They are never cut, because a rank computes whole
         experts."""
-        mlp, hidden = layer.mlp, self.spec.hidden
+        hidden = self.spec.hidden
 
         def part(role: str, rows: int) -> MatrixPart:
             return self._part(role, rows, index, expert, mlp.num_experts)
 
-        widths = self._gate_up(layer, "expert_")
+        widths = self._gate_up(mlp, "expert_")
         gate_up = tuple(part(role, sum(sections)) for role, sections in widths.items())
         down = (part("expert_down", hidden),)
         return MlpTensors(
             FusedMatrix(gate_up, hidden, mlp.bias), FusedMatrix(down, mlp.intermediate, mlp.bias)
         )
 
-    def _gate_up(self, layer: LayerSpec, prefix: str) -> Mapping[str, Sequence[int]]:
+    def _gate_up(self, mlp: MlpSpec, prefix: str) -> Mapping[str, Sequence[int]]:
         """Return role -> rows of each section, for the tensors of the first matrix of an MLP."""
-        inner = layer.mlp.intermediate
-        if not layer.mlp.is_gated:
+        inner = mlp.intermediate
+        if not mlp.is_gated:
             return {f"{prefix}up": (inner,)}
         if f"{prefix}gate_up" in self.names:
             return {f"{prefix}gate_up": (inner, inner)}

@@ -30,7 +30,7 @@ from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
 from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.budget import in_gib
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.layers.group import Group
 from worker.loading.decoder import LoadedModel, load_model
 from worker.loading.header import encoder_header
@@ -155,7 +155,7 @@ def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory
 
 
 def _captured_decode(
-    parts: RunnerParts, slots: SlotTable, caches: Sequence[KVCache], device: torch.device
+    parts: RunnerParts, slots: SlotTable, caches: Sequence[PagedCache], device: torch.device
 ) -> PlainDecode | None:
     """Capture decode steps as `RunnerParts.captured_decode` does, and log the memory they take."""
     before = free_bytes(device)

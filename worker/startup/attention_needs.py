@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from worker.attention.limits import AttentionNeeds
+from worker.attention.limits import HEAD_DIM_MULTIPLE, AttentionNeeds
 from worker.spec.architectures import TransformersSpec
 from worker.spec.model_spec import ModelSpec
 
@@ -36,7 +36,11 @@ def attention_needs(
         dtype=name_of(dtype),
         kv_dtype=name_of(kv_dtype),
         num_heads=num_heads,
-        head_dim=spec.head_dim,
+        # One backend computes all layers. Unusual head dims come first, then large ones.
+        head_dim=max(
+            (heads.dim for heads in spec.layer_heads),
+            key=lambda dim: (dim % HEAD_DIM_MULTIPLE != 0, dim),
+        ),
         block_tokens=block_tokens,
         has_sinks=has_sinks,
         has_soft_cap=has_soft_cap,

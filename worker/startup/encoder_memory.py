@@ -57,9 +57,8 @@ def scratch_bytes(
     """Return the size in bytes of the K/V cache with which a decoder encodes (decoder.py)."""
     tokens = max(token_budget(config, is_gpu=is_gpu), longest)
     blocks = -(-tokens // config.block_tokens) + MAX_STEP_INPUTS + 1
-    spec = header.spec
-    heads = 2 * spec.num_kv_heads * config.block_tokens * blocks
-    return heads * spec.head_dim * DTYPE_BYTES[dtype]
+    heads = header.spec.layer_heads[0]
+    return 2 * heads.width * config.block_tokens * blocks * DTYPE_BYTES[dtype]
 
 
 def dtype_of(config: WorkerConfig, header: object, usual: str, *, is_gpu: bool) -> str:

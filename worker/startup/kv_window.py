@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, num_column_blocks
+from worker.spec.kv_blocks import BlockLayers
 from worker.spec.model_spec import ModelFacts
 
 MAX_PADDING = 1.25
@@ -48,9 +49,9 @@ def reason_against_groups(options: WorkerConfig, spec: ModelFacts) -> str:
         return reason
     if groups is None:
         return ""
-    num_full = spec.layer_windows.count(None)
-    num_stored = num_column_blocks(groups) * num_full
-    if num_stored > MAX_PADDING * spec.num_kv_layers or groups.window_blocks > MAX_WINDOW_BLOCKS:
+    num_full, needed = spec.layer_windows.count(None), sum(each.width for each in spec.layer_heads)
+    stored = num_column_blocks(groups) * BlockLayers.of(spec, by_window=True).width
+    if stored > MAX_PADDING * needed or groups.window_blocks > MAX_WINDOW_BLOCKS:
         return f"the layers: {num_full} of {spec.num_kv_layers} have no window"
     if groups.window >= max_len:
         return f"the length of requests: {max_len} tokens at most"
@@ -63,13 +64,8 @@ def _possible_groups(spec: ModelFacts) -> KVGroups | None:
     num_full = spec.num_kv_layers - len(windows)
     if not windows or not num_full:
         return None
-    return KVGroups(window=max(windows), window_blocks=-(-len(windows) // num_full))
-
-
-def num_block_layers(spec: ModelFacts, groups: KVGroups | None) -> int:
-    """Return how many layers a block stores: all of them, or with groups the number of layers
-    without a window."""
-    return spec.num_kv_layers if groups is None else spec.layer_windows.count(None)
+    num_entries = BlockLayers.of(spec, by_window=True).num_entries
+    return KVGroups(window=max(windows), window_blocks=num_entries - 1)
 
 
 def reason_to_keep(options: WorkerConfig) -> str:

@@ -38,8 +38,9 @@ from worker.models.compiled import is_fitting, why_not
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
 from worker.spec.architectures import TransformersSpec, num_checkpoints, state_bytes
+from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import FusedMatrix, LayerTensors
-from worker.spec.model_spec import ModelFacts, ModelSpec
+from worker.spec.model_spec import LayerSpec, MlpSpec, ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
 from worker.startup.gpu_memory import (
@@ -48,7 +49,7 @@ from worker.startup.gpu_memory import (
     gpu_kv_budget,
     reserve_bytes,
 )
-from worker.startup.kv_window import kv_groups, kv_window, num_block_layers
+from worker.startup.kv_window import kv_groups, kv_window
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
@@ -280,6 +281,9 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     norm_item = DTYPE_BYTES["float32"] if spec.norm.offset else item
     total = _embedding_bytes(model, dtype) + spec.learned_positions * spec.hidden * item
     total += spec.hidden * (norm_item + spec.norm.bias * item)
+    if (inputs := model.tensors.layer_inputs) is not None:
+        total += _table_bytes(inputs.table, model, dtype) + inputs.norm.size * norm_item
+        total += _matrix_bytes(inputs.project, model, dtype)
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
@@ -296,11 +300,14 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
 
 
 def _embedding_bytes(model: PlannedModel, dtype: str) -> int:
-    """Return the bytes of the embedding: 0 if it is tied to the head, which is counted separately.
-    It is packed only if it is quantised."""
-    matrix = model.tensors.embedding_matrix
-    if model.spec.tied_embeddings:
-        return 0
+    """Return the bytes of the embedding: 0 if it is tied to the head, which is counted
+    separately."""
+    tied = model.spec.tied_embeddings
+    return 0 if tied else _table_bytes(model.tensors.embedding_matrix, model, dtype)
+
+
+def _table_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
+    """Return the bytes of a table of rows, which is packed only if it is quantised."""
     if _packed_kinds(matrix, model):
         return _matrix_bytes(matrix, model, dtype)
     return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
@@ -347,7 +354,9 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
         return set()
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     found: set[str] = set()
-    for matrix in [*matrices, model.tensors.head, model.tensors.embedding_matrix]:
+    tensors, inputs = model.tensors, model.tensors.layer_inputs
+    matrices += [inputs.table, inputs.project] if inputs else []
+    for matrix in [*matrices, tensors.head, tensors.embedding_matrix]:
         kinds = {model.kinds[name] for name in matrix.names}
         found |= kinds - _packed_kinds(matrix, model)
     return found - PLAIN_KINDS
@@ -365,10 +374,11 @@ def block_bytes(
 
     rounds_kv   whether keys and values are rounded to eight bits
     """
-    num_heads = 2 * num_block_layers(spec, groups) * block_tokens * spec.num_kv_heads
-    if rounds_kv:
-        return num_heads * (spec.head_dim + sizes.SCALE_BYTES)
-    return num_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    layers = BlockLayers.of(spec, by_window=groups is not None)
+    item = DTYPE_BYTES[dtype]
+    return block_tokens * layers.token_bytes(
+        lambda dim: dim + sizes.SCALE_BYTES if rounds_kv else dim * item
+    )
 
 
 def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
@@ -395,8 +405,19 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     # Queries, keys, values, gates and results.
     heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
     widest = max((each.work_width for each in spec.recurrents), default=0)
-    inner = (each.mlp.intermediate * each.mlp.top_k + each.mlp.shared for each in spec.layers)
-    return max(heads, widest) + 3 * max(inner)
+    inner = (sum(map(_mlp_width, _mlps(layer))) for layer in spec.layers)
+    table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0
+    return max(heads, widest) + 3 * max(inner) + 3 * table
+
+
+def _mlps(layer: LayerSpec) -> list[MlpSpec]:
+    """Return the MLP of a layer, and the experts beside it."""
+    return [layer.mlp] if layer.beside is None else [layer.mlp, layer.beside]
+
+
+def _mlp_width(mlp: MlpSpec) -> int:
+    """Return how many intermediate values an MLP has for one token."""
+    return mlp.intermediate * mlp.top_k + mlp.shared
 
 
 def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
@@ -404,7 +425,7 @@ def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
     `_inner_widths`: scores, gathered inputs, and results in float32 (models/whole_step.py)."""
     if isinstance(spec, TransformersSpec):
         return 0
-    mlps = [layer.mlp for layer in spec.layers if layer.mlp.num_experts > 1]
+    mlps = [mlp for layer in spec.layers for mlp in _mlps(layer) if mlp.num_experts > 1]
     assigned = max((mlp.top_k for mlp in mlps), default=0) * spec.hidden
     scores = max((mlp.num_experts for mlp in mlps), default=0)
     return scores * item + assigned * (item + DTYPE_BYTES["float32"])
@@ -417,7 +438,7 @@ def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
         return 0
     heads = (each.q_width for each in spec.attentions)
     mixed = (each.output_width for each in spec.recurrents)
-    inner = (max(layer.mlp.intermediate, layer.mlp.shared) for layer in spec.layers)
+    inner = (max(mlp.intermediate, mlp.shared) for each in spec.layers for mlp in _mlps(each))
     return 2 * max(spec.hidden, *heads, *mixed, *inner)
 
 

@@ -19,18 +19,19 @@ from worker.device.device import free_bytes
 from worker.encoders.runner import EncodeRunner
 from worker.errors import UnusableModel
 from worker.kv.budget import KVDemand, in_gib, kv_budget
-from worker.kv.cache import CountedBlocks, KVCache, block_bytes, layer_places
+from worker.kv.cache import CountedBlocks, PagedCache, cache_bytes, make_cache
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel
 from worker.lora.startup import kept_bytes
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.spec.architectures import keeps_own_cache, num_checkpoints, state_bytes
+from worker.spec.kv_blocks import BlockLayers
 from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
-from worker.startup.kv_window import kv_groups, kv_window, num_block_layers, reason_against_groups
+from worker.startup.kv_window import kv_groups, kv_window, reason_against_groups
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
 from worker.startup.runner_parts import RunnerParts
 
@@ -55,7 +56,7 @@ class ReservedMemory:
     max_len: int
     window: int | None
     groups: KVGroups | None
-    caches: list[KVCache]
+    caches: list[PagedCache]
     fields: Sequence[SlotField]
     slots: SlotTable
     num_checkpoints: int
@@ -82,11 +83,12 @@ def reserve_memory(
     """
     loaded = parts.models[0]
     window, groups = _windows(config, loaded.spec)
-    shapes = [_cache_shape(model.spec, config, groups) for model in parts.models]
-    make_caches = partial(_caches, parts.models, shapes, groups, device)
+    layers = [BlockLayers.of(model.spec, by_window=bool(groups)) for model in parts.models]
+    one_block = partial(cache_bytes, num_blocks=1, block_tokens=config.block_tokens)
+    make_caches = partial(_caches, parts.models, layers, config.block_tokens, device)
     demand = KVDemand(
         context_tokens=loaded.card.context_tokens,
-        block_bytes=sum(block_bytes(*shape, loaded.kv_dtype) for shape in shapes),
+        block_bytes=sum(one_block(each, dtype=loaded.kv_dtype) for each in layers),
         limits=limits,
         window=window,
         groups=groups,
@@ -104,7 +106,7 @@ def reserve_memory(
         budget = gpu_kv_budget(
             config, demand, replace(memory, reserve_bytes=memory.reserve_bytes + kept)
         )
-    num_bytes = budget.num_blocks * block_bytes(*shapes[0], loaded.kv_dtype)
+    num_bytes = budget.num_blocks * one_block(layers[0], dtype=loaded.kv_dtype)
     caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
@@ -127,7 +129,7 @@ def reserve_memory(
 def measured_memory(
     config: WorkerConfig,
     parts: RunnerParts,
-    make_caches: Callable[[int], list[KVCache]],
+    make_caches: Callable[[int], list[PagedCache]],
     limits: StepLimits,
     device: torch.device,
     encoder: EncodeRunner | None = None,
@@ -232,35 +234,19 @@ def _slot_table(
     return PoisonedSlots(fields, rows, device, num_checkpoints, poison=poison)
 
 
-def _cache_shape(
-    model: ModelFacts, config: WorkerConfig, groups: KVGroups | None
-) -> tuple[int, int, int, int]:
-    """Return (layers of a block, tokens per block, K/V heads, head dim)."""
-    num_layers = num_block_layers(model, groups)
-    return num_layers, config.block_tokens, model.num_kv_heads, model.head_dim
-
-
 def _caches(
     models: Sequence[LoadedModel],
-    shapes: Sequence[tuple[int, int, int, int]],
-    groups: KVGroups | None,
+    layers: Sequence[BlockLayers],
+    block_tokens: int,
     device: torch.device,
     num_blocks: int,
     shared: SharedMemory | None = None,
-) -> list[KVCache]:
+) -> list[PagedCache]:
     """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
-    spec, dtype = models[0].spec, models[0].kv_dtype
-    if keeps_own_cache(spec):
-        return [CountedBlocks(shapes[0][1], device)]
+    if keeps_own_cache(models[0].spec):
+        return [CountedBlocks(block_tokens, device)]
+    dtype = models[0].kv_dtype
     return [
-        KVCache(
-            shape[0],
-            num_blocks,
-            *shape[1:],
-            dtype,
-            device,
-            shared=memory,
-            places=layer_places(spec.layer_windows) if groups is not None else (),
-        )
-        for shape, memory in zip(shapes, (shared, None), strict=False)
+        make_cache(each, num_blocks, block_tokens, dtype, device, memory)
+        for each, memory in zip(layers, (shared, None), strict=False)
     ]

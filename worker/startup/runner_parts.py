@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from worker.attention.base import Attention
 from worker.draft.model import DraftModel
 from worker.errors import UnusableModel
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.loading.decoder import LoadedModel
 from worker.lora.table import AdapterTable
 from worker.models.base import RowModel
@@ -32,7 +32,7 @@ class RunnerParts:
     def runner(
         self,
         slots: SlotTable,
-        caches: Sequence[KVCache],
+        caches: Sequence[PagedCache],
         kind: type[Runner] = Runner,
         decode: PlainDecode | None = None,
     ) -> Runner:
@@ -54,7 +54,7 @@ class RunnerParts:
         )
 
     def captured_decode(
-        self, slots: SlotTable, caches: Sequence[KVCache], capture: Capture
+        self, slots: SlotTable, caches: Sequence[PagedCache], capture: Capture
     ) -> PlainDecode | None:
         """Return captured decode steps, or None if those of the model cannot be captured. No slot
         may be bound. Raises UnusableModel if the capture fails."""

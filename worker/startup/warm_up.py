@@ -9,7 +9,7 @@ import torch
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32, UInt8
 from protocol.worker.steps import SlotInit, SlotRelease, StepPlan
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.step.runner import Runner
 
 WARM_UP_TOKENS = 2
@@ -17,14 +17,14 @@ WARM_UP_TOKENS = 2
 of work run before the first request."""
 
 
-def warm_up(runner: Runner, caches: list[KVCache], max_len: int) -> None:
+def warm_up(runner: Runner, caches: list[PagedCache], max_len: int) -> None:
     """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
     item of `caches` is the draft model's cache; the draft model then runs in the same steps.
 
     On a GPU do so for a drawn and for a greedy token, each with logprobs of the model. They need
     other kernels than the profile run has launched, and a kernel is compiled at its first launch.
     """
-    prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].k.device
+    prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].rows.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
     has_draft = len(caches) > 1
     release: list[SlotRelease] = []

@@ -21,7 +21,7 @@ from protocol.worker.steps import StepPlan
 from worker.batch.batch import BatchRows, Ints
 from worker.kernels import structs
 from worker.kernels.native import address
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.lora.table import StepAdapters
 from worker.models.base import RowModel, StepModel
 from worker.models.decoder import DecoderModel
@@ -89,7 +89,7 @@ class DecodeFastPath:
 
     takes_adapters = True
 
-    def __init__(self, whole: WholePass, slots: SlotTable, cache: KVCache) -> None:
+    def __init__(self, whole: WholePass, slots: SlotTable, cache: PagedCache) -> None:
         self._whole = whole
         self._slots = slots
         self._cache = cache
@@ -97,7 +97,7 @@ class DecodeFastPath:
 
     @classmethod
     def for_model(
-        cls, model: StepModel | RowModel, slots: SlotTable, cache: KVCache
+        cls, model: StepModel | RowModel, slots: SlotTable, cache: PagedCache
     ) -> Self | None:
         """Return the fast path, or None if the model has no `WholePass`."""
         if not isinstance(model, DecoderModel) or model.whole is None:

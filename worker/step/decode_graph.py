@@ -25,7 +25,7 @@ from protocol.worker.steps import StepPlan
 from worker.attention.base import Attention, AttentionBatch
 from worker.batch.batch import BatchRows, Ints
 from worker.device.staging import upload_into
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.lora.table import StepAdapters
 from worker.models.base import RowModel, StepModel
 from worker.models.decoder import DecoderModel
@@ -154,7 +154,7 @@ class GraphDecode:
         self,
         model: DecoderModel,
         slots: SlotTable,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         capture: Capture,
     ) -> None:
@@ -174,7 +174,7 @@ class GraphDecode:
         cls,
         model: StepModel | RowModel,
         slots: SlotTable,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         capture: Capture,
     ) -> Self | None:

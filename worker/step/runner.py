@@ -36,7 +36,7 @@ from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.device.readback import Mark, Readback, mark
 from worker.device.staging import integers, upload
 from worker.draft.model import DraftModel
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import RowModel, StepModel
 from worker.sampling.bans import row_masks
@@ -54,7 +54,7 @@ class StepComponents:
 
     model: StepModel | RowModel
     slots: SlotTable
-    cache: KVCache
+    cache: PagedCache
     attention: Attention
     sampling: Sampling
     adapters: AdapterTable
@@ -79,7 +79,7 @@ class Runner:
         self,
         model: StepModel | RowModel,
         slots: SlotTable,
-        cache: KVCache,
+        cache: PagedCache,
         attention: Attention,
         *,
         draft_model: DraftModel | None = None,

@@ -55,7 +55,8 @@ struct Scoring {
 template <class N, class S> struct Attend {
     const N *q;        // [T, ...], q_stride items from token to token
     N *out;            // [T, H, D]
-    const S *k, *v;    // [B, block_tokens, H_kv, stored_width]
+    const S *k, *v;    // [B, block_tokens, H_kv, stored_width], block_items items from block to block
+    int64_t block_items;
     int64_t q_stride;
     Heads heads;
     Scoring scoring;
@@ -99,10 +100,11 @@ struct Work {
     }
 };
 
-// Returns the position of a row's key in the cache, counted in tokens.
-INLINE int64_t cache_index(const Rows &rows, int64_t row, int64_t key) {
+// Returns the first item of a row's key in the cache of a layer. apart: items from token to token.
+template <class N, class S>
+INLINE int64_t cache_index(const Attend<N, S> &a, const Rows &rows, int64_t row, int64_t key, int64_t apart) {
     const int64_t block = rows.block_table[row * rows.table_width + key / rows.block_tokens];
-    return block * rows.block_tokens + key % rows.block_tokens;
+    return block * a.block_items + key % rows.block_tokens * apart;
 }
 
 // Writes the addresses of the keys and values [first, count) of a row and head, counted from key `start`.
@@ -113,7 +115,7 @@ INLINE void find_keys(const Attend<N, S> &a, const Rows &rows, int64_t row, int6
     for (int64_t j = first; j < count;) {
         const int64_t left = rows.block_tokens - (start + j) % rows.block_tokens;
         const int64_t end = j + (left < count - j ? left : count - j);
-        int64_t at = cache_index(rows, row, start + j) * apart + kv_head * width;
+        int64_t at = cache_index(a, rows, row, start + j, apart) + kv_head * width;
         for (; j < end; j++, at += apart) {
             keys[j] = a.k + at;
             values[j] = a.v + at;

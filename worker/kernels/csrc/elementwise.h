@@ -88,7 +88,7 @@ INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_
     }
 }
 
-constexpr int MAX_DIM = 256; // largest head dim
+constexpr int MAX_DIM = 512; // largest head dim
 
 // Rotates the first `width` items of a head, and leaves the others. `from` and `to` may be the same. cos
 // and sin [D] are as for `rotate_head`, and then 1 and 0 for items that are not rotated.
@@ -129,14 +129,17 @@ INLINE void rotate_row(N *qkv, const N *cos, const N *sin, const Heads &h, int64
     }
 }
 
+// Returns how many items of type S the keys of a token take in the cache; its values take as many.
+template <class S> INLINE int64_t token_items(const Heads &h) { return h.kv_heads * stored_width<S>(h.dim); }
+
 // Writes one token's keys and values to the cache, in the type S in which it stores them.
 //
-// qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer, [tokens, H_kv, stored_width]. slot: the token's index.
+// qkv: [(H + 2 H_kv) D]. k_cache, v_cache: one layer. first: the token's first item in them.
 template <class S, class N>
-INLINE void cache_row(const N *qkv, void *k_cache, void *v_cache, int64_t slot, const Heads &h) {
+INLINE void cache_row(const N *qkv, void *k_cache, void *v_cache, int64_t first, const Heads &h) {
     const N *keys = qkv + h.heads * h.dim, *values = keys + h.kv_heads * h.dim;
     const int64_t width = stored_width<S>(h.dim);
-    S *k = (S *)k_cache + slot * h.kv_heads * width, *v = (S *)v_cache + slot * h.kv_heads * width;
+    S *k = (S *)k_cache + first, *v = (S *)v_cache + first;
     for (int64_t i = 0; i < h.kv_heads; i++) {
         store_head(keys + i * h.dim, k + i * width, h.dim);
         store_head(values + i * h.dim, v + i * width, h.dim);

@@ -189,8 +189,9 @@ template <class N> struct Pass {
             const int64_t at = (layer.rope * f.tokens + t) * h.dim;
             rotate_row(row, (const N *)f.cos + at, (const N *)f.sin + at, h, f.ropes[layer.rope].width);
         }
-        if (f.rounds_kv) cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot, h);
-        else cache_row<N>(row, layer.k_cache, layer.v_cache, slot, h);
+        if (f.rounds_kv)
+            cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot * token_items<Rounded>(h), h);
+        else cache_row<N>(row, layer.k_cache, layer.v_cache, slot * token_items<N>(h), h);
     }
 
     // Computes the output of attention from queries, keys and values. S: how the cache stores these.
@@ -198,9 +199,10 @@ template <class N> struct Pass {
         const int64_t width = (f.heads.heads + 2 * f.heads.kv_heads) * f.heads.dim;
         Rows rows = f.rows;
         rows.block_table += layer.entry * rows.num_rows * rows.table_width;
+        const int64_t block_items = rows.block_tokens * token_items<S>(f.heads);
         const Attend<N, S> all{(const N *)f.qkv,         (N *)f.attended, (const S *)layer.k_cache,
-                               (const S *)layer.v_cache, width,           f.heads,
-                               layer.scoring};
+                               (const S *)layer.v_cache, block_items,     width,
+                               f.heads,                  layer.scoring};
         attend(team, all, rows, work, partials.data());
     }
 

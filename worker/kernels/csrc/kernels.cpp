@@ -92,16 +92,18 @@ EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const Delta
 // rounded keys and values.
 EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_t rows, const Heads *heads,
                      void *qkv, const void *cos, const void *sin, const int64_t *slots, void *k_cache,
-                     void *v_cache) {
+                     void *v_cache, int64_t block_tokens, int64_t block_items) {
     in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
         using N = decltype(zero);
+        using S = decltype(stored);
         const Heads h = *heads;
         together(threads, 1, [&](Team &team) {
             team.share(ATTENTION, rows, [&](int64_t t) {
+                const int64_t block = slots[t] / block_tokens, offset = slots[t] % block_tokens;
                 const N *c = (const N *)cos + t * h.dim, *s = (const N *)sin + t * h.dim;
                 N *row = (N *)qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
                 rotate_row(row, c, s, h, h.dim);
-                cache_row<decltype(stored)>(row, k_cache, v_cache, slots[t], h);
+                cache_row<S>(row, k_cache, v_cache, block * block_items + offset * token_items<S>(h), h);
             });
         });
     });
@@ -111,14 +113,14 @@ EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_
 // rounds_kv: whether the cache stores rounded keys and values.
 EXPORT void paged_attention(int64_t numbers, int64_t rounds_kv, int64_t threads, const Heads *heads,
                             const Rows *rows, const void *q, int64_t q_stride, const void *k_cache,
-                            const void *v_cache, void *out, const Scoring *scoring) {
+                            const void *v_cache, int64_t block_items, void *out, const Scoring *scoring) {
     in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
         using N = decltype(zero);
         using S = decltype(stored);
         const Work work(*rows);
         std::vector<float> partials((size_t)(work.num_partials * heads->kv_heads * group_floats(*heads)));
         const Attend<N, S> a{(const N *)q, (N *)out, (const S *)k_cache, (const S *)v_cache,
-                             q_stride, *heads, *scoring};
+                             block_items, q_stride, *heads, *scoring};
         together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });
     });
 }

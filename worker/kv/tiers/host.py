@@ -6,7 +6,7 @@ payload of a file (disk.py). A block's `content` is its chained hash.
 A place is free, reserved for filling, or published. A published place may be held by readers. If no
 place is free, the least recently used published place without readers is reused.
 
-Legend: R rows (see KVCache.rows), B blocks of the cache, P bytes of a piece.
+Legend: R rows (see PagedCache.rows), B blocks of the cache, P bytes of a piece.
 """
 
 from __future__ import annotations

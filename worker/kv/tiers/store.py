@@ -29,7 +29,7 @@ from worker.kv.tiers.writer import TierWriter, max_unwritten
 class TierStore:
     """The host tier and the disk tier, with their two threads.
 
-    rows         the cache's bytes (KVCache.rows)
+    rows         the cache's bytes (PagedCache.rows)
     host_bytes   size of the host tier; 0: there is none, and host memory only buffers disk writes
     disk         None: there is no disk tier
 

@@ -24,7 +24,7 @@ from protocol.worker.kv_peers import Offer, ZmqOffer
 from protocol.worker.steps import NULL_BLOCK
 from worker.device.staging import integers
 from worker.kv.blocks import cache_blocks
-from worker.kv.cache import KVCache
+from worker.kv.cache import PagedCache
 from worker.kv.layout import KVLayout
 from worker.kv.movers.choice import MoverFactory
 from worker.kv.movers.nixl import Agent
@@ -52,7 +52,7 @@ class KVTransferService:
         self,
         config: WorkerConfig,
         context: zmq.Context[zmq.Socket[bytes]],
-        cache: KVCache,
+        cache: PagedCache,
         layout: KVLayout,
         numerics: str = "",
     ) -> None:
@@ -150,7 +150,7 @@ class KVTransferService:
         return self._reports.drain()
 
 
-def _offers(config: WorkerConfig, cache: KVCache, helper: Agent | None) -> list[Offer]:
+def _offers(config: WorkerConfig, cache: PagedCache, helper: Agent | None) -> list[Offer]:
     """Return the offers for readers: the movers that the configuration allows."""
     offers: list[Offer] = []
     if cache.shared is not None:

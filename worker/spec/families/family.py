@@ -210,7 +210,8 @@ class ModelFamily:
         for key in self.defaults:
             if values[key] is None and not self.is_nullable(key):
                 raise UnusableModel(f"{source}: {key!r} is null")
-        for key, supported in {**UNSUPPORTED, **self.only}.items():
+        unread = {key: each for key, each in UNSUPPORTED.items() if key not in self.defaults}
+        for key, supported in {**unread, **self.only}.items():
             if (value := values.get(key)) not in supported:
                 raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
         read_quantization(values, self.quantizations)  # refuses other methods early
@@ -230,7 +231,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "clip_qkv": (None,),
 }
-"""Keys of several classes that change the result, with the values that do not."""
+"""Keys of several classes that change the result, with the values that do not. A family that reads
+such a key has a default for it."""
 
 
 def every(interval: int, *, regular: str = SLIDING, last: str = FULL) -> Callable[[int], str]:

@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.errors import UnusableModel
-from worker.spec.families import gemma, gpt, gpt_oss, lfm, llama, mistral, olmo, phi, qwen
+from worker.spec.families import (
+    gemma,
+    gemma4,
+    gpt,
+    gpt_oss,
+    lfm,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+)
 from worker.spec.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family
-    for module in (llama, mistral, qwen, gemma, phi, olmo, gpt, gpt_oss, lfm)
+    for module in (llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm)
     for family in module.FAMILIES
 )
 
