@@ -32,6 +32,7 @@ UNSTORED = {
     "qwen3_next": {"not renormalised", "dense layers"},
     "gemma2": {"untied", "no caps", "all full"},
     "gemma3_text": {"every second", "caps"},
+    "gemma4_text": {"biases", "scaled", "all full"},
     "olmo2": {"llama3 rope"},
     "gpt2": {"by layer", "unscaled", "gelu"},
     "starcoder2": {"window"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer
 
 from tests.support.gguf_tokenizers import (
     NUMBERS,
@@ -59,3 +60,31 @@ def test_a_tokenizer_encodes_the_same_after_conversion_to_gguf_and_back(name: st
     facts = TextFacts(data, eos_token_ids=[0], bos_token_id=bos, special_tokens=special)
     stored = Fields(tokenizer_metadata(facts, len(metadata["tokens"])), "file")
     assert_same(Tokenizer.from_str(tokenizer_json(stored).decode()), theirs)
+
+
+def gemma() -> Tokenizer:
+    """Return a small tokenizer of transformers' class for Gemma, with byte fallback and learned
+    merges."""
+    named = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    pieces = [*named, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = normalizers.Replace(" ", "\u2581")
+    learned.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    plain = [text for text in TEXTS if "<|" not in text]  # no piece looks like a mark
+    learned.train_from_iterator(plain, trainers.BpeTrainer(vocab_size=400, show_progress=False))
+    model = json.loads(learned.to_str())["model"]
+    pieces += [piece for piece in model["vocab"] if piece not in pieces]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    whole: Tokenizer = GemmaTokenizer(
+        vocab=vocab, merges=[tuple(merge) for merge in model["merges"]]
+    ).backend_tokenizer
+    return whole
+
+
+def test_a_tokenizer_of_gemma_4_encodes_the_same_after_conversion_to_gguf_and_back() -> None:
+    """Its merges are listed, and it has byte fallback. llama.cpp adds no space before a text."""
+    theirs = gemma()
+    metadata = as_metadata(json.loads(theirs.to_str()), "")
+    metadata |= {"model": "gemma4", "unknown_token_id": 3, "add_bos_token": False}
+    assert any(" " in merge for merge in metadata["merges"])
+    assert_same(rebuilt(metadata), theirs, TEXTS + odd_texts(500, ["<bos>", "<eos>"]))

@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
     "olmo3": MODEL_ARCH.OLMO2,
@@ -96,6 +97,8 @@ def write_gguf(
     more             tensors to add
     """
     config: Any = model.config
+    # Heads of a Gemma 4 with a window are those of the whole config.
+    config.allow_global_per_layer_attribute_access = True
     usual = ARCHITECTURES[config.model_type]
     if config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types:
         usual = MODEL_ARCH.GRANITE_HYBRID
@@ -107,7 +110,8 @@ def write_gguf(
     kinds = kind if callable(kind) else lambda _: kind
     names = get_tensor_name_map(usual, config.num_hidden_layers)
     for theirs, data in _tensors(model):
-        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        name = theirs if theirs.startswith("blk.") else found
         assert name is not None, theirs
         if name == skips:
             continue
@@ -218,6 +222,8 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window(config.sliding_window)
         case "gemma3_text":
             writer.add_sliding_window(config.sliding_window)
+        case "gemma4_text":
+            _add_gemma4(writer, config)
         case "phi3":
             writer.add_sliding_window(config.sliding_window or 0)
         case "olmo3" | "exaone4" if config.sliding_window is not None:
@@ -251,6 +257,41 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_parallel_residual(config.use_parallel_residual)
 
 
+def _add_gemma4(writer: GGUFWriter, config: Any) -> None:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    full = config.per_layer_config["full_attention"]
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    for add, dim in (
+        (writer.add_key_length, full.head_dim),
+        (writer.add_value_length, full.head_dim),
+        (writer.add_key_length_swa, config.head_dim),
+        (writer.add_value_length_swa, config.head_dim),
+        (writer.add_rope_dimension_count, full.head_dim),
+        (writer.add_rope_dimension_count_swa, config.head_dim),
+    ):
+        add(dim)
+    if full.num_key_value_heads != config.num_key_value_heads:
+        counts = (full.num_key_value_heads, config.num_key_value_heads)
+        writer.add_head_count_kv([counts[each] for each in slides])
+    if config.use_double_wide_mlp:
+        shared = config.num_kv_shared_layers
+        own, width = config.num_hidden_layers - shared, config.intermediate_size
+        writer.add_feed_forward_length([width] * own + [2 * width] * shared)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    rotated = int(full.head_dim * share / 2)
+    factors = [1.0] * rotated + [1e30] * (full.head_dim // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
 def _add_shared_experts(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -271,7 +312,8 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     width = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
-    writer.add_rope_dimension_count(width)
+    if rope["rope_type"] != "proportional":
+        writer.add_rope_dimension_count(width)
     match rope["rope_type"]:
         case "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -339,6 +381,9 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
     if getattr(config, "linear_num_key_heads", None):
         yield from _hybrid(config, name, data)
         return
+    if config.model_type == "gemma4_text":
+        yield _gemma4(name), data
+        return
     if config.model_type == "granitemoehybrid" and ".mamba." in name:
         yield _mamba(config, name, data)
         return
@@ -367,6 +412,21 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _gemma4(name: str) -> str:
+    """Return the name under which the converter looks up a tensor, or `blk.` and its whole name."""
+    layer, _, end = name.removeprefix("model.layers.").partition(".")
+    match end.rpartition(".")[2]:
+        case "scale":
+            return f"blk.{layer}.ffn_gate_inp.scale"
+        case "per_expert_scale":
+            return f"blk.{layer}.ffn_down_exps.scale"
+        case "layer_scalar":
+            return f"blk.{layer}.layer_output_scale.weight"
+        case "gate_up_proj" | "down_proj":  # of the experts
+            return name + ".weight"
+    return name
 
 
 def _lfm2(name: str, data: Array) -> Iterator[tuple[str, Array]]:

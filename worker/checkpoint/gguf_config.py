@@ -73,6 +73,15 @@ class Metadata:
             )
         return Fields({name: found[0]}, self.key(name)).integer(name)
 
+    def by_layer(self, name: str) -> list[int]:
+        """Return the integer of each layer: the items of a list, or one number for all."""
+        found = self.get(name)
+        if not isinstance(found, list):
+            return [self.integer(name)] * self.num_layers
+        if len(found) != self.num_layers or not all(isinstance(each, int) for each in found):
+            raise UnusableModel(f"{self.key(name)} must have {self.num_layers} integers")
+        return found
+
     @property
     def num_heads(self) -> int:
         return self.shared("attention.head_count")
@@ -114,24 +123,30 @@ class Metadata:
 # ---- to config.json
 
 
-def common(metadata: Metadata) -> Config:
-    """Return the keys of config.json that all architectures have."""
+def of_whole_model(metadata: Metadata) -> Config:
+    """Return the keys of config.json that all architectures have and that are not about layers."""
     tensors = metadata.file.tensors
-    has_experts_only = "expert_feed_forward_length" in metadata
     return {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.shared("feed_forward_length", *[1] * has_experts_only),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
-        "num_key_value_heads": metadata.num_kv_heads,
-        "head_dim": metadata.head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_parameters": rope_parameters(metadata),
         # Whether there are biases is read from the tensors.
         "attention_bias": False,
         "mlp_bias": False,
+    }
+
+
+def common(metadata: Metadata) -> Config:
+    """Return the keys of config.json of an architecture whose layers have equal sizes."""
+    has_experts_only = "expert_feed_forward_length" in metadata
+    return of_whole_model(metadata) | {
+        "intermediate_size": metadata.shared("feed_forward_length", *[1] * has_experts_only),
+        "num_key_value_heads": metadata.num_kv_heads,
+        "head_dim": metadata.head_dim,
+        "rope_parameters": rope_parameters(metadata),
     }
 
 
@@ -341,6 +356,54 @@ def gemma3(metadata: Metadata) -> Config:
         **_windows(metadata, 6),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
     }
+
+
+def gemma4(metadata: Metadata) -> Config:
+    """Return the keys of Gemma 4 besides those of `of_whole_model`. Heads without a window have the
+    key `attention.key_length`, the others `attention.key_length_swa`. The factors of rotary
+    frequencies are in the tensor ROPE_FREQS."""
+    tensors, count = metadata.file.tensors, metadata.num_layers
+    found = {
+        **rms(metadata),
+        **_ropes(metadata, 10000.0),
+        "sliding_window": metadata.window or 512,
+        **_pattern(metadata, 6),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+    first_shared = count - found["num_kv_shared_layers"]
+    full = [index for index, kind in enumerate(found["layer_types"]) if kind == FULL]
+    owners = [index for index in full if index < first_shared]
+    found["attention_k_eq_v"] = bool(owners) and f"blk.{owners[0]}.attn_v.weight" not in tensors
+    widths = metadata.by_layer("feed_forward_length")
+    found["intermediate_size"], found["use_double_wide_mlp"] = widths[0], widths[-1] != widths[0]
+    heads, changes = metadata.by_layer("attention.head_count_kv"), {}
+    windowed = next((heads[index] for index in range(count) if index not in full), heads[0])
+    dims = {"": metadata.integer("attention.key_length"), "_swa": 0}
+    dims["_swa"] = metadata.integer("attention.key_length_swa", dims[""])
+    for index in range(count):
+        wide = widths[0] * (2 if found["use_double_wide_mlp"] and index >= first_shared else 1)
+        if widths[index] != wide or (index not in full and heads[index] != windowed):
+            raise UnusableModel(
+                f"the sizes of layer {index} are not those of a Gemma 4: "
+                f"{metadata.key('feed_forward_length')} or "
+                f"{metadata.key('attention.head_count_kv')}"
+            )
+    for index in full:
+        changes[str(index)] = {"head_dim": dims[""], "num_key_value_heads": heads[index]}
+    found |= {"num_key_value_heads": windowed, "head_dim": dims["_swa"]}
+    found["per_layer_config"] = changes
+    if table := tensors.get("per_layer_token_embd.weight"):
+        found["vocab_size_per_layer_input"] = table.shape[0]
+    if experts := metadata.integer("expert_count", 0):
+        found |= {
+            "enable_moe_block": True,
+            "num_experts": experts,
+            "top_k_experts": metadata.integer("expert_used_count"),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        }
+    return found
 
 
 def _gemma_scale(metadata: Metadata, *, largest: int) -> float:

@@ -7,6 +7,7 @@ spec. Tensor names and row order are those of llama.cpp's converter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,8 @@ from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
 from worker.spec.tensor_names import RowOrder, TensorNames, interleaved
 
+NOT_ROTATED = 9e29
+"""Factors of rotary frequencies above this mark pairs that are not rotated."""
 LAYER = "blk.{i}."
 ROLES = {
     "embedding": "token_embd",
@@ -90,6 +93,23 @@ OLD_EXPERTS = {
     "expert_down": LAYER + "ffn_down.{e}",
 }
 """Older files have a tensor for each expert."""
+GEMMA4_ROLES = {
+    "post_attention_norm": LAYER + "post_attention_norm",
+    "post_mlp_norm": LAYER + "post_ffw_norm",
+    "factor": LAYER + "layer_output_scale",
+    "inputs_table": "per_layer_token_embd",
+    "inputs_projection": "per_layer_model_proj",
+    "inputs_norm": "per_layer_proj_norm",
+    "input_gate": LAYER + "inp_gate",
+    "input_projection": LAYER + "proj",
+    "input_norm": LAYER + "post_norm",
+    "beside_mlp_norm": LAYER + "post_ffw_norm_1",
+    "beside_norm": LAYER + "pre_ffw_norm_2",
+    "beside_post_norm": LAYER + "post_ffw_norm_2",
+    "router_norm": LAYER + "ffn_gate_inp.scale",
+    "expert_factors": LAYER + "ffn_down_exps.scale",
+}
+FUSED_EXPERTS = {"expert_gate_up": LAYER + "ffn_gate_up_exps"}
 POST_NORMS = {
     "post_attention_norm": LAYER + "post_attention_norm",
     "post_mlp_norm": LAYER + "post_ffw_norm",
@@ -103,8 +123,9 @@ class GGUFFamily:
 
     #: Families to which the files may belong, by their name in `architectures` of config.json.
     families: tuple[str, ...]
-    #: Returns the keys of config.json besides those of `gguf_config.common`.
+    #: Returns the keys of config.json besides those of `common`.
     config: Callable[[Metadata], Config]
+    common: Callable[[Metadata], Config] = gguf_config.common
     #: Roles whose names differ from ROLES.
     roles: Mapping[str, str] = field(default_factory=dict)
     #: Whether the rows of each query and key head alternate between the head's two halves, because
@@ -181,6 +202,12 @@ FAMILIES = {
         roles=POST_NORMS,
         has_whole_norms=True,
     ),
+    "gemma4": GGUFFamily(
+        families=("Gemma4ForCausalLM",),
+        config=gguf_config.gemma4,
+        common=gguf_config.of_whole_model,
+        roles=GEMMA4_ROLES,
+    ),
     "phi3": GGUFFamily(
         families=("Phi3ForCausalLM",),
         config=gguf_config.phi3,
@@ -243,6 +270,7 @@ FAMILIES = {
 
 WITHOUT_ENDING = (
     *("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip", "choice_bias"),
+    *("router_norm", "expert_factors"),
 )
 """Roles whose names have no ending."""
 
@@ -266,6 +294,8 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     names = architecture_names(file.metadata["general.architecture"], spec)
     if EMBEDDING_NORM + ".weight" in file.tensors:
         names = replace(names, roles={**names.roles, "norm": EMBEDDING_NORM})
+    if "blk.0.ffn_gate_up_exps.weight" in file.tensors:
+        names = replace(names, roles={**names.roles, **FUSED_EXPERTS})
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         return replace(names, roles={**names.roles, **OLD_EXPERTS})
     return names
@@ -292,8 +322,18 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         endings=dict.fromkeys(WITHOUT_ENDING, ("", "")),
         stores_decay_factors=True,
         # The layers for drafts follow those of the model.
-        unused=(f"blk.{spec.num_layers}.",) if spec.state_items else (),
+        unused=(*([f"blk.{spec.num_layers}."] if spec.state_items else []), *_unread(spec)),
     )
+
+
+def _unread(spec: ModelSpec) -> list[str]:
+    """Return begins of names of tensors of layers that read the keys and values of others."""
+    return [
+        f"blk.{index}.attn_{part}"
+        for index, layer in enumerate(spec.layers)
+        if layer.attention is not None and layer.attention.kv_of is not None
+        for part in ("k.", "v.", "k_norm.")
+    ]
 
 
 def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
@@ -317,7 +357,7 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     family = gguf_family(metadata.architecture)
     if "token_embd.weight" not in file.tensors:
         raise UnusableModel(f"{file.path} holds no tensor 'token_embd.weight'")
-    config = {"architectures": [family.family(metadata)], **gguf_config.common(metadata)}
+    config = {"architectures": [family.family(metadata)], **family.common(metadata)}
     config |= family.config(metadata)
     spec = find_family(config).spec(config, source=str(file.path))
     if family.has_whole_norms:
@@ -339,9 +379,10 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
     def changed(layer: LayerSpec) -> LayerSpec:
         attention, mlp = layer.attention, layer.mlp
         if attention is not None:
+            has_factors = metadata.architecture != "gemma4" or attention.window is None
             attention = replace(
                 attention,
-                rope=attention.rope and _with_rope_factors(attention.rope, metadata),
+                rope=attention.rope and _with_rope_factors(attention.rope, metadata, has_factors),
                 qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
                 output_bias=attention.output_bias or has_bias("attn_output"),
             )
@@ -355,11 +396,16 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
     return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
 
 
-def _with_rope_factors(rope: RopeConfig, metadata: Metadata) -> RopeConfig:
+def _with_rope_factors(rope: RopeConfig, metadata: Metadata, has_factors: bool) -> RopeConfig:
     """Return `rope` with the factors of ROPE_FREQS, multiplied by the linear factor if the model
-    has one."""
-    if ROPE_FREQS not in metadata.file.tensors:
+    has one. The converter writes 1e30 for pairs that are not rotated.
+
+    has_factors   whether the factors are those of the layer. In a Gemma 4, only layers without a
+                  window have some
+    """
+    if ROPE_FREQS not in metadata.file.tensors or not has_factors:
         return rope
     factor = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else 1.0
     factors = metadata.factors(ROPE_FREQS, rope.width)
-    return replace(rope, scaling=FactorScaling(tuple(factor * each for each in factors)))
+    scaled = (math.inf if each > NOT_ROTATED else factor * each for each in factors)
+    return replace(rope, scaling=FactorScaling(tuple(scaled)))

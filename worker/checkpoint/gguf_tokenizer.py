@@ -1,7 +1,8 @@
 """Rebuilds a tokenizer.json from a GGUF file, and reads its templates and defaults. Needs no torch.
 
-A file has one of four kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama"
-is SentencePiece BPE with a score per piece and byte fallback. "bert" is WordPiece. "t5" is
+A file has one of five kinds of tokenizer. "gpt2" is byte-level BPE with explicit merges. "llama"
+is SentencePiece BPE with a score per piece and byte fallback; "gemma4" is the same with explicit
+merges. "bert" is WordPiece. "t5" is
 SentencePiece's unigram model (gguf_unigram.py).
 
 A GGUF file does not describe its pre-tokenizer, which splits the text before merging. It only names
@@ -133,13 +134,16 @@ def tokenizer_json(fields: Fields) -> bytes:
         parts = _byte_level(fields)
     elif kind == "llama":
         parts = _sentencepiece(fields)
+    elif kind == "gemma4":
+        parts = _sentencepiece(fields, has_merges=True)
     elif kind == "bert":
         parts = _wordpiece(fields)
     elif kind == "t5":
         parts = unigram(fields)
     else:
         raise UnusableModel(
-            f"tokenizer model {kind!r} is not supported, only 'gpt2', 'llama', 'bert' and 't5'"
+            f"tokenizer model {kind!r} is not supported, only 'gpt2', 'llama', 'gemma4', 'bert' "
+            "and 't5'"
         )
     whole = {"version": "1.0", "truncation": None, "padding": None, **parts}
     return msgspec.json.encode(whole)
@@ -171,11 +175,20 @@ def _byte_level(fields: Fields) -> Part:
     }
 
 
-def _sentencepiece(fields: Fields) -> Part:
+def _sentencepiece(fields: Fields, *, has_merges: bool = False) -> Part:
+    """Return the parts of a SentencePiece tokenizer.
+
+    has_merges   whether the file has a list of merges; otherwise they follow from the scores
+    """
     tokens = strings(fields, "tokens")
     vocab = _vocab(tokens)
+    if has_merges:
+        merges = [_halves(merge) for merge in strings(fields, "merges")]
+        _check_merges(merges, vocab)
+    else:
+        merges = _merges_by_score(vocab, numbers(fields, "scores", len(tokens)))
     unknown = fields.integer("tokenizer.ggml.unknown_token_id", 0)
-    prefixed = fields.flag("tokenizer.ggml.add_space_prefix", True)
+    prefixed = fields.flag("tokenizer.ggml.add_space_prefix", not has_merges)
     to_spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     from_spaces = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
     prefix = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
@@ -191,7 +204,7 @@ def _sentencepiece(fields: Fields) -> Part:
         },
         "model": _bpe(
             vocab,
-            _merges_by_score(vocab, numbers(fields, "scores", len(tokens))),
+            merges,
             unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -268,6 +281,12 @@ def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
             case [left, right] if left in vocab and right in vocab and left + right in vocab:
                 continue
         raise UnusableModel(f"merge {' '.join(merge)!r} does not join two tokens into a third")
+
+
+def _halves(merge: str) -> list[str]:
+    """Return the two tokens of a merge. The space between them is not its first character."""
+    cut = merge.find(" ", 1)
+    return [merge[:cut], merge[cut + 1 :]] if cut > 0 else [merge]
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
