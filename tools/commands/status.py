@@ -21,6 +21,7 @@ from protocol.wire.errors import EngineError
 from protocol.wire.sockets import engine_address
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states
 from tools.processes.discovery import RunningServer, add_server, local_server
+from tools.terminal import memory_size
 
 DESCRIPTION = """\
 Show whether a server is ready and how busy it is. The exit code is 0 if the server and all its
@@ -137,11 +138,7 @@ def _http(status: int | None) -> str:
 
 def _engine(status: ServerStatus, limits: Limits, stats: EngineStats) -> str:
     used = stats.total_blocks - stats.free_blocks
-    states = ""
-    if stats.total_checkpoints:
-        states = (
-            f"\nstates   {stats.held_checkpoints} of {stats.total_checkpoints} checkpoints in use"
-        )
+    states = f"\nstates   {_states(limits, stats)}" if limits.state_bytes else ""
     draining = "\nengine   draining: new requests are refused" if stats.draining else ""
     return f"""\
 model    {status.model} ({status.architecture}, {status.dtype})
@@ -149,3 +146,17 @@ running  {stats.running} of {limits.max_slots}
 waiting  {stats.waiting} ({stats.waiting_tokens} tokens)
 blocks   {used} of {stats.total_blocks} in use ({limits.block_tokens} tokens each){states}
 clients  {stats.clients}{draining}"""
+
+
+def _states(limits: Limits, stats: EngineStats) -> str:
+    """Return a phrase about the memory of recurrent states, and about their checkpoints."""
+    used = memory_size(sum(stats.state_bytes.values()))
+    text = f"{used} of {memory_size(stats.reserved_state_bytes)} in use"
+    text += f" ({memory_size(limits.state_bytes)} each); "
+    if not stats.total_checkpoints:
+        return text + "no checkpoints, so each prompt is computed"
+    text += f"{stats.held_checkpoints + stats.cached_checkpoints} of {stats.total_checkpoints} "
+    text += f"checkpoints, {stats.held_checkpoints} of them held by requests"
+    if stats.num_uncovered_tokens:
+        text += f"; {stats.num_uncovered_tokens} cached prompt tokens were computed again"
+    return text

@@ -106,7 +106,7 @@ def assemble(
         with timing("capture graphs"):
             decode = _captured_decode(parts, memory.slots, caches, device)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
-    _log_model(loaded, device, memory)
+    _log_model(loaded, device, memory, limits)
     ready = WorkerReady(
         model=_with_recommended_sampling(loaded.card, config),
         max_len=max_len,
@@ -139,7 +139,9 @@ def _device(config: WorkerConfig) -> torch.device:
     return device
 
 
-def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory) -> None:
+def _log_model(
+    loaded: LoadedModel, device: torch.device, memory: ReservedMemory, limits: StepLimits
+) -> None:
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
         "max_len=%d%s",
@@ -152,18 +154,17 @@ def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory
         torch.get_num_threads(),
         memory.num_blocks,
         memory.max_len,
-        _states(loaded, memory),
+        _states(loaded, memory, limits.max_slots),
     )
 
 
-def _states(loaded: LoadedModel, memory: ReservedMemory) -> str:
+def _states(loaded: LoadedModel, memory: ReservedMemory, slots: int) -> str:
     """Return what the log says about the memory of recurrent states; "" if the model has none."""
     size = request_state_bytes(loaded.spec)
     if not size:
         return ""
-    slots, checkpoints = memory.slots.max_slots, memory.num_checkpoints
-    taken = in_gib(size * (slots + checkpoints))
-    return f" states of {slots} slots and {checkpoints} checkpoints={taken}"
+    taken = in_gib(size * (slots + memory.num_checkpoints))
+    return f" states of {slots} slots and {memory.num_checkpoints} checkpoints={taken}"
 
 
 def _fitting_limits(
