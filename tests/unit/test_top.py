@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,7 +71,7 @@ def test_the_picture_shows_latencies_once_there_are_any() -> None:
 
 def test_a_hybrid_shows_its_checkpoints_and_the_memory_of_its_states() -> None:
     mib = 1 << 20
-    states = {
+    states: dict[str, Any] = {
         "total_checkpoints": 32,
         "held_checkpoints": 4,
         "cached_checkpoints": 9,

@@ -168,10 +168,9 @@ export function statesCard() {
   const root = h("div", { class: "card wide watch-states" }, h("h3", {}, "Recurrent states and their checkpoints"), bar.root, text);
   const draw = (engine) => {
     root.hidden = !engine.limits?.state_bytes;
-    if (root.hidden) return;
     bar.root.hidden = !engine.stats.total_checkpoints;
     bar.draw(checkpoints(engine.stats), engine.stats.total_checkpoints);
-    text.textContent = stateWords(engine);
+    text.textContent = root.hidden ? "" : stateWords(engine);
   };
   return { root, draw };
 }
