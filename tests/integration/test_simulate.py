@@ -57,8 +57,8 @@ def test_the_result_is_a_table_and_a_sentence(
 def test_a_hybrid_has_the_memory_of_its_states_and_what_they_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("qwen3.5-9b", "--replicas", "2", "--gateways", "2", "--processes", "2")
-    options += ("--prefix-tokens", "600", "--state-interval", "512", "--max-slots", "16")
+    options = ["qwen3.5-9b", "--replicas", "2", "--gateways", "2", "--processes", "2"]
+    options += ["--prefix-tokens", "600", "--state-interval", "512", "--max-slots", "16"]
     (result,) = run(*options, file=tmp_path / "result.json")
     assert result["exact"] == 2
     out = capsys.readouterr().out
