@@ -107,7 +107,7 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
 
 def _format(status: ServerStatus) -> str:
     lines = [f"server   {status.url} (pid {status.pid})", f"http     {_http(status.http)}"]
-    lines += [_one_of_several(role, state) for role, state in status.engines]
+    lines += [describe_engine(role, state) for role, state in status.engines]
     if status.why is not None:
         lines.append(f"engine   not ready: {status.why}")
     if status.stats is not None and status.limits is not None:
@@ -115,7 +115,8 @@ def _format(status: ServerStatus) -> str:
     return "\n".join(lines)
 
 
-def _one_of_several(role: str, state: dict[str, Any]) -> str:
+def describe_engine(role: str, state: dict[str, Any]) -> str:
+    """Return a line about one of several engines, from its state in /readyz."""
     if state.get("state") in WITHOUT_ENGINE:
         return f"{role:<8} {state['state']}"
     if not state["ready"]:
@@ -123,10 +124,13 @@ def _one_of_several(role: str, state: dict[str, Any]) -> str:
     if state["total_blocks"] is None:
         return f"{role:<8} {state['address']}: ready"
     used = state["total_blocks"] - state["free_blocks"]
+    checkpoints = ""
+    if total := state.get("total_checkpoints"):
+        checkpoints = f", {state['used_checkpoints']} of {total} checkpoints"
     return (
         f"{role:<8} {state['address']}: {state['running']} running, "
         f"{state['waiting']} waiting ({state['waiting_tokens']} tokens), "
-        f"{used} of {state['total_blocks']} blocks in use"
+        f"{used} of {state['total_blocks']} blocks{checkpoints} in use"
     )
 
 
