@@ -214,10 +214,14 @@ def _states(plan: ModelPlan) -> list[Finding]:
     return [Finding("states", text, Verdict.DOUBT, remedy)]
 
 
-def describe_states(plan: ModelPlan) -> str:
+def describe_states(plan: ModelPlan, size: str = "") -> str:
     """Return a phrase about the recurrent states of a model, which has them: how many there are,
-    and their size."""
-    text = f"{plan.request_state_bytes / (1 << 20):.1f} MiB for each of {plan.max_slots:,} requests"
+    and the size of each.
+
+    size   the size as text; "": it is given in MiB
+    """
+    size = size or f"{plan.request_state_bytes / (1 << 20):.1f} MiB"
+    text = f"{size} for each of {plan.max_slots:,} requests"
     if plan.has_fewer_slots:
         text += " at a time (more with --max-slots)"
     if plan.num_checkpoints is None:

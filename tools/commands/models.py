@@ -158,8 +158,8 @@ def memory_line(found: Preflight) -> str:
         f"{format_size(plan.work_bytes)} of working memory"
     )
     if plan.state_bytes:
-        size = format_size(plan.state_bytes)
-        parts += f", {size} of it for recurrent states: {describe_states(plan)}"
+        states = describe_states(plan, format_size(plan.request_state_bytes))
+        parts += f", {format_size(plan.state_bytes)} of it for recurrent states: {states}"
     limit = f"requests of up to {plan.max_len:,} tokens"
     return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
 
