@@ -45,6 +45,18 @@ def block_counts(parts: EngineParts) -> BlockCounts:
     )
 
 
+def state_bytes(parts: EngineParts) -> dict[str, int]:
+    """Return the bytes of recurrent states in use, by where they are; empty if the model has no
+    recurrent layers."""
+    scheduler, size = parts.scheduler, parts.limits.state_bytes
+    if not size:
+        return {}
+    checkpoints = scheduler.pool.cache.checkpoints
+    used = 0 if checkpoints is None else checkpoints.num_held + checkpoints.num_cached
+    running = len(scheduler.running) + len(scheduler.unbound)
+    return {"slots": running * size, "checkpoints": used * size}
+
+
 def worker_status(inflight: InflightSteps, throughput: Throughput) -> WorkerStatus:
     """Describe the step that the worker computes, which is the oldest plan in flight. The caller
     adds the measured times."""
@@ -79,6 +91,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
     scheduler, leases = parts.scheduler, parts.kv_transfers.leases
     fetches, tiers = parts.kv_transfers.fetches, parts.kv_transfers.tiers
     counts, checkpoints = parts.totals.counts, scheduler.pool.cache.checkpoints
+    limits = parts.limits
     by_adapter = [(r.adapter.name, r.slot is None) for r in parts.open_requests if r.adapter]
     return EngineStats(
         draining=parts.admission.is_draining,
@@ -91,12 +104,14 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         total_checkpoints=0 if checkpoints is None else checkpoints.total,
         cached_checkpoints=0 if checkpoints is None else checkpoints.num_cached,
         held_checkpoints=0 if checkpoints is None else checkpoints.num_held,
+        state_bytes=state_bytes(parts),
+        reserved_state_bytes=limits.state_bytes * (limits.max_slots + limits.num_checkpoints),
         clients=clients,
         fetching=len(fetches),
         leases=len(leases),
         leased_blocks=leases.num_blocks,
         kv_dtype=parts.config.worker.kv_dtype,
-        max_adapters=parts.limits.max_adapters,
+        max_adapters=limits.max_adapters,
         num_adapter_requests=parts.adapters.num_requests,
         adapters_running=Counter(name for name, is_waiting in by_adapter if not is_waiting),
         adapters_waiting=Counter(name for name, is_waiting in by_adapter if is_waiting),
@@ -107,6 +122,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         num_prompt_tokens=counts["prompt_tokens"],
         num_cached_tokens=counts["cached_tokens"],
         num_uncovered_tokens=counts["uncovered_tokens"],
+        num_evicted_checkpoints={} if checkpoints is None else dict(checkpoints.num_evicted),
         num_computed_tokens=counts["computed_tokens"],
         num_fetched_tokens=fetches.num_tokens,
         num_fetched_bytes=fetches.num_bytes,

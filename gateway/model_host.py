@@ -30,6 +30,7 @@ from gateway.sandbox.clients import TemplateProcesses
 from gateway.served_model import ServedModel
 from protocol.config.gateway import ModelConfig
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.messages import Limits
 from protocol.engine.model_card import ModelCard, SamplingDefaults, read_card
 from protocol.tools.control import LoadState
 from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError
@@ -138,15 +139,14 @@ class ModelHost:
     def facts(self) -> ListedModel | None:
         """Return the facts about the model for a list of models. Before its engine has reported it,
         they come from the card of the expected model; without one the result is None."""
-        served, fills = self.served, None
+        served, fills, limits = self.served, None, None
         if served is not None:
             card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
-            fills, max_slots = served.infill is not None, served.limits.max_slots
+            fills, limits = served.infill is not None, served.limits
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
             defaults, output_format = self._preparation.options.defaults_of(card), None
-            max_slots = 0
         else:
             return None
         return ListedModel(
@@ -155,7 +155,7 @@ class ModelHost:
             self.state,
             created_at,
             max_len,
-            max_slots,
+            limits,
             defaults,
             output_format,
             fills,
@@ -398,8 +398,8 @@ class ListedModel:
     created_at: int
     #: Most tokens of a prompt and its answer together.
     max_len: int
-    #: Number of requests that an engine computes at the same time; 0 if it is not known yet.
-    max_slots: int
+    #: The limits of its engines; None if they are not known yet.
+    limits: Limits | None
     defaults: SamplingDefaults
     #: How answers are parsed; None if the model has not been prepared yet.
     output_format: ModelOutputFormat | None
@@ -409,6 +409,11 @@ class ListedModel:
     parent: str = ""
     #: Path of an adapter; "": this is no adapter.
     path: str = ""
+
+    @property
+    def max_slots(self) -> int:
+        """Number of requests that an engine computes at the same time; 0: it is not known yet."""
+        return 0 if self.limits is None else self.limits.max_slots
 
     @property
     def root(self) -> str:

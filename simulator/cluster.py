@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from protocol.engine.stats import EngineLoad
-from protocol.tools.simulation import SimulationConfig
+from protocol.tools.simulation import SimulationConfig, StateFigures
 from protocol.wire.errors import ErrorInfo, Overloaded
 from simulator.figures import LoadCounts, LoadRecorder, SecondCounts
 from simulator.gateway import NO_LOAD, ReportedLoads, RoutingGateway
@@ -71,6 +71,7 @@ class PartTotals(msgspec.Struct):
     #: Sum over all reports of the busiest replica's share, and the number of these reports.
     imbalance: float = 0.0
     num_imbalances: int = 0
+    states: StateFigures = msgspec.field(default_factory=StateFigures)
 
     def merge(self, other: PartTotals) -> None:
         self.all.merge(other.all)
@@ -84,6 +85,7 @@ class PartTotals(msgspec.Struct):
         self.router_cpu_s += other.router_cpu_s
         self.num_entries += other.num_entries
         self.busy_s += other.busy_s
+        self.states.merge(other.states)
 
 
 class PartPeers(Protocol):
@@ -276,6 +278,8 @@ class ClusterPart:
             num_imbalances=self._num_imbalances,
         )
         totals.exact.merge(self._exact.counts)
+        for replica in self._replicas.values():
+            totals.states.merge(replica.state_figures())
         for recorder in (self._exact, self._light, self._early):
             totals.all.merge(recorder.counts)
             for number, counts in recorder.seconds.items():

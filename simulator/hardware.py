@@ -1,18 +1,27 @@
-"""The tables of GPUs and models, and what follows from them: sizes, and room for the K/V cache."""
+"""The tables of GPUs and models, and what follows from them: sizes, and room for the K/V cache and
+for recurrent states."""
 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from protocol.config.worker import MAX_SLOTS
+from protocol.shared.state_memory import default_slots, num_checkpoints
+
 GIB = 1 << 30
 RESERVED_BYTES = 2 * GIB
 """Memory of a GPU for the largest step and for libraries."""
 DTYPE_BYTES = 2
+STATE_DTYPE_BYTES = 4
+"""Bytes of a number of a recurrent state."""
+ATTENTION = ("attention", "full_attention", "sliding_attention")
+"""The layers in `layer_types` that have attention. All others are recurrent."""
 
 R = TypeVar("R")
 
@@ -63,6 +72,65 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
+    #: MLP beside the experts, under the names of several families. A Granite 4 H without experts
+    #: has this MLP instead of the other one.
+    shared_expert_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    #: The kind of each layer; None: every `full_attention_interval`-th has attention, if the model
+    #: has recurrent layers.
+    layer_types: list[str] | None = None
+    full_attention_interval: Size = 4
+    #: Gated delta nets, as in Qwen3-Next and Qwen3.5.
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    #: Mamba-2, as in Granite 4 H.
+    mamba_n_heads: int = 0
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 0
+    mamba_d_conv: int = 0
+    mamba_expand: int = 2
+    #: Short convolutions, as in LFM2.
+    conv_L_cache: int = 0
+
+    @property
+    def recurrent_layers(self) -> int:
+        if self.layer_types is not None:
+            return sum(kind not in ATTENTION for kind in self.layer_types)
+        if not self.linear_num_value_heads:
+            return 0
+        return self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval
+
+    @property
+    def attention_layers(self) -> int:
+        return self.num_hidden_layers - self.recurrent_layers
+
+    @property
+    def recurrent_sizes(self) -> tuple[int, int]:
+        """Numbers of the state of a recurrent layer, and parameters of its projections."""
+        hidden = self.hidden_size
+        if heads := self.linear_num_value_heads:
+            keys = self.linear_num_key_heads * self.linear_key_head_dim
+            values = heads * self.linear_value_head_dim
+            convolved = 2 * keys + values
+            state = heads * self.linear_key_head_dim * self.linear_value_head_dim
+            tail = (self.linear_conv_kernel_dim - 1) * convolved
+            return state + tail, hidden * (convolved + 2 * values + 2 * heads)
+        if heads := self.mamba_n_heads:
+            width = self.mamba_expand * hidden
+            convolved = width + 2 * self.mamba_n_groups * self.mamba_d_state
+            state = width * self.mamba_d_state + (self.mamba_d_conv - 1) * convolved
+            return state, hidden * (2 * width + convolved + heads)
+        return (self.conv_L_cache - 1) * hidden, 4 * hidden * hidden
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a request; 0: the model has no recurrent layers."""
+        if not self.recurrent_layers:
+            return 0
+        return STATE_DTYPE_BYTES * self.recurrent_layers * self.recurrent_sizes[0]
 
     @property
     def kv_heads(self) -> int:
@@ -84,13 +152,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_parameters(self) -> int:
-        """Parameters that every token uses: attention, a dense MLP, and the output matrix."""
+        """Parameters that every token uses: attention, recurrent layers, a dense MLP or the one
+        beside experts, and the output matrix."""
         queries = self.num_attention_heads * self.head_size
-        attention = self.hidden_size * (2 * queries + 2 * self.kv_heads * self.head_size)
-        dense = 0 if self.experts else 3 * self.hidden_size * self.intermediate_size
-        router = self.hidden_size * self.experts
-        layers = (attention + dense + router) * self.num_hidden_layers
-        return layers + self.vocab_size * self.hidden_size
+        is_gated = self.linear_num_value_heads > 0  # the queries have a gate
+        attention = (2 + is_gated) * queries + 2 * self.kv_heads * self.head_size
+        dense = self.shared_expert_intermediate_size or self.shared_intermediate_size
+        if not self.experts:
+            dense = dense or self.intermediate_size
+        mlp = self.hidden_size * (3 * dense + self.experts)
+        mixers = self.hidden_size * attention * self.attention_layers
+        if self.recurrent_layers:
+            mixers += self.recurrent_layers * self.recurrent_sizes[1]
+        return mixers + mlp * self.num_hidden_layers + self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:
@@ -101,7 +175,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_bytes(self) -> int:
         """Bytes of the K/V cache per token."""
-        return 2 * DTYPE_BYTES * self.kv_heads * self.head_size * self.num_hidden_layers
+        return 2 * DTYPE_BYTES * self.kv_heads * self.head_size * self.attention_layers
 
 
 GPUS = {
@@ -151,6 +225,40 @@ MODELS = {
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
+    ),
+    "qwen3.5-9b": ModelShape(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        vocab_size=248320,
+        max_position_embeddings=262144,
+    ),
+    "qwen3-next-80b-a3b": ModelShape(
+        hidden_size=2048,
+        intermediate_size=5120,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        vocab_size=151936,
+        max_position_embeddings=262144,
     ),
     "smollm2-135m": ModelShape(
         hidden_size=576,
@@ -208,26 +316,57 @@ def describe_table() -> str:
             f"{name:8} {gpu.flops / 1e12:16,.0f}  {gpu.bandwidth / 1e12:11.2f}  "
             f"{gpu.memory_gib:10,.0f}  {gpu.link / 1e9:9,.0f}"
         )
-    lines += ["", "model            weights GiB  K/V KiB per token"]
+    lines += ["", "model               weights GiB  K/V KiB per token  state MiB per request"]
     for name, model in MODELS.items():
-        lines.append(f"{name:16} {model.weight_bytes / GIB:11.1f}  {model.kv_bytes / 1024:17.0f}")
+        weights, kv = model.weight_bytes / GIB, model.kv_bytes / 1024
+        state = f"{model.state_bytes / (1 << 20):.1f}" if model.state_bytes else "-"
+        lines.append(f"{name:18}  {weights:11.1f}  {kv:17.0f}  {state:>21}")
     return "\n".join(lines)
 
 
-def num_blocks(
-    gpu: Gpu, model: ModelShape, *, tensor_parallel: int, gpu_memory: float, block_tokens: int
-) -> int:
-    """Return how many blocks of K/V fit beside the weights of one replica. Raises ValueError if the
-    weights leave too little room."""
-    room = tensor_parallel * (gpu_memory * gpu.memory_gib * GIB - RESERVED_BYTES)
-    blocks = int((room - model.weight_bytes) / (model.kv_bytes * block_tokens))
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """What fits beside the weights of one replica. `num_blocks` are of K/V, `num_checkpoints` of
+    recurrent states."""
+
+    max_slots: int
+    num_checkpoints: int
+    num_blocks: int
+
+
+def plan_memory(
+    gpu: Gpu,
+    model: ModelShape,
+    *,
+    tensor_parallel: int,
+    gpu_memory: float,
+    block_tokens: int,
+    max_slots: int = 0,
+) -> ReplicaMemory:
+    """Return what fits beside the weights of one replica, by the rules of the worker.
+
+    max_slots   number of slots; 0: the default, which follows the size of recurrent states
+
+    Raises ValueError if the weights leave too little room.
+    """
+    if model.state_bytes and tensor_parallel > 1:
+        raise ValueError("the server does not divide models with recurrent layers among GPUs")
+    free = tensor_parallel * (gpu.memory_gib * GIB - RESERVED_BYTES) - model.weight_bytes
+    room = free - tensor_parallel * (1 - gpu_memory) * gpu.memory_gib * GIB
+    state, usual = model.state_bytes, MAX_SLOTS.choose(0, is_gpu=True)
+    slots = max_slots or default_slots(usual, state, max(int(free), 0))
+    checkpoints = num_checkpoints(state, slots, int(free) - slots * state)
+    states = state * (slots + checkpoints)
+    blocks = int((room - states) / (model.kv_bytes * block_tokens))
     if blocks < 2:
-        need = model.weight_bytes / GIB
+        need = f"{model.weight_bytes / GIB:.0f} GiB of weights"
+        if states:
+            need += f" and {states / GIB:.0f} GiB of recurrent states (--max-slots)"
         raise ValueError(
-            f"{need:.0f} GiB of weights leave no room for K/V in {tensor_parallel} x "
-            f"{gpu.memory_gib:.0f} GiB (--tensor-parallel)"
+            f"{need} leave no room for K/V in {tensor_parallel} x {gpu.memory_gib:.0f} GiB "
+            "(--tensor-parallel)"
         )
-    return blocks
+    return ReplicaMemory(slots, checkpoints, blocks)
 
 
 def _row(rows: dict[str, R], name: str, field: str) -> R:

@@ -11,8 +11,8 @@ ids and no blocks, only their numbers. It follows the engine in these rules:
 - prefixes are found after the step that computed them, and evicted by age;
 - the queue's limits, with the engine's own function.
 
-It ignores accounts, priorities, deadlines, drafts and windows. The unit tests compare it with the
-engine.
+It ignores accounts, priorities, deadlines, drafts and windows, and has no checkpoints of recurrent
+states (run.py). The unit tests compare it with the engine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from engine_core.policy.throughput import Throughput
 from protocol.config.engine import EngineConfig
 from protocol.engine.messages import Limits
 from protocol.engine.stats import EngineLoad
+from protocol.tools.simulation import StateFigures
 from protocol.wire.errors import ContextTooLong, Overloaded
 from simulator.figures import LoadRecorder
 from simulator.light_cache import LightCache
@@ -125,6 +126,9 @@ class LightReplica:
     def load(self) -> EngineLoad:
         left = sum([request.num_known - request.num_scheduled for request in self._prefills])
         return EngineLoad(len(self._running), len(self._waiting), self._waiting_tokens + left)
+
+    def state_figures(self) -> StateFigures:
+        return StateFigures()
 
     def push(self, request: SimulatedRequest) -> None:
         self.inbox.push(request)

@@ -12,7 +12,7 @@ from protocol.config.worker import MAX_SLOTS, TOKEN_BUDGET
 from protocol.engine.kv_window import max_request_tokens
 from protocol.engine.messages import Limits
 from protocol.tools.simulation import SimulatedMachine, SimulationConfig
-from simulator.hardware import num_blocks, read_table
+from simulator.hardware import plan_memory, read_table
 from simulator.measured import read_measurements
 from simulator.steps import FittedSteps, Roofline, StepTimeModel
 
@@ -26,6 +26,8 @@ class SimulatedReplicaType:
     #: Returns the step times of a replica, by its number.
     steps_of: Callable[[int], StepTimeModel]
     description: str
+    #: Bytes of K/V per token; 0: unknown.
+    token_bytes: int = 0
 
     def facts(self) -> SimulatedMachine:
         limits = self.limits
@@ -36,6 +38,10 @@ class SimulatedReplicaType:
             block_tokens=limits.block_tokens,
             num_blocks=limits.num_blocks,
             max_len=limits.max_len,
+            token_bytes=self.token_bytes,
+            state_bytes=limits.state_bytes,
+            num_checkpoints=limits.num_checkpoints,
+            state_interval=self.engine.state_interval,
         )
 
 
@@ -52,21 +58,30 @@ def _estimated(config: SimulationConfig) -> SimulatedReplicaType:
     gpu_name = next(reversed(table.gpus)) if is_file else config.hardware
     gpu, model = table.gpu(gpu_name), table.model(config.model)
     tp = config.tensor_parallel
-    blocks = worker.kv_blocks or num_blocks(
+    memory = plan_memory(
         gpu,
         model,
         tensor_parallel=tp,
         gpu_memory=worker.gpu_memory,
         block_tokens=worker.block_tokens,
+        max_slots=worker.max_slots,
     )
+    blocks = worker.kv_blocks or memory.num_blocks
     longest = min(worker.max_len or model.max_position_embeddings, model.max_position_embeddings)
     steps = Roofline(gpu, model, tp)
     gpus = f"{tp} x {gpu_name}" if tp > 1 else gpu_name
+    limits = replace(
+        _limits(config, blocks, longest, is_gpu=True),
+        max_slots=memory.max_slots,
+        state_bytes=model.state_bytes,
+        num_checkpoints=memory.num_checkpoints,
+    )
     return SimulatedReplicaType(
         config.engine,
-        _limits(config, blocks, longest, is_gpu=True),
+        limits,
         lambda _: steps,
         f"estimated for {config.model} on {gpus}",
+        model.kv_bytes,
     )
 
 

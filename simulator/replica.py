@@ -20,6 +20,7 @@ from protocol.engine.messages import Accepted, Generate, Limits
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams
 from protocol.engine.stats import EngineLoad
+from protocol.tools.simulation import StateFigures
 from protocol.wire.arrays import Int32
 from protocol.wire.errors import ErrorInfo
 from protocol.worker.steps import StepPlan, StepResult
@@ -48,6 +49,10 @@ class SimulatedReplica(Protocol):
     @property
     def load(self) -> EngineLoad:
         """The load that the replica reports to the gateways."""
+        ...
+
+    def state_figures(self) -> StateFigures:
+        """Return what became of the checkpoints of recurrent states so far."""
         ...
 
     def push(self, request: SimulatedRequest) -> None:
@@ -148,6 +153,13 @@ class EngineReplica:
     @property
     def load(self) -> EngineLoad:
         return self.engine.load
+
+    def state_figures(self) -> StateFigures:
+        stats = self.engine.stats()
+        return StateFigures(
+            num_uncovered_tokens=stats.num_uncovered_tokens,
+            num_evicted=stats.num_evicted_checkpoints,
+        )
 
     def push(self, request: SimulatedRequest) -> None:
         self.inbox.push(request)

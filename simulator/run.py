@@ -63,7 +63,9 @@ class Simulation:
 
     def simulate(self, replicas: int, num_exact: int) -> SimulationResult:
         """Simulate the workload on a cluster of `replicas`, of which `num_exact` run the real
-        engine."""
+        engine. If the model has recurrent layers, all of them do."""
+        if self._kind.limits.state_bytes:
+            num_exact = replicas  # the light model has no checkpoints of recurrent states
         started, num_exact = time.perf_counter(), min(num_exact, replicas)
         processes = min(self._config.processes, replicas)
         config = replace(self._config, replicas=replicas, processes=processes)
@@ -81,7 +83,8 @@ class Simulation:
 
         totals = run(0, None) if processes == 1 else run_parts(processes, run)
         wall_s = time.perf_counter() - started
-        return _result(config, totals, num_exact, wall_s)
+        result = _result(config, totals, num_exact, wall_s)
+        return replace(result, states=totals.states if self._kind.limits.state_bytes else None)
 
 
 def _result(

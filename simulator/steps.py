@@ -50,6 +50,8 @@ class Roofline:
     _shared_bytes: float = field(init=False)
     _shared_flops: float = field(init=False)
     _pair_flops: float = field(init=False)
+    _kv_bytes: int = field(init=False)
+    _state_bytes: int = field(init=False)
     _step_s: float = field(init=False)
     _token_link_s: float = field(init=False)
 
@@ -60,17 +62,19 @@ class Roofline:
         self._shared_bytes = DTYPE_BYTES * model.shared_parameters
         active = model.shared_parameters + model.num_experts_per_tok * model.expert_parameters
         self._shared_flops = 2.0 * active
+        self._kv_bytes, self._state_bytes = model.kv_bytes, model.state_bytes
         queries = model.num_attention_heads * model.head_size
-        self._pair_flops = 4.0 * queries * model.num_hidden_layers
+        self._pair_flops = 4.0 * queries * model.attention_layers
         exchanges = 2 * model.num_hidden_layers if tp > 1 else 0  # all-reduces of a step
         self._step_s = 1e-6 * (gpu.step_us + exchanges * gpu.link_us)
         bytes_sent = 2 * (tp - 1) / tp * model.hidden_size * DTYPE_BYTES
         self._token_link_s = exchanges * bytes_sent / gpu.link
 
     def seconds(self, work: StepWork) -> float:
-        decodes, context, _, chunk_tokens, pairs = work
+        decodes, context, chunks, chunk_tokens, pairs = work
         tokens, model = decodes + chunk_tokens, self.model
-        read = self._shared_bytes + model.kv_bytes * context
+        read = self._shared_bytes + self._kv_bytes * context
+        read += 2 * self._state_bytes * (decodes + chunks)  # each row reads and writes its state
         if model.experts:
             unused = (1 - model.num_experts_per_tok / model.experts) ** tokens
             read += DTYPE_BYTES * model.expert_parameters * model.experts * (1 - unused)

@@ -179,7 +179,9 @@ def model(found: Preflight) -> list[Finding]:
     if found.error:
         what = "memory" if found.is_memory else "model"
         return [Finding(what, found.error, Verdict.BAD, found.remedy)]
-    return [each for plan in found.plans for each in (_model(plan), _model_memory(plan))]
+    return [
+        each for plan in found.plans for each in (_model(plan), _model_memory(plan), *_states(plan))
+    ]
 
 
 def _model(plan: ModelPlan) -> Finding:
@@ -199,6 +201,32 @@ def _model_memory(plan: ModelPlan) -> Finding:
         return Finding("memory", f"{text}; requests of up to {plan.max_len:,} tokens")
     text = f"{text}; requests of up to {plan.max_len:,} of {plan.context_tokens:,} tokens"
     return Finding("memory", text, Verdict.DOUBT, _for_longer_requests(plan))
+
+
+def _states(plan: ModelPlan) -> list[Finding]:
+    """Judge the memory of recurrent states; nothing if the model has none."""
+    if not plan.request_state_bytes:
+        return []
+    text = describe_states(plan)
+    if plan.num_checkpoints != 0:
+        return [Finding("states", text)]
+    remedy = "free some memory, or use a smaller model; otherwise each prompt is computed"
+    return [Finding("states", text, Verdict.DOUBT, remedy)]
+
+
+def describe_states(plan: ModelPlan, size: str = "") -> str:
+    """Return a phrase about the recurrent states of a model, which has them: how many there are,
+    and the size of each.
+
+    size   the size as text; "": it is given in MiB
+    """
+    size = size or f"{plan.request_state_bytes / (1 << 20):.1f} MiB"
+    text = f"{size} for each of {plan.max_slots:,} requests"
+    if plan.has_fewer_slots:
+        text += " at a time (more with --max-slots)"
+    if plan.num_checkpoints is None:
+        return f"{text}; no prefix cache"
+    return f"{text} and {plan.num_checkpoints:,} checkpoints of the prefix cache"
 
 
 def _for_longer_requests(plan: ModelPlan) -> str:

@@ -114,3 +114,9 @@ def cut(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return text[: max(0, width - 1)] + "…" if width > 0 else ""
+
+
+def memory_size(num_bytes: int) -> str:
+    """Return a size in memory as text: "50.0 MiB", "1.25 GiB"."""
+    gib = num_bytes / (1 << 30)
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"

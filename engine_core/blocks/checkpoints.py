@@ -24,10 +24,16 @@ from collections.abc import Sequence
 
 
 class CheckpointPool:
-    """The checkpoints 1 to `total`. Each operation takes constant time, except `num_covered`."""
+    """The checkpoints 1 to `total`. Each operation takes constant time, except `num_covered`.
+
+    num_evicted   how many cached checkpoints were lost so far, by what was lacking: "checkpoints",
+                  because a newer state needed the checkpoint, or "blocks", because the K/V block
+                  before it was evicted
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.num_evicted = {"checkpoints": 0, "blocks": 0}
         self._free = list(range(total, 0, -1))
         #: Content hash -> checkpoint, the one used longest ago first.
         self._cached: OrderedDict[bytes, int] = OrderedDict()
@@ -75,6 +81,7 @@ class CheckpointPool:
             return self._free.pop()
         if not self._cached or self.num_held >= max_held:
             return None
+        self.num_evicted["checkpoints"] += 1
         return self._cached.popitem(last=False)[1]
 
     def publish(self, content: bytes, checkpoint: int) -> None:
@@ -91,7 +98,8 @@ class CheckpointPool:
         self._free.append(checkpoint)
 
     def remove(self, content: bytes) -> None:
-        """Free the cached checkpoint of this hash, if there is one."""
+        """Free the cached checkpoint of this hash, if any, because its block is evicted."""
         checkpoint = self._cached.pop(content, None)
         if checkpoint is not None:
+            self.num_evicted["blocks"] += 1
             self._free.append(checkpoint)

@@ -223,7 +223,11 @@ def _from_pool(pool: BlockPool) -> BlockSnapshot:
         checkpoints=(
             None
             if checkpoints is None
-            else CheckpointSnapshot(free=checkpoints._free, cached=checkpoints._cached)
+            else CheckpointSnapshot(
+                free=checkpoints._free,
+                cached=checkpoints._cached,
+                num_evicted=checkpoints.num_evicted,
+            )
         ),
     )
 

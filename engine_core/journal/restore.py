@@ -230,6 +230,7 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
         assert checkpoints is not None
         checkpoints._free = part.checkpoints.free
         checkpoints._cached = OrderedDict(part.checkpoints.cached)
+        checkpoints.num_evicted = part.checkpoints.num_evicted
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

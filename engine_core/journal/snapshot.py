@@ -230,6 +230,7 @@ class CheckpointSnapshot(SnapshotPart, frozen=True, kw_only=True):
     free: list[int]
     #: Hash -> checkpoint, the one used longest ago first.
     cached: dict[bytes, int]
+    num_evicted: dict[str, int]
 
 
 class BlockSnapshot(SnapshotPart, frozen=True, kw_only=True):

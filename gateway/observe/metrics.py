@@ -294,6 +294,12 @@ ENGINE_METRICS = (
     _gauge("total_checkpoints", "Checkpoints of recurrent states in total; 0: no such layers"),
     _gauge("cached_checkpoints", "Checkpoints of recurrent states that a prompt may find"),
     _gauge("held_checkpoints", "Checkpoints of recurrent states that running requests hold"),
+    _gauge(
+        "state_bytes",
+        "Bytes of recurrent states in use: of running requests, and of checkpoints",
+        "place",
+    ),
+    _gauge("reserved_state_bytes", "Bytes of recurrent states of all slots and checkpoints"),
     _gauge("clients", "Connected clients"),
     _gauge("fetching", "K/V fetches in progress"),
     _gauge("leases", "Prompts whose K/V is kept for other engines"),
@@ -313,6 +319,9 @@ ENGINE_METRICS = (
     _counter(
         "uncovered_tokens",
         "Prompt tokens computed although their K/V was cached, because no checkpoint followed them",
+    ),
+    _counter(
+        "evicted_checkpoints", "Cached checkpoints that were lost, by what was lacking", "lack"
     ),
     _counter("computed_tokens", "Positions computed, draft tokens included"),
     _counter("fetched_tokens", "Prompt tokens whose K/V was fetched from another engine"),

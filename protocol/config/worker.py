@@ -168,7 +168,12 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     ] = ""
     max_slots: Annotated[
         int,
-        about(f"most requests computed at the same time; 0: {MAX_SLOTS}", ge=0, le=4096),
+        about(
+            f"most requests computed at the same time; 0: {MAX_SLOTS}, or fewer for a model with "
+            "recurrent layers, if their states would take more than an eighth of the free memory",
+            ge=0,
+            le=4096,
+        ),
     ] = 0
     token_budget: Annotated[
         int, about("the engine's option of the same name", wiring=True, ge=0, le=1 << 20)

@@ -83,6 +83,10 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     total_checkpoints: int = 0  #: checkpoints of recurrent states; 0: the model has none
     cached_checkpoints: int = 0  #: those that a prompt may find
     held_checkpoints: int = 0  #: those of running requests
+    #: Bytes of recurrent states in use: those of running requests ("slots"), and of held and cached
+    #: checkpoints ("checkpoints"). Empty: the model has none.
+    state_bytes: dict[str, int] = {}
+    reserved_state_bytes: int = 0  #: of all slots and all checkpoints
     clients: int = 0
     fetching: int = 0  #: K/V fetches in progress
     leases: int = 0  #: leases of K/V that is kept for other engines
@@ -103,6 +107,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_uncovered_tokens: int = 0  #: K/V was cached, but no checkpoint of the state followed
+    #: Cached checkpoints that were lost, by what was lacking: checkpoints, blocks.
+    num_evicted_checkpoints: dict[str, int] = {}
     num_computed_tokens: int = 0  #: positions of prompts, answers and drafts
     num_fetched_tokens: int = 0  #: prompt tokens whose K/V was fetched
     num_fetched_bytes: int = 0

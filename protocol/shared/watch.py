@@ -37,6 +37,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float = 0.0
     #: Share of the new prompt tokens found in the prefix cache; None: no new prompt tokens.
     cache_hits: float | None = None
+    #: Share of the new prompt tokens that were computed although their K/V was cached, because no
+    #: checkpoint of the recurrent state followed; None: no new prompt tokens, or no checkpoints.
+    recomputed: float | None = None
     #: Share of the new draft tokens that were accepted; None: no new draft tokens.
     drafts_right: float | None = None
     #: Share of the time that the worker spent computing.
@@ -109,6 +112,11 @@ def rates(before: EngineStatus, now: EngineStatus) -> Rates:
         steps_per_s=growth("num_steps") / seconds,
         requests_per_s=ended / seconds,
         cache_hits=_share(growth("num_cached_tokens"), growth("num_prompt_tokens")),
+        recomputed=(
+            _share(growth("num_uncovered_tokens"), growth("num_prompt_tokens"))
+            if new.total_checkpoints
+            else None
+        ),
         drafts_right=_share(growth("num_accepted_tokens"), growth("num_draft_tokens")),
         busy=min(1.0, growth("busy_s") / seconds),
     )

@@ -201,6 +201,13 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, tag="machine")
     block_tokens: int
     num_blocks: int
     max_len: int
+    #: Bytes of K/V per token; 0: unknown.
+    token_bytes: int = 0
+    #: Bytes of the recurrent state of a request; 0: the model has none. A long prompt saves its
+    #: state to a checkpoint after each `state_interval` tokens.
+    state_bytes: int = 0
+    num_checkpoints: int = 0
+    state_interval: int = 0
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +275,21 @@ class SecondFigures(msgspec.Struct, frozen=True, kw_only=True):
     running: int
 
 
+class StateFigures(msgspec.Struct, kw_only=True):
+    """The work of the checkpoints of recurrent states, in all replicas."""
+
+    #: Prompt tokens computed although their K/V was cached, because no checkpoint followed them.
+    num_uncovered_tokens: int = 0
+    #: Cached checkpoints that were lost, by what was lacking: checkpoints, blocks.
+    num_evicted: dict[str, int] = {}
+
+    def merge(self, other: StateFigures) -> None:
+        """Add the figures of other replicas."""
+        self.num_uncovered_tokens += other.num_uncovered_tokens
+        for lack, num in other.num_evicted.items():
+            self.num_evicted[lack] = self.num_evicted.get(lack, 0) + num
+
+
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """Simulator -> tool, once for each number of replicas that was simulated."""
 
@@ -284,6 +306,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     seconds: list[SecondFigures]
     #: Time that the simulation took.
     wall_s: float
+    #: None: the model has no recurrent layers.
+    states: StateFigures | None = None
     #: Whether the target was met; None: there was no target.
     meets_target: bool | None = None
 

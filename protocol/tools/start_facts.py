@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.config.worker import MAX_SLOTS
 from protocol.engine.model_card import ModelCard
 
 GIB = 1 << 30
@@ -101,12 +102,25 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     work_bytes: int
     #: Free memory of the GPU, or of this container if the device is the CPU.
     free_bytes: int
+    #: Number of requests that are computed at the same time; 0: the model only encodes.
+    max_slots: int = 0
     #: Recurrent states: those of all requests that run at a time, and their checkpoints.
     state_bytes: int = 0
+    #: The state of one request, or a checkpoint of it; 0: the model has no recurrent layers.
+    request_state_bytes: int = 0
+    #: None: the model has no prefix cache, or no state.
+    num_checkpoints: int | None = None
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
     #: Quantised types in the files whose weights are expanded to `dtype`.
     expanded: list[str] = []
+
+    @property
+    def has_fewer_slots(self) -> bool:
+        """Whether `max_slots` is below the device's default. If the user has not set it, recurrent
+        states are the reason."""
+        usual = MAX_SLOTS.choose(0, is_gpu=self.device != "cpu")
+        return self.request_state_bytes > 0 and self.max_slots < usual
 
 
 class Preflight(msgspec.Struct, frozen=True, kw_only=True):

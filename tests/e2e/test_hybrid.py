@@ -4,14 +4,20 @@ state."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
+import requests
 from openai import OpenAI
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.watch import WatchFrame
 from tests.support.checkpoints import write_directory
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
@@ -89,6 +95,43 @@ def test_a_disconnect_leaves_nothing_to_the_next_request(client: OpenAI) -> None
         next(iter(stream))
         stream.close()
     assert eventually(lambda: answer(client, prompt_of(2))[0] == alone)
+
+
+def tidegate(*words: str) -> str:
+    command = [sys.executable, "-P", "-m", "tools", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_the_memory_of_states_is_shown_to_clients_and_operators(
+    server: Server, client: OpenAI
+) -> None:
+    answer(client, prompt_of(7))
+    metrics = requests.get(f"{server.url}/metrics", timeout=20).text
+
+    def metric(name: str) -> int:
+        start = f"tidegate_engine_{name}"
+        (line,) = [line for line in metrics.splitlines() if line.startswith(start)]
+        return int(float(line.split()[1]))
+
+    one = client.models.list().data[0].model_dump()["states"]
+    assert one["num_checkpoints"] == metric("total_checkpoints") == 16
+    assert metric("reserved_state_bytes") == (4 + 16) * one["bytes"]
+    used = metric("cached_checkpoints") + metric("held_checkpoints")
+    assert metric('state_bytes{place="checkpoints"}') == used * one["bytes"] > 0
+    assert metric('evicted_checkpoints_total{lack="blocks"}') == 0
+    assert "states of 4 slots and 16 checkpoints=" in server.output
+    status = tidegate("status", "--port", str(server.port))
+    size = f"{one['bytes'] / (1 << 20):.1f} MiB each"
+    states = rf"^states .* in use \({size}\); \d+ of 16 checkpoints, \d+ of"
+    assert re.search(states, status, re.MULTILINE)
+    top = tidegate("top", "--once", "--port", str(server.port))
+    assert re.search(rf"^states .* cached, .* MiB of .* MiB, {size}$", top, re.MULTILINE)
+    (frame,) = [
+        msgspec.json.decode(line.removeprefix("data: "), type=WatchFrame)
+        for line in requests.get(f"{server.url}/v1/watch?frames=1", timeout=20).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    assert frame.engines[0].stats.total_checkpoints == 16
 
 
 def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:

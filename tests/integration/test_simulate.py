@@ -54,6 +54,22 @@ def test_the_result_is_a_table_and_a_sentence(
     assert page.read_text().count("<svg") == 2
 
 
+def test_a_hybrid_has_the_memory_of_its_states_and_what_they_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["qwen3.5-9b", "--replicas", "2", "--gateways", "2", "--processes", "2"]
+    options += ["--prefix-tokens", "600", "--state-interval", "512", "--max-slots", "16"]
+    (result,) = run(*options, file=tmp_path / "result.json")
+    assert result["exact"] == 2
+    out = capsys.readouterr().out
+    states = "recurrent states: 50.2 MiB for each slot and for 64 checkpoints, 3.93 GiB in all"
+    assert states in out
+    prefix = "32.0 KiB of K/V for each token, and a checkpoint at its end and after each 512 tokens"
+    assert f"a cached prefix: {prefix}" in out
+    assert "prompt tokens computed again" in out
+    assert result["states"]["num_uncovered_tokens"] > 0
+
+
 def test_several_processes_give_the_results_of_one(tmp_path: Path) -> None:
     options = ["qwen3-8b", "--replicas", "5", "--gateways", "3", "--exact", "2"]
     options += ["--prefix-tokens", "100", "--prefixes", "7", "--max-waiting", "1"]
@@ -92,6 +108,7 @@ def test_a_target_that_is_missed_is_an_error(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["nothing"], "MODEL: 'nothing' is not in the table; it has llama-3.1-8b"),
+        (["qwen3.5-9b", "--tensor-parallel", "2"], "does not divide models with recurrent layers"),
         (["llama-3.1-70b"], "weights leave no room for K/V in 1 x 80 GiB (--tensor-parallel)"),
         (["qwen3-8b", "--hardware", "GTX"], "--hardware: 'GTX' is not in the table"),
         (["qwen3-8b", "--workload", "chat", "--trace", "x"], "--workload cannot be combined with"),

@@ -224,7 +224,7 @@ def test_help_names_both_defaults_of_an_option_that_depends_on_the_device(
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "same time; 0: automatic (64 on a CPU, 256 on a GPU) (from 0 to 4096; default" in words
+    assert "same time; 0: automatic (64 on a CPU, 256 on a GPU), or fewer for a model" in words
     assert "requests; 0: automatic (256 on a CPU, 8,192 on a GPU) (from 0 to 1048576" in words
 
 

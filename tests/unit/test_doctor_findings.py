@@ -373,8 +373,30 @@ def test_a_file_that_is_gone_is_fatal(site: Path) -> None:
     assert findings.packages(problems).verdict is Verdict.BAD
 
 
+STATES = {
+    "state_bytes": GIB >> 3,
+    "request_state_bytes": 3 << 19,
+    "max_slots": 64,
+    "num_checkpoints": 21,
+}
+
+
 def test_memory_for_recurrent_states_is_named() -> None:
-    _, memory = planned(state_bytes=GIB >> 3)
+    _, memory, states = planned(**STATES)
     assert "0.25 GiB for working memory (0.12 GiB of it for recurrent states)" in memory.fact
+    fact = "1.5 MiB for each of 64 requests and 21 checkpoints of the prefix cache"
+    assert states == Finding("states", fact)
     _, memory = planned()
     assert "recurrent" not in memory.fact
+
+
+def test_fewer_requests_at_a_time_and_missing_checkpoints_are_named() -> None:
+    *_, fewer = planned(**STATES | {"max_slots": 5})
+    assert "1.5 MiB for each of 5 requests at a time (more with --max-slots) and 21" in fewer.fact
+    assert fewer.verdict is Verdict.OK
+    *_, none = planned(**STATES | {"num_checkpoints": 0})
+    assert none.verdict is Verdict.DOUBT
+    assert none.fact.endswith("64 requests and 0 checkpoints of the prefix cache")
+    assert "each prompt is computed" in none.remedy
+    *_, own_cache = planned(**STATES | {"num_checkpoints": None})
+    assert own_cache == Finding("states", "1.5 MiB for each of 64 requests; no prefix cache")

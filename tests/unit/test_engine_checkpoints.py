@@ -156,6 +156,40 @@ def test_a_beginning_stays_cached_although_the_first_prompt_with_it_is_evicted(
     assert num_found(bench, beginning + a_text(5, 13)) == 24
 
 
+# ---- what is reported
+def test_the_bytes_of_states_in_use_are_those_of_slots_and_checkpoints() -> None:
+    bench = a_bench(max_slots=3, num_checkpoints=8)
+    stats = bench.engine.stats()
+    assert stats.state_bytes == {"slots": 0, "checkpoints": 0}
+    assert stats.reserved_state_bytes == 8 * (3 + 8)
+    bench.add(a_text(1, 11), max_tokens=30, ignore_eos=True)
+    bench.step()
+    held, cached = counts(bench)
+    assert held + cached == 1
+    assert bench.engine.stats().state_bytes == {"slots": 8, "checkpoints": 8}
+    bench.run()
+    assert bench.engine.stats().state_bytes == {"slots": 0, "checkpoints": 8 * counts(bench)[1]}
+
+
+def test_lost_checkpoints_are_counted_by_what_was_lacking() -> None:
+    few_checkpoints = a_bench(num_checkpoints=2, state_interval=400)
+    for number in range(4):
+        num_found(few_checkpoints, a_text(number, 11))
+    assert few_checkpoints.engine.stats().num_evicted_checkpoints == {"checkpoints": 2, "blocks": 0}
+    few_blocks = a_bench(num_blocks=8, state_interval=400, max_len=16)
+    for number in range(4):
+        num_found(few_blocks, a_text(number, 15))
+    stats = few_blocks.engine.stats()
+    assert stats.num_evicted_checkpoints["checkpoints"] == 0
+    assert stats.num_evicted_checkpoints["blocks"] == 4 - stats.cached_checkpoints > 0
+
+
+def test_a_model_without_recurrent_layers_reports_no_states() -> None:
+    stats = Bench().engine.stats()
+    assert (stats.state_bytes, stats.num_evicted_checkpoints) == ({}, {})
+    assert stats.reserved_state_bytes == 0
+
+
 # ---- beside windows and a draft model
 @pytest.mark.parametrize("window", [{"kv_window": 8}, {"kv_groups": GROUPS}])
 def test_a_prompt_is_found_beside_layers_with_a_window(window: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups
+from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT, STATE_SHARE, default_slots
 from protocol.tools.start_facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.family_models import HYBRIDS, random_model
@@ -38,7 +39,6 @@ from worker.lora.targets import adapter_bytes
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.spec import kernel_sizes as sizes
-from worker.spec.architectures import CHECKPOINTS_PER_SLOT
 from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup import assembly
@@ -319,6 +319,8 @@ def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> N
     ours, items = planned(path), loaded.spec.state_items
     assert weights_bytes(ours, "bfloat16") == loaded.card.weights_bytes
     found = plan(ours, 1, max_slots=4)
+    assert (found.max_slots, found.num_checkpoints) == (4, 4 * CHECKPOINTS_PER_SLOT)
+    assert found.request_state_bytes == 4 * items
     assert found.state_bytes == 4 * items * (4 + 4 * CHECKPOINTS_PER_SLOT)
     assert found.work_bytes >= found.state_bytes
     slots = SlotTable(slot_fields(64, 4, items), 4, CPU, 4 * CHECKPOINTS_PER_SLOT)
@@ -327,6 +329,34 @@ def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> N
     with pytest.raises(NotEnoughMemory) as refused:
         plan(ours, 0.1, max_slots=4096)
     assert refused.value.remedy.startswith("serve with fewer --max-slots, each of which takes")
+
+
+def test_the_default_number_of_slots_follows_the_size_of_their_states(tmp_path: Path) -> None:
+    """64 states would not fit."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 64}
+    theirs = random_model("qwen3_5_text", linear_num_key_heads=2, **sizes)
+    ours = planned(write_directory(tmp_path, theirs))
+    with pytest.raises(NotEnoughMemory):
+        plan(ours, 1, max_slots=64)
+    found, roomy = plan(ours, 1), plan(ours, 100)
+    left = found.free_bytes - found.weights_bytes
+    one = found.request_state_bytes
+    assert one > 12 << 20
+    assert found.max_slots == left // STATE_SHARE // one < 64
+    assert found.num_checkpoints
+    assert found.weights_bytes + found.work_bytes + found.kv_bytes <= found.free_bytes
+    assert (found.has_fewer_slots, roomy.has_fewer_slots) == (True, False)
+    assert roomy.max_slots == 64
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "free_bytes", "slots"),
+    [(0, 0, 64), (1, 8 * 64, 64), (1, 8 * 63 + 7, 63), (1000, 16_000, 2), (1000, 0, 1)],
+)
+def test_states_take_at_most_an_eighth_of_the_memory_unless_slots_are_set(
+    state_bytes: int, free_bytes: int, slots: int
+) -> None:
+    assert default_slots(64, state_bytes, free_bytes) == slots
 
 
 def test_packed_sizes_equal_those_of_the_kernels() -> None:

@@ -9,10 +9,13 @@ from msgspec.structs import replace
 
 from protocol.tools.start_facts import GIB
 from protocol.wire.sockets import engine_address
+from tests.support.checkpoints import write_directory
+from tests.support.family_models import random_model
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools.__main__ import build_parser
 from tools.commands.serve import commands, plan
 from tools.failure import Failure
+from tools.models.preflight import log_slots
 from tools.processes.serve_plan import ServePlan
 from tools.processes.several_models import (
     PlannedModels,
@@ -21,6 +24,7 @@ from tools.processes.several_models import (
     plan_models,
     planned_bytes,
 )
+from tools.terminal import Terminal
 
 
 def serve(*words: str) -> ServePlan:
@@ -113,6 +117,21 @@ def test_options_that_models_loaded_on_demand_cannot_share_are_refused(
     with pytest.raises(Failure, match=message) as refused:
         serve(*words)
     assert refused.value.exit_code == 2
+
+
+def test_each_model_with_recurrent_layers_keeps_its_planned_number_of_slots(
+    tiny: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a model that is loaded later, when less memory is free, would have fewer."""
+    hybrid = write_directory(tmp_path, random_model("lfm2"))
+    found = planned(serve(f"plain={tiny[0]}", f"hybrid={hybrid}"))
+    slots = {name: engine.worker.max_slots for name, engine in found.engines.items()}
+    assert slots == {"plain": 0, "hybrid": found.plans["hybrid"].max_slots}
+    fewer = {name: replace(plan, max_slots=3) for name, plan in found.plans.items()}
+    workers = {name: engine.worker for name, engine in serve(tiny[0], tiny[1]).models.items()}
+    log_slots({"plain": workers["a"], "hybrid": workers["b"]}, fewer, Terminal())
+    (line,) = capfd.readouterr().out.splitlines()
+    assert "model hybrid: recurrent states of 0.0 MiB for each of 3 requests at a time" in line
 
 
 def test_models_are_loaded_at_the_start_as_far_as_the_options_allow(tiny: list[str]) -> None:

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.tools.start_facts import GIB, CudaDriver, GpuFacts, Preflight
-from tests.support.checkpoints import random_llama
+from tests.support.checkpoints import random_llama, write_directory
+from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
@@ -71,6 +72,17 @@ def test_alternatives_are_checked_as_if_each_were_alone(tmp_path: Path, tiny: Pa
     total, *parts = (float(number) * {"M": 1e6, "G": 1e9}[unit] for number, unit in sizes)
     assert sum(parts) == pytest.approx(total, rel=0.1), "the parts are the whole"
     assert memory_line(none) == f"cannot be served here: {none.error}; {none.remedy}"
+
+
+def test_the_memory_of_recurrent_states_is_part_of_the_plan(tmp_path: Path) -> None:
+    hybrid = write_directory(tmp_path, random_model("lfm2"))
+    (found,) = preflight_each([str(hybrid)])
+    (plan,) = found.plans
+    assert plan.state_bytes == plan.request_state_bytes * (64 + 256)
+    assert (
+        "of working memory, 0.5 MB of it for recurrent states: 0.0 MB for each of 64 requests and "
+        "256 checkpoints of the prefix cache); requests of up to 512 tokens"
+    ) in memory_line(found)
 
 
 def test_the_plan_is_for_this_machine(tiny: Path) -> None:

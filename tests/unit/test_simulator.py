@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from protocol.config.engine import EngineConfig
-from protocol.config.worker import WorkerConfig
+from protocol.config.worker import MAX_SLOTS, WorkerConfig
 from protocol.engine.messages import Limits
+from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT
 from protocol.tools.simulation import LoadFigures, SimulationConfig, SimulationResult
 from protocol.wire.errors import ErrorInfo
 from simulator.figures import Histogram, LoadRecorder
-from simulator.hardware import GPUS, MODELS, num_blocks, read_table
+from simulator.hardware import GPUS, MODELS, plan_memory, read_table
 from simulator.light import LightReplica
 from simulator.machine import SimulatedReplicaType, replica_type
 from simulator.replica import EngineReplica
@@ -25,7 +27,12 @@ from simulator.run import Simulation
 from simulator.steps import FittedSteps, MeasuredStep, Roofline, StepWork
 from simulator.trace import read_trace
 from simulator.workload import WorkloadStreams
+from tests.support.checkpoints import write_directory
 from tests.support.engines import VOCAB, Bench
+from tests.support.family_models import HYBRIDS, random_model
+from tools.bench.simulation import result_table
+from worker.loading.header import read_header
+from worker.startup.memory_plan import PlannedModel, block_bytes, weights_bytes
 
 ENGINE = EngineConfig(worker=WorkerConfig(model=""))
 LIMITS = Limits(
@@ -252,6 +259,27 @@ def test_requests_are_the_same_for_any_number_of_replicas() -> None:
     assert (few.num_requests, few.input_tokens) == (many.num_requests, many.input_tokens)
 
 
+def test_all_replicas_of_a_hybrid_run_the_real_engine_with_checkpoints() -> None:
+    """With few checkpoints, those of other conversations are evicted, and prompts are computed."""
+    chat = replace(CONFIG, workload="chat", replicas=2, exact=0, rate=8.0)
+    plain = simulate(chat)
+    assert (plain.exact, plain.states) == (0, None)
+    many, few = (
+        simulate(chat, replace(LIMITS, state_bytes=1000, num_checkpoints=number))
+        for number in (600, 12)
+    )
+    assert (many.exact, few.exact) == (2, 2)
+    assert many.states is not None
+    assert few.states is not None
+    assert many.states.num_evicted == {"checkpoints": 0, "blocks": 0}
+    assert few.states.num_evicted["checkpoints"] > 20
+    assert few.states.num_uncovered_tokens > 2 * many.states.num_uncovered_tokens
+    assert few.figures.cached_tokens < many.figures.cached_tokens < plain.figures.cached_tokens
+    names = [row[0] for row in result_table(few)]
+    assert "prompt tokens computed again" in names
+    assert "prompt tokens computed again" not in [row[0] for row in result_table(plain)]
+
+
 def test_a_search_finds_the_smallest_cluster_that_meets_the_target() -> None:
     config = replace(CONFIG, rate=150.0, duration_s=4.0, target_ttft_p99=0.15, exact=2)
     kind = SimulatedReplicaType(ENGINE, LIMITS, lambda _: EvenSteps(), "even")
@@ -420,7 +448,40 @@ def test_a_mixture_of_experts_reads_more_experts_with_more_tokens() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     gpu, model = GPUS["L4"], MODELS["llama-3.1-70b"]
     with pytest.raises(ValueError, match="weights leave no room for K/V in 1 x 24 GiB"):
-        num_blocks(gpu, model, tensor_parallel=1, gpu_memory=0.9, block_tokens=16)
+        plan_memory(gpu, model, tensor_parallel=1, gpu_memory=0.9, block_tokens=16)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
+    tmp_path: Path, model_type: str
+) -> None:
+    theirs = random_model(model_type, hidden_size=192, head_dim=32)
+    header = read_header(write_directory(tmp_path, theirs))
+    shape = read_table().model(str(tmp_path / "config.json"))
+    assert shape.state_bytes == 4 * header.spec.state_items
+    assert shape.kv_bytes == block_bytes(header.spec, 1, "bfloat16")
+    planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=False)
+    # The shape has neither norms nor biases nor the rows of convolutions.
+    tolerance = 0.25 if model_type.startswith("lfm2") else 0.03
+    weights = weights_bytes(planned, "bfloat16")
+    assert shape.weight_bytes == pytest.approx(weights, rel=tolerance)
+
+
+def test_states_take_memory_of_the_cache_and_fewer_slots_leave_more_of_it() -> None:
+    gpu, model = GPUS["H100"], MODELS["qwen3.5-9b"]
+    options: dict[str, Any] = {"tensor_parallel": 1, "gpu_memory": 0.9, "block_tokens": 16}
+    default = plan_memory(gpu, model, **options)
+    assert 64 < default.max_slots < MAX_SLOTS.gpu
+    assert default.max_slots * 0.7 < default.num_checkpoints <= default.max_slots
+    few = plan_memory(gpu, model, **options, max_slots=8)
+    assert (few.max_slots, few.num_checkpoints) == (8, 8 * CHECKPOINTS_PER_SLOT)
+    freed = default.max_slots + default.num_checkpoints - 40
+    gained = (few.num_blocks - default.num_blocks) * 16 * model.kv_bytes
+    assert gained == pytest.approx(freed * model.state_bytes, rel=0.001)
+    with pytest.raises(ValueError, match=r"GiB of recurrent states \(--max-slots\) leave no room"):
+        plan_memory(gpu, model, **options, max_slots=4096)
+    with pytest.raises(ValueError, match="does not divide models with recurrent layers"):
+        plan_memory(gpu, model, **options | {"tensor_parallel": 2})
 
 
 def test_a_table_of_ones_own_adds_gpus(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ STORED = {
     "AdapterRegistry": "_adapters _generations",
     "Admission": "_order is_draining num_accepted num_refused",
     "BlockPool": "_free _passed _proven holders",
-    "CheckpointPool": "_cached _free",
+    "CheckpointPool": "_cached _free num_evicted",
     "Bucket": "filled_at per_minute used",
     "DraftOverhead": "_times",
     "EncodeProgress": "lengths num_done num_planned results splits",

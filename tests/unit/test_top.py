@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -66,6 +67,27 @@ def test_the_picture_shows_latencies_once_there_are_any() -> None:
     (line,) = [each for each in drawn(a_view(1.0), later, width=120) if "latency" in each]
     assert "gap between tokens 5" in line
     assert " ms, 99 % below " in line
+
+
+def test_a_hybrid_shows_its_checkpoints_and_the_memory_of_its_states() -> None:
+    mib = 1 << 20
+    states: dict[str, Any] = {
+        "total_checkpoints": 32,
+        "held_checkpoints": 4,
+        "cached_checkpoints": 9,
+        "state_bytes": {"slots": 100 * mib, "checkpoints": 650 * mib},
+        "reserved_state_bytes": 2048 * mib,
+    }
+    views = [
+        a_view(10.0, **states),
+        a_view(11.0, **states, num_prompt_tokens=200, num_uncovered_tokens=50),
+    ]
+    limits = msgspec.structs.replace(LIMITS, state_bytes=50 * mib, num_checkpoints=32)
+    lines = render(TopScene("tiny", limits, frames_of(*views)), Canvas(width=120))
+    (line,) = [each for each in lines if each.startswith("states")]
+    assert line.endswith("  4/32          9 cached, 750.0 MiB of 2.00 GiB, 50.0 MiB each")
+    assert any(each.startswith("cache    0 % hits  25 % again") for each in lines)
+    assert not any("states" in each or "again" in each for each in drawn(a_view(1.0), a_view(2.0)))
 
 
 def test_the_first_line_shows_that_an_engine_drains_or_is_lost() -> None:

@@ -53,6 +53,14 @@ def test_rates_are_differences_by_the_engines_own_clock() -> None:
     assert rates(now, now) == rates(now, before) == Rates()
 
 
+def test_tokens_that_are_computed_again_are_a_share_of_the_new_prompt_tokens() -> None:
+    before = a_status(10.0, num_prompt_tokens=100, num_uncovered_tokens=20, total_checkpoints=4)
+    now = a_status(11.0, num_prompt_tokens=150, num_uncovered_tokens=30, total_checkpoints=4)
+    assert rates(before, now).recomputed == 0.2
+    assert rates(now, a_status(12.0, num_prompt_tokens=150, total_checkpoints=4)).recomputed is None
+    assert rates(a_status(10.0), a_status(11.0, num_prompt_tokens=5)).recomputed is None
+
+
 def test_a_frame_has_the_state_and_the_rates_since_the_one_before() -> None:
     watcher = EngineWatcher("tiny", "replica", 2)
     first = watcher.push(a_status(10.0, num_generated_tokens=5), LIMITS)

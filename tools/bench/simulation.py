@@ -27,6 +27,14 @@ def result_table(result: SimulationResult) -> list[list[str]]:
     for name, value in _METRICS:
         rows.append([name, *map(value, columns)])
     spare = [NOTHING] * (len(columns) - 1)
+    if result.states is not None:
+        again = _share(result.states.num_uncovered_tokens, result.figures.input_tokens)
+        rows.append(["prompt tokens computed again", again, *spare])
+        evicted = result.states.num_evicted
+        rows += [
+            ["checkpoints evicted by others", f"{evicted.get('checkpoints', 0):,}", *spare],
+            ["checkpoints evicted with blocks", f"{evicted.get('blocks', 0):,}", *spare],
+        ]
     routing, num = result.routing, max(result.figures.num_requests, 1)
     expected = routing.expected_tokens / max(result.figures.input_tokens, 1)
     rows += [

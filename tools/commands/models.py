@@ -17,6 +17,7 @@ import msgspec
 
 from protocol.process.exit_codes import ExitCode
 from protocol.tools.start_facts import Preflight
+from tools.doctor_findings import describe_states
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
@@ -157,7 +158,8 @@ def memory_line(found: Preflight) -> str:
         f"{format_size(plan.work_bytes)} of working memory"
     )
     if plan.state_bytes:
-        parts += f", {format_size(plan.state_bytes)} of it for recurrent states"
+        states = describe_states(plan, format_size(plan.request_state_bytes))
+        parts += f", {format_size(plan.state_bytes)} of it for recurrent states: {states}"
     limit = f"requests of up to {plan.max_len:,} tokens"
     return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
 
@@ -174,7 +176,10 @@ def _fields(model: PulledModel, found: Preflight) -> dict[str, object]:
         "weights_bytes": plan.weights_bytes if plan else None,
         "kv_bytes": plan.kv_bytes if plan else None,
         "work_bytes": plan.work_bytes if plan else None,
+        "max_slots": plan.max_slots if plan else None,
         "state_bytes": plan.state_bytes if plan else None,
+        "request_state_bytes": plan.request_state_bytes if plan else None,
+        "num_checkpoints": plan.num_checkpoints if plan else None,
         "max_len": plan.max_len if plan else None,
         "error": found.error,
     }

@@ -54,6 +54,7 @@ from tools.models.preflight import (
     check_models,
     expecting,
     log_limits,
+    log_slots,
     without_trial,
     write_card,
 )
@@ -439,6 +440,8 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
                 check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(planned.plans.values(), terminal)
+    workers = {name: engine.worker for name, engine in plan.models.items()}
+    log_slots(workers, planned.plans, terminal)
     return checked
 
 

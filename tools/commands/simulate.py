@@ -33,6 +33,7 @@ from tools.libraries.catalogue import library_folder
 from tools.models.fetch import home
 from tools.paths import user_path
 from tools.processes.children import messages_of, module_command
+from tools.terminal import memory_size
 
 DESCRIPTION = """\
 Predict how a cluster serves a workload: time to first token, time between tokens, throughput, cache
@@ -62,7 +63,8 @@ at scale: 1,000 replicas, 100,000 requests per second (8 min on 2 cores)
 """
 
 ENGINE_FIELDS = {
-    *("token_budget", "steps_in_flight", "prefix_cache", "max_waiting", "max_waiting_tokens")
+    *("token_budget", "steps_in_flight", "prefix_cache", "max_waiting", "max_waiting_tokens"),
+    "state_interval",
 }
 WORKER_FIELDS = {"max_slots", "max_len", "block_tokens", "kv_blocks", "gpu_memory"}
 """Options of engines and workers that a simulation follows."""
@@ -161,11 +163,21 @@ def _only(options: argparse.Namespace, fields: set[str]) -> dict[str, object]:
 
 
 def _machine_text(machine: SimulatedMachine) -> str:
-    return (
+    text = (
         f"steps: {machine.steps}\neach replica: {machine.num_blocks:,} blocks of "
         f"{machine.block_tokens} tokens, {machine.max_slots} slots, {machine.token_budget:,} "
         f"tokens per step, max_len {machine.max_len:,}"
     )
+    if not machine.state_bytes:
+        return text
+    size, num = memory_size(machine.state_bytes), machine.num_checkpoints
+    total = memory_size(machine.state_bytes * (machine.max_slots + num))
+    text += f"\nrecurrent states: {size} for each slot and for {num:,} checkpoints, {total} in all"
+    if machine.token_bytes:
+        kv = f"{machine.token_bytes / 1024:.1f} KiB of K/V for each token"
+        text += f"\na cached prefix: {kv}, and a checkpoint at its end and after each "
+        text += f"{machine.state_interval:,} tokens"
+    return text
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from protocol.wire.errors import EngineError
 from protocol.wire.sockets import engine_address
 from tools.http.web import ENGINE_ROLES, WebServer, engine_states
 from tools.processes.discovery import RunningServer, add_server, local_server
+from tools.terminal import memory_size
 
 DESCRIPTION = """\
 Show whether a server is ready and how busy it is. The exit code is 0 if the server and all its
@@ -106,7 +107,7 @@ def _get_status(server: RunningServer, http: int | None, body: bytes) -> ServerS
 
 def _format(status: ServerStatus) -> str:
     lines = [f"server   {status.url} (pid {status.pid})", f"http     {_http(status.http)}"]
-    lines += [_one_of_several(role, state) for role, state in status.engines]
+    lines += [describe_engine(role, state) for role, state in status.engines]
     if status.why is not None:
         lines.append(f"engine   not ready: {status.why}")
     if status.stats is not None and status.limits is not None:
@@ -114,7 +115,8 @@ def _format(status: ServerStatus) -> str:
     return "\n".join(lines)
 
 
-def _one_of_several(role: str, state: dict[str, Any]) -> str:
+def describe_engine(role: str, state: dict[str, Any]) -> str:
+    """Return a line about one of several engines, from its state in /readyz."""
     if state.get("state") in WITHOUT_ENGINE:
         return f"{role:<8} {state['state']}"
     if not state["ready"]:
@@ -122,10 +124,13 @@ def _one_of_several(role: str, state: dict[str, Any]) -> str:
     if state["total_blocks"] is None:
         return f"{role:<8} {state['address']}: ready"
     used = state["total_blocks"] - state["free_blocks"]
+    checkpoints = ""
+    if total := state.get("total_checkpoints"):
+        checkpoints = f", {state['used_checkpoints']} of {total} checkpoints"
     return (
         f"{role:<8} {state['address']}: {state['running']} running, "
         f"{state['waiting']} waiting ({state['waiting_tokens']} tokens), "
-        f"{used} of {state['total_blocks']} blocks in use"
+        f"{used} of {state['total_blocks']} blocks{checkpoints} in use"
     )
 
 
@@ -137,11 +142,7 @@ def _http(status: int | None) -> str:
 
 def _engine(status: ServerStatus, limits: Limits, stats: EngineStats) -> str:
     used = stats.total_blocks - stats.free_blocks
-    states = ""
-    if stats.total_checkpoints:
-        states = (
-            f"\nstates   {stats.held_checkpoints} of {stats.total_checkpoints} checkpoints in use"
-        )
+    states = f"\nstates   {_states(limits, stats)}" if limits.state_bytes else ""
     draining = "\nengine   draining: new requests are refused" if stats.draining else ""
     return f"""\
 model    {status.model} ({status.architecture}, {status.dtype})
@@ -149,3 +150,17 @@ running  {stats.running} of {limits.max_slots}
 waiting  {stats.waiting} ({stats.waiting_tokens} tokens)
 blocks   {used} of {stats.total_blocks} in use ({limits.block_tokens} tokens each){states}
 clients  {stats.clients}{draining}"""
+
+
+def _states(limits: Limits, stats: EngineStats) -> str:
+    """Return a phrase about the memory of recurrent states, and about their checkpoints."""
+    used = memory_size(sum(stats.state_bytes.values()))
+    text = f"{used} of {memory_size(stats.reserved_state_bytes)} in use"
+    text += f" ({memory_size(limits.state_bytes)} each); "
+    if not stats.total_checkpoints:
+        return text + "no checkpoints, so each prompt is computed"
+    text += f"{stats.held_checkpoints + stats.cached_checkpoints} of {stats.total_checkpoints} "
+    text += f"checkpoints, {stats.held_checkpoints} of them held by requests"
+    if stats.num_uncovered_tokens:
+        text += f"; {stats.num_uncovered_tokens} cached prompt tokens were computed again"
+    return text

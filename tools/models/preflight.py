@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +20,7 @@ from protocol.engine import model_card
 from protocol.engine.model_card import ModelCard
 from protocol.process.exit_codes import ExitCode
 from protocol.tools.start_facts import ModelPlan, Preflight
+from tools.doctor_findings import describe_states
 from tools.failure import Failure
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module
@@ -172,6 +173,16 @@ def limit(plan: ModelPlan) -> str | None:
             f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
     return None
+
+
+def log_slots(
+    workers: Mapping[str, WorkerConfig], plans: Mapping[str, ModelPlan], terminal: Terminal
+) -> None:
+    """Log which models compute fewer requests at the same time than others, because of their
+    recurrent states, although the user has not set the number. The keys are names of models."""
+    for name, plan in plans.items():
+        if plan.has_fewer_slots and not workers[name].max_slots:
+            terminal.log(f"model {name}: recurrent states of {describe_states(plan)}")
 
 
 def log_limits(plans: Iterable[ModelPlan], terminal: Terminal) -> None:

@@ -126,7 +126,7 @@ def engines_of_models(
 class PlannedModels:
     """The models after their files were checked."""
 
-    #: Name -> engine with the planned size of its K/V cache.
+    #: Name -> engine with the planned size of its K/V cache, and of its recurrent states.
     engines: Mapping[str, EngineConfig]
     plans: Mapping[str, ModelPlan]
     cards: Mapping[str, ModelCard]
@@ -172,7 +172,7 @@ def plan_models(
     plans = {name: each.plans[0] for name, each in found.items()}
     plans |= dict(zip(loaded, together.plans, strict=True))
     cards = {name: card for name, each in found.items() if (card := each.card) is not None}
-    planned = {name: _with_kv(engine, plans[name]) for name, engine in engines.items()}
+    planned = {name: _with_sizes(engine, plans[name]) for name, engine in engines.items()}
     return PlannedModels(planned, plans, cards, loaded)
 
 
@@ -182,13 +182,16 @@ def _raise_error(name: str, found: Preflight) -> None:
         raise Failure(message, exit_code=ExitCode.BAD_MODEL)
 
 
-def _with_kv(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
-    """Return the config `engine` with the planned size of the K/V cache, if its device is the
-    CPU."""
-    if engine.worker.kv_blocks or plan.device != "cpu":
-        return engine
-    gib = (plan.kv_bytes + 1) / GIB  # not less than the blocks need, after the conversion
-    return _with(engine, worker=_with(engine.worker, kv_memory_gib=gib))
+def _with_sizes(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
+    """Return the config `engine` with the planned number of slots, if each has a recurrent state,
+    and with the planned size of the K/V cache, if its device is the CPU."""
+    worker = engine.worker
+    if plan.request_state_bytes:
+        worker = _with(worker, max_slots=plan.max_slots)
+    if not worker.kv_blocks and plan.device == "cpu":
+        gib = (plan.kv_bytes + 1) / GIB  # not less than the blocks need, after the conversion
+        worker = _with(worker, kv_memory_gib=gib)
+    return _with(engine, worker=worker)
 
 
 def hosting(

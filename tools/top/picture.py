@@ -9,7 +9,7 @@ from protocol.engine.messages import Limits
 from protocol.engine.usage import RequestStatus
 from protocol.shared.explain import duration
 from protocol.shared.watch import EngineFrame, Percentiles
-from tools.terminal import clean, cut
+from tools.terminal import clean, cut, memory_size
 
 MIN_WIDTH = 40
 NAME_WIDTH = 24
@@ -79,6 +79,7 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
     lines = [
         _gauge("slots", stats.running, limits.max_slots, waiting, canvas),
         _gauge("blocks", used, stats.total_blocks, kept, canvas),
+        *_states(scene, canvas),
         _gauge("busy", round(now.busy * 100), 100, f"{now.steps_per_s:,.0f} steps/s", canvas, "%"),
     ]
     words = f"tokens   {now.tokens_per_s:,.0f}/s answered  {now.computed_per_s:,.0f}/s computed"
@@ -86,6 +87,7 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
     lines.append(cut(words, canvas.width) + canvas.style(_rest(line, words, canvas), CYAN))
     facts = [
         f"cache    {_percent(now.cache_hits)} hits",
+        *([f"{_percent(now.recomputed)} again"] if now.recomputed is not None else []),
         *([f"drafts {_percent(now.drafts_right)} right"] if stats.num_draft_tokens else []),
         f"{now.requests_per_s:,.1f} requests/s",
         f"refused {stats.num_refused + stats.num_refused_early:,}",
@@ -98,6 +100,19 @@ def _gauges(scene: TopScene, canvas: Canvas) -> list[str]:
         *_latency("gap between tokens", frame.gap),
     ]
     return [*lines, cut("latency  " + "  ".join(latencies), canvas.width)] if latencies else lines
+
+
+def _states(scene: TopScene, canvas: Canvas) -> list[str]:
+    """Return a bar with the checkpoints that requests hold, with the memory of recurrent states in
+    words; nothing if the model has none."""
+    stats, size = scene.frames[-1].stats, scene.limits.state_bytes
+    if not size:
+        return []
+    used = memory_size(sum(stats.state_bytes.values()))
+    beside = f"{used} of {memory_size(stats.reserved_state_bytes)}, {memory_size(size)} each"
+    if stats.total_checkpoints:
+        beside = f"{stats.cached_checkpoints:,} cached, {beside}"
+    return [_gauge("states", stats.held_checkpoints, stats.total_checkpoints, beside, canvas)]
 
 
 def _latency(name: str, found: Percentiles | None) -> list[str]:

@@ -10,9 +10,11 @@ its signature does not show. One with a cache of its own is tried when it is loa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from protocol.config.worker import WorkerConfig
+from protocol.shared import state_memory
 from worker.errors import UnusableModel
 from worker.spec.families.registry import FAMILIES
 from worker.spec.model_spec import KVHeads, ModelSpec
@@ -281,27 +283,40 @@ def keeps_own_cache(spec: object) -> bool:
     return isinstance(spec, TransformersSpec) and spec.own_cache is not None
 
 
-def state_bytes(spec: ModelSpec | TransformersSpec, limits: StepLimits) -> int:
-    """Return the memory of the recurrent states of all slots, in bytes. Some classes of
-    transformers compute them in float32 whatever the dtype is."""
+def request_state_bytes(spec: ModelSpec | TransformersSpec) -> int:
+    """Return the bytes of the recurrent state of one request; 0: the model has none. Some classes
+    of transformers compute them in float32 whatever the dtype is."""
     own = spec.own_cache if isinstance(spec, TransformersSpec) else None
-    return 4 * (spec.state_items if own is None else own.state_items) * limits.max_slots
+    return 4 * (spec.state_items if own is None else own.state_items)
 
 
-CHECKPOINTS_PER_SLOT = 4
-CHECKPOINT_SHARE = 8
-"""At most 1/CHECKPOINT_SHARE of the free memory is for checkpoints."""
+def state_bytes(spec: ModelSpec | TransformersSpec, limits: StepLimits) -> int:
+    """Return the memory of the recurrent states of all slots, in bytes."""
+    return request_state_bytes(spec) * limits.max_slots
 
 
 def num_checkpoints(spec: ModelSpec | TransformersSpec, limits: StepLimits, free_bytes: int) -> int:
-    """Return how many checkpoints of recurrent states a worker keeps; 0: the model has none.
+    """Return how many checkpoints of recurrent states a worker keeps. It is 0 if the model has no
+    state, or if its class keeps it in a cache of its own.
 
     free_bytes   memory that the weights, the slots and a step leave
     """
-    if not spec.state_items:
-        return 0
-    most = max(free_bytes, 0) // CHECKPOINT_SHARE // (4 * spec.state_items)
-    return min(CHECKPOINTS_PER_SLOT * limits.max_slots, most)
+    return state_memory.num_checkpoints(4 * spec.state_items, limits.max_slots, free_bytes)
+
+
+def fitting_limits(
+    spec: ModelSpec | TransformersSpec, limits: StepLimits, config: WorkerConfig, free_bytes: int
+) -> StepLimits:
+    """Return `limits` with fewer slots if the default number of them would take too much memory for
+    recurrent states.
+
+    free_bytes   memory that the weights leave
+    """
+    if config.max_slots:
+        return limits
+    size = request_state_bytes(spec)
+    slots = state_memory.default_slots(limits.max_slots, size, max(free_bytes, 0))
+    return replace(limits, max_slots=slots)
 
 
 @dataclass(frozen=True, slots=True)

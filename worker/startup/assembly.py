@@ -36,8 +36,8 @@ from worker.loading.decoder import LoadedModel, load_model
 from worker.loading.header import encoder_header
 from worker.lora.startup import load_adapters
 from worker.slots.table import SlotTable
-from worker.spec.architectures import keeps_own_cache
-from worker.spec.step_limits import step_limits
+from worker.spec.architectures import fitting_limits, keeps_own_cache, request_state_bytes
+from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.encoding import (
@@ -92,6 +92,7 @@ def assemble(
         return assemble_vectors(config, timing, loaded, attention, dtype, device)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
+        limits = _fitting_limits(config, loaded, limits, device)
         models = [loaded] if draft is None else [loaded, draft]
         attentions = [_attention(model, config, dtype, device) for model in models]
         parts = RunnerParts(models, attentions, adapters)
@@ -105,7 +106,7 @@ def assemble(
         with timing("capture graphs"):
             decode = _captured_decode(parts, memory.slots, caches, device)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
-    _log_model(loaded, device, memory)
+    _log_model(loaded, device, memory, limits)
     ready = WorkerReady(
         model=_with_recommended_sampling(loaded.card, config),
         max_len=max_len,
@@ -138,10 +139,12 @@ def _device(config: WorkerConfig) -> torch.device:
     return device
 
 
-def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory) -> None:
+def _log_model(
+    loaded: LoadedModel, device: torch.device, memory: ReservedMemory, limits: StepLimits
+) -> None:
     log.info(
         "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
-        "max_len=%d",
+        "max_len=%d%s",
         loaded.card.name,
         loaded.card.dtype,
         ",".join(loaded.rounded) or "none",
@@ -151,7 +154,35 @@ def _log_model(loaded: LoadedModel, device: torch.device, memory: ReservedMemory
         torch.get_num_threads(),
         memory.num_blocks,
         memory.max_len,
+        _states(loaded, memory, limits.max_slots),
     )
+
+
+def _states(loaded: LoadedModel, memory: ReservedMemory, slots: int) -> str:
+    """Return what the log says about the memory of recurrent states; "" if the model has none."""
+    size = request_state_bytes(loaded.spec)
+    if not size:
+        return ""
+    taken = in_gib(size * (slots + memory.num_checkpoints))
+    return f" states of {slots} slots and {memory.num_checkpoints} checkpoints={taken}"
+
+
+def _fitting_limits(
+    config: WorkerConfig, loaded: LoadedModel, limits: StepLimits, device: torch.device
+) -> StepLimits:
+    """Return `limits` with fewer slots if recurrent states would take too much memory, and log
+    it."""
+    free = free_bytes(device) // (config.local_size if device.type == "cpu" else 1)
+    fitting = fitting_limits(loaded.spec, limits, config, free)
+    if fitting.max_slots < limits.max_slots:
+        log.info(
+            "at most %d requests are computed at the same time instead of %d, because each has a "
+            "recurrent state of %.1f MiB (--max-slots)",
+            fitting.max_slots,
+            limits.max_slots,
+            request_state_bytes(loaded.spec) / (1 << 20),
+        )
+    return fitting
 
 
 def _captured_decode(

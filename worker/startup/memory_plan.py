@@ -37,7 +37,13 @@ from worker.lora.targets import adapter_bytes
 from worker.models.compiled import is_fitting, why_not
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
-from worker.spec.architectures import TransformersSpec, num_checkpoints, state_bytes
+from worker.spec.architectures import (
+    TransformersSpec,
+    fitting_limits,
+    num_checkpoints,
+    request_state_bytes,
+    state_bytes,
+)
 from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import FusedMatrix, LayerTensors
 from worker.spec.model_spec import LayerSpec, MlpSpec, ModelFacts, ModelSpec
@@ -140,20 +146,23 @@ def plan_memory(
     `options.max_len` exceeds the model's context.
     """
     model = models[0]
-    demand = _demand(options, models, dtype, step_limits(options, is_gpu=device != "cpu"))
     weights = sum(weights_bytes(each, dtype) for each in models)
+    limits = step_limits(options, is_gpu=device != "cpu")
+    limits = fitting_limits(model.spec, limits, options, free_bytes - weights)
+    demand = _demand(options, models, dtype, limits)
     work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
     step = work_bytes(model, dtype, demand.limits)
-    states = state_bytes(model.spec, demand.limits)
-    states += _checkpoint_bytes(model, demand.limits, free_bytes - weights - step)
+    checkpoints = num_checkpoints(model.spec, limits, free_bytes - weights - step)
+    one_state = request_state_bytes(model.spec)
+    states = one_state * (limits.max_slots + checkpoints)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
     text = _needs(model.name, weights, _form(dtype, expanded), work, free_bytes)
     left, block = free_bytes - weights - work, demand.block_bytes
     least = _least_free_bytes(options, block, device)
     if left < least:
         ways = _smaller(model, dtype, expanded, device)
-        if states:
-            one = states // demand.limits.max_slots
+        if states and limits.max_slots > 1:
+            one = states // limits.max_slots
             ways = f"serve with fewer --max-slots, each of which takes {in_gib(one)}; or {ways}"
         raise NotEnoughMemory(text, remedy=ways)
     tier = _tier_bytes(options, left - least if device == "cpu" else host_bytes, text)
@@ -183,7 +192,10 @@ def plan_memory(
         kv_bytes=budget.num_blocks * block,
         longest_kv_bytes=demand.longest_request_blocks(options) * block,
         work_bytes=work,
+        max_slots=limits.max_slots,
         state_bytes=states,
+        request_state_bytes=one_state,
+        num_checkpoints=checkpoints if model.spec.state_items else None,
         tier_bytes=tier,
         free_bytes=free_bytes,
         expanded=expanded,

@@ -32,6 +32,7 @@ from gateway.observe.metrics import CONTENT_TYPE
 from gateway.served_model import version
 from gateway.service import Service
 from protocol.engine.encoding import EncodeTask, EncodingCard
+from protocol.engine.messages import Limits
 from protocol.wire.errors import EngineNotReady
 
 # ---- response bodies
@@ -99,6 +100,17 @@ class EncodingFacts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class StateFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The recurrent states of a model in an engine.
+
+    bytes            size of the state of one request, and of a checkpoint
+    num_checkpoints  number of states that the prefix cache can keep
+    """
+
+    bytes: int
+    num_checkpoints: int
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
@@ -110,6 +122,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     encoding   what the model encodes; absent if nothing
     max_slots  number of requests that an engine computes at the same time; absent if the model has
                not been loaded yet, or has no engine
+    states     its recurrent states; absent if the model has none, or has not been loaded yet
     formats    absent if the model has not been loaded yet
     fill_in_middle  whether the model can write the text between a prefix and a suffix; absent if
                the model has not been loaded yet
@@ -127,6 +140,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     encoding: EncodingFacts | UnsetType = UNSET
     default_sampling: SamplingInEffect
     max_slots: int | UnsetType = UNSET
+    states: StateFacts | UnsetType = UNSET
     formats: Formats | UnsetType = UNSET
     fill_in_middle: bool | UnsetType = UNSET
 
@@ -300,9 +314,16 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         encoding=UNSET if encoding is None else EncodingFacts.from_card(encoding),
         default_sampling=msgspec.convert(facts.defaults.effective_values(), SamplingInEffect),
         max_slots=facts.max_slots or UNSET,
+        states=_states(facts.limits),
         formats=formats,
         fill_in_middle=UNSET if facts.fills_in_middle is None else facts.fills_in_middle,
     )
+
+
+def _states(limits: Limits | None) -> StateFacts | UnsetType:
+    if limits is None or not limits.state_bytes:
+        return UNSET
+    return StateFacts(bytes=limits.state_bytes, num_checkpoints=limits.num_checkpoints)
 
 
 # ---- unloading and loading a model, as in vLLM

@@ -52,7 +52,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """One of several engines of a server. The counts come from its last heartbeat. They are null
     if the engine is not connected or has sent no heartbeat.
 
-    why  the reason the engine is not ready; null if it is ready
+    why                the reason the engine is not ready; null if it is ready
+    total_checkpoints  checkpoints of recurrent states; 0: the model has none
     """
 
     address: str
@@ -65,6 +66,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: int | None
     free_blocks: int | None
     total_blocks: int | None
+    used_checkpoints: int | None
+    total_checkpoints: int | None
 
 
 class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +228,8 @@ def _engine_state(engine: ZmqEngineClient) -> EngineState:
         waiting_tokens=stats.waiting_tokens if stats else None,
         free_blocks=stats.free_blocks if stats else None,
         total_blocks=stats.total_blocks if stats else None,
+        used_checkpoints=stats.held_checkpoints + stats.cached_checkpoints if stats else None,
+        total_checkpoints=stats.total_checkpoints if stats else None,
     )
 
 

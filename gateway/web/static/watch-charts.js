@@ -5,7 +5,7 @@
 // lightness too, so that they can be told apart without seeing red and green.
 
 import { fill, h } from "./dom.js";
-import { count, duration, percent, rate } from "./watch-words.js";
+import { checkpoints, count, duration, percent, rate, stateWords } from "./watch-words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_POINTS = 90;
@@ -45,9 +45,16 @@ const NUMBERS = [
   { name: "First token", value: (e) => (e.first_token ? duration(e.first_token.p50) : "–"), more: (e) => spread(e.first_token), curve: "first" },
   { name: "Gap between tokens", value: (e) => (e.gap ? duration(e.gap.p50) : "–"), more: (e) => spread(e.gap), curve: "gap" },
   { name: "Worker busy", value: (e) => percent(e.rates.busy), more: (e) => `${rate(e.rates.steps_per_s)} steps/s` },
-  { name: "Prefix cache hits", value: (e) => percent(e.rates.cache_hits), more: (e) => `${rate(e.rates.requests_per_s)} requests/s` },
+  { name: "Prefix cache hits", value: (e) => percent(e.rates.cache_hits), more: hits },
   { name: "Preempted", value: (e) => count(e.stats.num_preemptions ?? 0), more: (e) => `${count((e.stats.num_refused ?? 0) + (e.stats.num_refused_early ?? 0))} refused` },
 ];
+
+/** Return what is shown below the share of cached prompt tokens. */
+function hits({ rates }) {
+  const again = rates.recomputed ?? null;
+  const ended = `${rate(rates.requests_per_s)} requests/s`;
+  return again === null ? ended : `${ended} · ${percent(again)} computed again`;
+}
 
 /** Return the 90th and 99th percentile of a latency as text. */
 function spread(found) {
@@ -128,21 +135,43 @@ const OWNERS = [
 ];
 
 export function blocksBar() {
+  const bar = ownersBar(OWNERS, "blocks");
+  return { root: bar.root, draw: (engine) => bar.draw(engine.blocks, engine.stats.total_blocks) };
+}
+
+/** A bar of `things`, divided by their owners: [class, text] of each. */
+function ownersBar(owners, things) {
   const bar = h("div", { class: "watch-bar", role: "img" });
-  const parts = OWNERS.map(([name]) => h("i", { class: name }));
+  const parts = owners.map(([name]) => h("i", { class: name }));
   bar.append(...parts);
-  const numbersOf = OWNERS.map(([name, text]) => ({ number: h("b", {}), root: null, name, text }));
+  const numbersOf = owners.map(([name, text]) => ({ number: h("b", {}), root: null, name, text }));
   for (const entry of numbersOf) entry.root = h("li", {}, h("i", { class: entry.name }), entry.number, ` ${entry.text}`);
-  const draw = (engine) => {
-    const total = engine.stats.total_blocks || 1;
+  const draw = (owned, total) => {
     numbersOf.forEach(({ name, number }, place) => {
-      const blocks = engine.blocks[name] ?? 0;
-      parts[place].style.width = `${(100 * blocks) / total}%`;
-      number.textContent = count(blocks);
+      parts[place].style.width = `${(100 * (owned[name] ?? 0)) / (total || 1)}%`;
+      number.textContent = count(owned[name] ?? 0);
     });
-    bar.setAttribute("aria-label", numbersOf.map(({ number, text }) => `${number.textContent} blocks ${text}`).join(", "));
+    bar.setAttribute("aria-label", numbersOf.map(({ number, text }) => `${number.textContent} ${things} ${text}`).join(", "));
   };
   const root = h("div", {}, bar, h("ul", { class: "watch-legend" }, numbersOf.map(({ root: entry }) => entry)));
+  return { root, draw };
+}
+
+// ---- recurrent states
+
+const HOLDERS = OWNERS.filter(([name]) => name !== "leased");
+
+/** The checkpoints of recurrent states by owner, and the memory of all states. Hidden if the model has none. */
+export function statesCard() {
+  const bar = ownersBar(HOLDERS, "checkpoints");
+  const text = h("p", { class: "muted" });
+  const root = h("div", { class: "card wide watch-states" }, h("h3", {}, "Recurrent states and their checkpoints"), bar.root, text);
+  const draw = (engine) => {
+    root.hidden = !engine.limits?.state_bytes;
+    bar.root.hidden = !engine.stats.total_checkpoints;
+    bar.draw(checkpoints(engine.stats), engine.stats.total_checkpoints);
+    text.textContent = root.hidden ? "" : stateWords(engine);
+  };
   return { root, draw };
 }
 

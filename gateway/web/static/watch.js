@@ -6,7 +6,7 @@
 
 import { ApiError, errorBox, KEY_CHANGED, storeKey, streamEvents } from "./api.js";
 import { fill, h, loadStyle, oncePerFrame } from "./dom.js";
-import { blocksBar, History, numbers, queueText, slotCells, stepColumns } from "./watch-charts.js";
+import { blocksBar, History, numbers, queueText, slotCells, statesCard, stepColumns } from "./watch-charts.js";
 import { RequestTable } from "./watch-requests.js";
 import { TimelinePanel } from "./watch-timeline.js";
 import { inWords } from "./watch-words.js";
@@ -196,6 +196,7 @@ class EngineView {
     this.numbers = numbers();
     this.slots = slotCells();
     this.blocks = blocksBar();
+    this.states = statesCard();
     this.queue = h("p", { class: "watch-queue" });
     this.steps = stepColumns();
     this.root = h(
@@ -209,6 +210,7 @@ class EngineView {
         { class: "watch-charts" },
         h("div", { class: "card" }, h("h3", {}, "Slots and queue"), this.slots.root, this.queue),
         h("div", { class: "card" }, h("h3", {}, "Blocks of the KV cache"), this.blocks.root),
+        this.states.root,
         h("div", { class: "card wide" }, h("h3", {}, "Steps"), this.steps.root),
       ),
     );
@@ -224,6 +226,7 @@ class EngineView {
     this.numbers.draw(engine, this.history);
     this.slots.draw(engine);
     this.blocks.draw(engine);
+    this.states.draw(engine);
     this.queue.textContent = queueText(engine);
     this.steps.draw(engine, this.history);
   }

@@ -173,6 +173,27 @@ def test_the_state_is_said_in_words(visit: Visitor, server: GatewayProcess) -> N
         assert label.get_attribute("aria-label")
 
 
+def test_a_hybrid_has_its_checkpoints_and_the_memory_of_its_states(
+    visit: Visitor, server: GatewayProcess
+) -> None:
+    with paced_server("qwen3.5-9b", "H100", max_slots=2, max_len=4096) as hybrid:
+        body = {"token_ids": [*range(40)], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+        hybrid.post(GENERATE, body)
+        page = visit(hybrid.url).open("/#watch")
+        card = page.locator(".watch-states")
+        card.get_by_text("1 cached, free when needed").wait_for()
+        card.get_by_text(
+            re.compile(r"A state takes 50.. MiB. 50.. MiB of 502.5 MiB are")
+        ).wait_for()
+        page.get_by_text("In words").click()
+        words = page.locator(".watch-words").inner_text()
+        assert "Of 8 checkpoints of recurrent states, 0 belong to requests, 1 are cached" in words
+        page.goto("about:blank")
+    page = visit(server.url).open("/#watch")
+    await_slots(page, 0)
+    assert not page.locator(".watch-states").is_visible()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_everything_without_scrolling_sideways(
     scheme: str, visit: Visitor, server: GatewayProcess

@@ -14,12 +14,12 @@ from collections import deque
 import msgspec
 import zmq
 
-from protocol.config.worker import MAX_SLOTS, TOKEN_BUDGET, WorkerConfig
+from protocol.config.worker import TOKEN_BUDGET, WorkerConfig
 from protocol.process.lifeline import attach_to_parent
 from protocol.wire import codec, sockets
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepPlan, StepResult, Stop, ToWorker, WorkerReady
-from simulator.hardware import num_blocks, read_table
+from simulator.hardware import plan_memory, read_table
 from simulator.replica import work_of
 from simulator.steps import Roofline
 from tests.support.tokenizers import card_of, smollm2_tokenizer_json
@@ -35,20 +35,23 @@ def main() -> None:
     table = read_table()
     gpu, model = table.gpu(gpu_name), table.model(model_name)
     steps = Roofline(gpu, model, 1)
-    blocks = config.kv_blocks or num_blocks(
+    memory = plan_memory(
         gpu,
         model,
         tensor_parallel=1,
         gpu_memory=config.gpu_memory,
         block_tokens=config.block_tokens,
+        max_slots=config.max_slots,
     )
     ready = WorkerReady(
         model=card_of(smollm2_tokenizer_json(), vocab_size=49152, context_tokens=1 << 17),
         max_len=config.max_len or 8192,
-        max_slots=MAX_SLOTS.choose(config.max_slots, is_gpu=True),
+        max_slots=memory.max_slots,
         token_budget=TOKEN_BUDGET.choose(config.token_budget, is_gpu=True),
         block_tokens=config.block_tokens,
-        num_blocks=blocks,
+        num_blocks=config.kv_blocks or memory.num_blocks,
+        state_bytes=model.state_bytes,
+        num_checkpoints=memory.num_checkpoints,
     )
     socket = sockets.connect_dealer(zmq.Context(), config.address)
     socket.send_multipart(codec.encode(ready))
