@@ -58,7 +58,7 @@ class GatedDelta:
         spec = self.spec
         inputs = adapted(adapters, "qkv", x, self.inputs(x))
         qkv, gate = torch.split(inputs, [spec.conv_width, spec.value_width], dim=1)
-        beta, step = self.gates.to_float(x).chunk(2, dim=1)
+        beta, step = self.gates(x).float().chunk(2, dim=1)
         beta, decay = beta.sigmoid(), softplus(step + self.bias).mul_(self.decay)
         compute = partial(kernels.gated_delta, spec, self.conv, qkv.float(), beta, decay)
         out = compute(states, offset)

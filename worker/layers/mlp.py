@@ -122,7 +122,7 @@ class ExpertMlp:
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
         spec = self.spec
-        scores = self.router.to_float(x if self.router_norm is None else self.router_norm(x))
+        scores = self.router(x if self.router_norm is None else self.router_norm(x)).float()
         is_softmax = spec.router == "softmax"
         weights = softmax(scores, dim=-1) if is_softmax else scores.sigmoid()
         biased = weights if self.choice_bias is None else weights + self.choice_bias

@@ -27,7 +27,7 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.budget import FREE_SHARE
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
-from worker.layers.linear import Linear
+from worker.layers.linear import Dense, Linear
 from worker.loading.weights import DenseLayout, Matrix, WeightLayout
 from worker.models.autotune import dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times
@@ -112,6 +112,12 @@ class PackedLayout:
         if not self._may_copy:
             return linear
         return HybridLinear(linear, lambda: prepacked.Prepacked(matrix.values(), matrix.bias))
+
+    def plain(self, matrix: Matrix) -> Linear:
+        values = matrix.values()
+        if not sizes.can_pack(values.shape[1]):
+            return Dense(values, matrix.bias)
+        return PackedLinear(self._kernels, packed.pack(self._kernels, values), matrix.bias)
 
     def head(self, matrix: Matrix) -> Linear:
         return self.linear(matrix)

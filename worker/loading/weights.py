@@ -92,6 +92,10 @@ class WeightLayout(Protocol):
 
     def linear(self, matrix: Matrix) -> Linear: ...
 
+    def plain(self, matrix: Matrix) -> Linear:
+        """Return a small linear whose weights stay plain numbers: a router, or gates."""
+        ...
+
     def head(self, matrix: Matrix) -> Linear:
         """Return the output head, whose results are the logits."""
         ...
@@ -108,6 +112,9 @@ class DenseLayout:
 
     def linear(self, matrix: Matrix) -> Linear:
         return Dense(matrix.values(), matrix.bias)
+
+    def plain(self, matrix: Matrix) -> Linear:
+        return self.linear(matrix)
 
     def head(self, matrix: Matrix) -> Linear:
         return self.linear(matrix)
@@ -209,7 +216,7 @@ class _Loader:
         weight = self._vector(tensors.router_norm).mul_(spec.hidden**-0.5)
         experts = ExpertMlp(
             mlp,
-            Dense(self._values(tensors.router)),
+            self._plain(tensors.router),
             [
                 Mlp(mlp, self._fused(each.gate_up), self._fused(each.down))
                 for each in tensors.experts
@@ -266,7 +273,7 @@ class _Loader:
         return GatedDelta(
             spec=spec,
             inputs=self._fused(tensors.inputs),
-            gates=Dense(self._values(tensors.gates)),
+            gates=self._plain(tensors.gates),
             conv=self._taps(tensors),
             decay=self._decay(tensors),
             bias=self._vector(tensors.bias),
@@ -316,7 +323,7 @@ class _Loader:
         if tensors.router is None:
             (only,) = tensors.mlps
             return Mlp(layer.mlp, self._fused(only.gate_up), self._summed(only.down))
-        router = Dense(self._values(tensors.router), self._bias(tensors.router))
+        router = self._plain(tensors.router)
         experts = [
             Mlp(layer.mlp, self._fused(each.gate_up), self._fused(each.down))
             for each in tensors.mlps
@@ -337,7 +344,7 @@ class _Loader:
             return None
         whole = replace(mlp, intermediate=mlp.shared, num_experts=1, top_k=1, shared=0)
         gate_up, down = self._fused(tensors.mlp.gate_up), self._fused(tensors.mlp.down)
-        score = None if tensors.gate is None else Dense(self._values(tensors.gate))
+        score = None if tensors.gate is None else self._plain(tensors.gate)
         return SharedExpert(Mlp(whole, gate_up, down), score)
 
     def _summed(self, matrix: FusedMatrix) -> Linear:
@@ -375,6 +382,9 @@ class _Loader:
 
     def _fused(self, matrix: FusedMatrix) -> Linear:
         return self._layout.linear(self._matrix(matrix))
+
+    def _plain(self, matrix: FusedMatrix) -> Linear:
+        return self._layout.plain(self._matrix(matrix))
 
     def _matrix(self, matrix: FusedMatrix) -> Matrix:
         return Matrix(

@@ -128,7 +128,7 @@ class WholePass:
         return cls(spec, weights, weights.head.matrix, kernels)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the packed copies of the routers. The model's weights do not contain them."""
+        """Yield the packed routers. The model's weights do not contain those that are copies."""
         for router in self._routers:
             if router is not None:
                 yield router.matrix.memory
@@ -325,10 +325,13 @@ def _mlps(layer: DecoderLayer) -> Array[structs.CMlp]:
 
 
 def _router(mlp: Mlp | ExpertMlp, kernels: NativeKernels) -> PackedLinear | None:
-    """Return a packed copy of the router of a mixture of experts, which is dense elsewhere."""
+    """Return the router of a mixture of experts, or a packed copy if it is dense; None if there is
+    no router."""
     if not isinstance(mlp, ExpertMlp):
         return None
     router = mlp.router
+    if isinstance(router, PackedLinear):
+        return router
     assert isinstance(router, Dense)
     return PackedLinear(kernels, pack(kernels, router.weight), router.bias)
 

@@ -34,7 +34,7 @@ from worker.kv.budget import (
 )
 from worker.loading.header import PLAIN_KINDS
 from worker.lora.targets import adapter_bytes
-from worker.models.compiled import is_fitting, why_not
+from worker.models.compiled import is_fitting
 from worker.spec import kernel_sizes as sizes
 from worker.spec import quantization
 from worker.spec.architectures import (
@@ -303,11 +303,7 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
         for matrix in layer.matrices:
             total += _matrix_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
         for matrix in layer.dense:
-            total += matrix.rows * (matrix.columns + matrix.has_bias) * item
-        if layer.router is not None and model.is_packed and not why_not(spec):
-            # models/whole_step.py packs a copy
-            router = layer.router
-            total += _packed_bytes([(DENSE_FORMATS[dtype], router.rows)], router.columns)
+            total += _plain_bytes(matrix, model, dtype) + matrix.has_bias * matrix.rows * item
     return total + _matrix_bytes(head, model, dtype)
 
 
@@ -322,6 +318,13 @@ def _table_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
     """Return the bytes of a table of rows, which is packed only if it is quantised."""
     if _packed_kinds(matrix, model):
         return _matrix_bytes(matrix, model, dtype)
+    return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
+
+
+def _plain_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
+    """Return the bytes of a matrix whose numbers are never quantised."""
+    if _can_pack(matrix, model):
+        return _packed_bytes([(DENSE_FORMATS[dtype], matrix.rows)], matrix.columns)
     return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
 
 
