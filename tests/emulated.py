@@ -28,10 +28,10 @@ MACROS = ("F", "BW", "DQ", "VL")
 TESTS = (
     "tests/unit/test_attention.py",
     "tests/unit/test_decode.py",
-    "tests/unit/test_gated_delta.py",
     "tests/unit/test_integer_kernels.py",
     "tests/unit/test_kernels.py",
     "tests/unit/test_native_llama.py",
+    "tests/unit/test_recurrent_kernels.py",
     "tests/unit/test_whole_step.py",
 )
 

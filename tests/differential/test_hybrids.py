@@ -4,6 +4,7 @@ preemptions, reused slots and drafts, and they are not if a state is reset or re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from protocol.config.worker import PoolingOption
 from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import SlotInit
 from tests.support.checkpoints import VOCAB, write_directory
-from tests.support.eager import expected, load, some_tokens
+from tests.support.eager import BLOCK_TOKENS, EagerStepper, expected, some_tokens
 from tests.support.family_models import HYBRIDS, random_model
-from tests.support.replica import Replica
+from tests.support.kernels import native_kernels
+from tests.support.replica import Replica, load
+from worker.attention.select import select_attention
 from worker.errors import UnusableModel
 from worker.loading.decoder import LoadedModel
 from worker.loading.header import read_any_header
@@ -30,13 +33,35 @@ ALLOWED = [5, 6, 7]
 ATOL = 1e-4
 
 
+def load_pair(path: Path, model_type: str) -> tuple[Any, LoadedModel]:
+    """Return a model as transformers made it, and as the worker has loaded it."""
+    theirs = random_model(model_type)
+    return theirs, load(write_directory(path, theirs))
+
+
+def load_compiled_pair(path: Path, model_type: str, **changes: Any) -> tuple[Any, LoadedModel]:
+    """Return a model as `load_pair` does, with packed weights on the compiled kernels, and with a
+    hidden size that they support. `changes` are those of its config."""
+    theirs = random_model(model_type, hidden_size=192, **changes)
+    directory = write_directory(path, theirs)
+    return theirs, load(directory, kernels=native_kernels(), weights="packed")
+
+
 @pytest.fixture(scope="module", params=HYBRIDS)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, LoadedModel]:
-    """Return a model as transformers made it, and as the worker has loaded it."""
-    theirs = random_model(request.param)
-    return theirs, load(write_directory(tmp_path_factory.mktemp("hybrid"), theirs))
+    return load_pair(tmp_path_factory.mktemp("hybrid"), request.param)
+
+
+@pytest.fixture(scope="module", params=list(product(HYBRIDS, [False, True])), ids=str)
+def any_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, LoadedModel]:
+    """Return a model on torch's kernels and on the compiled ones."""
+    model_type, is_compiled = request.param
+    load_any = load_compiled_pair if is_compiled else load_pair
+    return load_any(tmp_path_factory.mktemp("hybrid"), model_type)
 
 
 def is_likeliest(
@@ -52,9 +77,9 @@ def is_likeliest(
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_answers_are_those_of_transformers_with_preemptions_and_reused_slots(
-    pair: tuple[Any, LoadedModel], prefix_cache: bool
+    any_pair: tuple[Any, LoadedModel], prefix_cache: bool
 ) -> None:
-    theirs, loaded = pair
+    theirs, loaded = any_pair
     prompts = [some_tokens(count, seed=count) for count in (23, 9, 30, 16, 20)]
     replica = Replica(
         loaded,
@@ -70,10 +95,10 @@ def test_answers_are_those_of_transformers_with_preemptions_and_reused_slots(
         assert is_likeliest(theirs, prompt, answer)
 
 
-def test_answers_with_drafts_are_those_of_transformers(pair: tuple[Any, LoadedModel]) -> None:
+def test_answers_with_drafts_are_those_of_transformers(any_pair: tuple[Any, LoadedModel]) -> None:
     """Only three tokens are allowed, so that the answers repeat themselves: n-grams propose drafts,
     and some of them are right."""
-    theirs, loaded = pair
+    theirs, loaded = any_pair
     params = replace(GREEDY, max_tokens=60, allowed_token_ids=ALLOWED)
     prompts = [some_tokens(7, seed=seed) for seed in range(6)]
     replica = Replica(loaded, block_tokens=4, max_slots=4, options={"speculation": "ngram"})
@@ -153,8 +178,8 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def test_two_turns_are_right(pair: tuple[Any, LoadedModel]) -> None:
-    theirs, loaded = pair
+def test_two_turns_are_right(any_pair: tuple[Any, LoadedModel]) -> None:
+    theirs, loaded = any_pair
     replica, prompts = two_turns(loaded)
     assert are_right(theirs, replica, prompts)
     stats = replica.engine.stats()
@@ -171,6 +196,30 @@ def test_a_state_that_is_not_reset_or_kept_right_gives_wrong_answers(
     kind, name, wrong = MUTATIONS[mutation]
     monkeypatch.setattr(kind, name, wrong)
     assert not are_right(theirs, *two_turns(loaded))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("lfm2", {}),
+        ("lfm2", {"conv_bias": True}),
+        ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 160}),
+    ],
+    ids=str,
+)
+def test_any_steps_give_the_same_bits_on_compiled_kernels(
+    tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    """Of models all of whose linears are packed, and that have no experts."""
+    _, loaded = load_compiled_pair(tmp_path, model_type, **changes)
+    kernels = loaded.model.kernels
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.float32, kernels=kernels)
+    prompts = [some_tokens(61), some_tokens(40, seed=3)]
+    steps = [(7, 1), (1, 1), (30, 20), (1, 1), (2, 9), *[(1, 1)] * 8, *[(1, 0)] * 12]
+    together = EagerStepper(loaded, prompts, attention).run(steps)
+    for prompt, logits in zip(prompts, together, strict=True):
+        alone = EagerStepper(loaded, [prompt], attention).run([(len(prompt),)])[0]
+        assert torch.equal(logits, alone)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "rank"])

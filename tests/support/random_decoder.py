@@ -28,6 +28,17 @@ ROLES = {
     "post_attention_norm": "layers.{i}.post_attention_norm",
     "mlp_norm": "layers.{i}.mlp_norm",
     "post_mlp_norm": "layers.{i}.post_mlp_norm",
+    **{
+        role: f"layers.{{i}}.{role}"
+        for role in (
+            *("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_conv", "delta_decay"),
+            *("delta_bias", "delta_norm", "delta_output"),
+            *("mamba_inputs", "mamba_conv", "mamba_decay", "mamba_bias", "mamba_skip"),
+            *("mamba_norm", "mamba_output"),
+            *("conv_in", "conv", "conv_out"),
+            *("shared_gate", "shared_up", "shared_down", "shared_score"),
+        )
+    },
 }
 
 

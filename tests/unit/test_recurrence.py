@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from worker.layers.delta_rule import gated_delta
-from worker.layers.linear import Dense
+from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.recurrence import advance
-from worker.layers.short_conv import ShortConv
+from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 NUM_SLOTS, NUM_CHECKPOINTS = 7, 9
 DELTA = GatedDeltaSpec(
     num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3, eps=1e-6
 )
-
+MAMBA = Mamba2Spec(num_heads=4, head_dim=3, num_groups=2, state=5, kernel=3, eps=1e-5)
 CONV = ShortConvSpec(width=11, kernel=4)
 
 
@@ -87,19 +87,38 @@ def delta() -> Mixer:
     return Mixer(DELTA.state_items, compute, is_exact=False)
 
 
-def conv(bias: bool) -> Mixer:
-    random = torch.Generator().manual_seed(3)
-    x, taps = (torch.randn(n, CONV.width, generator=random) for n in (400, CONV.kernel))
-    layer = ShortConv(
-        spec=CONV,
-        inputs=Dense(torch.empty(0, 0), None),
-        conv=taps,
-        bias=torch.randn(CONV.width, generator=random) if bias else None,
-        output=Dense(torch.empty(0, 0), None),
+def mamba() -> Mixer:
+    random = torch.Generator().manual_seed(4)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    weights = Mamba2Weights(
+        conv=some(MAMBA.kernel, MAMBA.conv_width),
+        conv_bias=some(MAMBA.conv_width),
+        decay=-some(MAMBA.num_heads).abs(),
+        bias=some(MAMBA.num_heads),
+        skip=some(MAMBA.num_heads),
+        norm=some(MAMBA.output_width),
     )
+    inputs = some(400, MAMBA.input_width)
 
     def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
-        return layer.convolve(x[tokens], states, offset)
+        return mamba2(MAMBA, weights, inputs[tokens], states, offset)
+
+    return Mixer(MAMBA.state_items, compute, is_exact=False)
+
+
+def conv(bias: bool) -> Mixer:
+    random = torch.Generator().manual_seed(3)
+    x, taps = (
+        torch.randn(n, each, generator=random)
+        for n, each in ((400, 3 * CONV.width), (CONV.kernel, CONV.width))
+    )
+    added = torch.randn(CONV.width, generator=random) if bias else None
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        return short_conv(CONV, taps, added, x[tokens], states, offset)
 
     return Mixer(CONV.state_items, compute)
 
@@ -107,6 +126,7 @@ def conv(bias: bool) -> Mixer:
 MIXERS: dict[str, Callable[[], Mixer]] = {
     "counter": counter,
     "gated delta": delta,
+    "mamba": mamba,
     "short convolution": lambda: conv(bias=False),
     "short convolution with biases": lambda: conv(bias=True),
 }

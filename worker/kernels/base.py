@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from worker.kv.cache import PagedCache
+from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 
 class Kernels(Protocol):
@@ -111,5 +112,45 @@ class Kernels(Protocol):
         decay     [T, value heads] logarithm of the decay
         offset    index of the layer's first number in a state
         returns   [T, value heads, value dim]
+        """
+        ...
+
+    def mamba2(
+        self,
+        spec: Mamba2Spec,
+        weights: Mamba2Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute what a Mamba-2 layer does between its linears (layers/mamba2_rule.py): the
+        convolution, the recurrence, the gate and the norm. Return the results, change the states,
+        and save those that the step saves. All numbers are float32.
+
+        inputs    [T, heads * head dim + C + heads] the gate, then x, B and C before the
+                  convolution, then dt
+        offset    index of the layer's first number in a state
+        returns   [T, heads * head dim]. If a token belongs to no row of `states`, its result has
+                  any value
+        """
+        ...
+
+    def short_conv(
+        self,
+        spec: ShortConvSpec,
+        conv: Tensor,
+        bias: Tensor | None,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute a short convolution and its gates (layers/short_conv_rule.py): return the
+        results, change the states, and save those that the step saves. All numbers are float32.
+
+        conv      [kernel, C], oldest token first
+        bias      [C] is added to the convolution; None: nothing is
+        inputs    [T, 3 C] the gate before the convolution, the gate after it, and x
+        offset    index of the layer's first number in a state
+        returns   [T, C]. If a token belongs to no row of `states`, its result has any value
         """
         ...

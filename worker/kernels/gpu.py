@@ -11,11 +11,12 @@ from torch import Tensor
 from worker.kernels.reference import TorchKernels, heads_of
 from worker.kernels.triton import layers
 from worker.kv.cache import PagedCache
+from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 WIDE = 256
 """Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""
@@ -119,6 +120,27 @@ class TritonKernels:
         offset: int,
     ) -> Tensor:
         return self._torch.gated_delta(spec, conv, qkv, beta, decay, states, offset)
+
+    def mamba2(
+        self,
+        spec: Mamba2Spec,
+        weights: Mamba2Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.mamba2(spec, weights, inputs, states, offset)
+
+    def short_conv(
+        self,
+        spec: ShortConvSpec,
+        conv: Tensor,
+        bias: Tensor | None,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.short_conv(spec, conv, bias, inputs, states, offset)
 
 
 def _launch_add_norm(

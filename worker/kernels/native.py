@@ -21,11 +21,12 @@ from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import PagedCache
 from worker.kv.rounding import ROUNDED, stored_width
 from worker.layers.delta_rule import NORM_EPS
+from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -34,7 +35,9 @@ SIGNATURES = {
     "time_parts": "p",
     "add_norm": "iiiippppd",
     "silu_mul": "iiiipp",
-    "gated_delta": "ippippipppp",
+    "gated_delta": "ippippippp",
+    "mamba2": "ipppipip",
+    "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
     "paged_attention": "iiipppippipp",
     "linear_to_float": "iipipp",
@@ -48,7 +51,7 @@ SIGNATURES = {
     "pack_dense": "iipiip",
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
-RETURNS_INT = {"packed_bytes", "decode", "gated_delta"}
+RETURNS_INT = {"packed_bytes", "decode", "gated_delta", "mamba2", "short_conv"}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
@@ -126,7 +129,43 @@ def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
     )
 
 
-def delta_states_struct(states: StepStates, offset: int, items: int) -> structs.CDeltaStates:
+def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:
+    return structs.CMamba2Sizes(
+        spec.num_heads,
+        spec.head_dim,
+        spec.num_groups,
+        spec.state,
+        spec.kernel,
+        spec.eps,
+        *spec.limits,
+    )
+
+
+def mamba2_weights_struct(spec: Mamba2Spec, weights: Mamba2Weights) -> structs.CMamba2Weights:
+    """Return the struct that describes `weights` to the kernels. It points at them, so it must not
+    outlive them."""
+    heads, width = spec.num_heads, spec.conv_width
+    assert weights.conv.shape == (spec.kernel, width)
+    assert weights.conv_bias is None or weights.conv_bias.shape == (width,)
+    assert weights.decay.shape == weights.bias.shape == weights.skip.shape == (heads,)
+    assert weights.norm.shape == (spec.output_width,)
+    assert {each.dtype for each in weights.tensors()} == {torch.float32}
+    return structs.CMamba2Weights(
+        *map(
+            address,
+            (
+                weights.conv,
+                weights.conv_bias,
+                weights.decay,
+                weights.bias,
+                weights.skip,
+                weights.norm,
+            ),
+        )
+    )
+
+
+def states_struct(states: StepStates, offset: int, items: int) -> structs.CStates:
     """Return the struct that describes `states` to the kernels. It points at tensors and arrays of
     `states`, so it must not outlive them.
 
@@ -144,7 +183,7 @@ def delta_states_struct(states: StepStates, offset: int, items: int) -> structs.
             assert array.dtype == np.int64
             assert array.flags.c_contiguous
             assert array.shape == (len(arrays[0]),)
-    return structs.CDeltaStates(
+    return structs.CStates(
         *(each.data_ptr() + offset * each.element_size() for each in stored),
         *(each.stride(0) for each in stored),
         *(len(each) for each in stored),
@@ -264,19 +303,74 @@ class NativeKernels:
         assert beta.shape == decay.shape == (tokens, heads)
         assert qkv.stride(1) == 1
         assert {each.dtype for each in (conv, qkv, beta, decay)} == {torch.float32}
-        mixed, out = qkv.new_empty(tokens, width), qkv.new_empty(tokens, heads, spec.value_dim)
+        out = qkv.new_empty(tokens, heads, spec.value_dim)
         bad_row = self.library.gated_delta(
             torch.get_num_threads(),
             byref(delta_sizes_struct(spec)),
-            byref(delta_states_struct(states, offset, spec.state_items)),
+            byref(states_struct(states, offset, spec.state_items)),
             tokens,
             address(conv),
             qkv.data_ptr(),
             qkv.stride(0),
-            *map(address, (beta, decay, mixed, out)),
+            *map(address, (beta, decay, out)),
         )
-        if bad_row >= 0:
-            raise ValueError(f"row {bad_row} has tokens or a state that the step does not have")
+        check_rows(bad_row)
+        return out
+
+    def mamba2(
+        self,
+        spec: Mamba2Spec,
+        weights: Mamba2Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        tokens = len(inputs)
+        assert inputs.shape == (tokens, spec.input_width)
+        assert inputs.stride(1) == 1
+        assert inputs.dtype == torch.float32
+        out = inputs.new_empty(tokens, spec.output_width)
+        bad_row = self.library.mamba2(
+            torch.get_num_threads(),
+            byref(mamba2_sizes_struct(spec)),
+            byref(mamba2_weights_struct(spec, weights)),
+            byref(states_struct(states, offset, spec.state_items)),
+            tokens,
+            inputs.data_ptr(),
+            inputs.stride(0),
+            address(out),
+        )
+        check_rows(bad_row)
+        return out
+
+    def short_conv(
+        self,
+        spec: ShortConvSpec,
+        conv: Tensor,
+        bias: Tensor | None,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        tokens, width = len(inputs), spec.width
+        assert conv.shape == (spec.kernel, width)
+        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
+        assert inputs.shape == (tokens, 3 * width)
+        assert inputs.stride(1) == 1
+        assert conv.dtype == inputs.dtype == torch.float32
+        out = inputs.new_empty(tokens, width)
+        bad_row = self.library.short_conv(
+            torch.get_num_threads(),
+            spec.kernel,
+            width,
+            byref(states_struct(states, offset, spec.state_items)),
+            tokens,
+            *map(address, (conv, bias)),
+            inputs.data_ptr(),
+            inputs.stride(0),
+            address(out),
+        )
+        check_rows(bad_row)
         return out
 
     def attend(
@@ -305,6 +399,13 @@ class NativeKernels:
             byref(scoring),
         )
         return out
+
+
+def check_rows(bad_row: int) -> None:
+    """Raise ValueError if a kernel has refused the states of a step because of row `bad_row`; -1
+    means that it has not."""
+    if bad_row >= 0:
+        raise ValueError(f"row {bad_row} has tokens or a state that the step does not have")
 
 
 def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:

@@ -13,11 +13,13 @@ from torch.nn.functional import gelu, silu
 
 from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import gated_delta
+from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
+from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
 from worker.spec.model_spec import Activation, MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -94,6 +96,27 @@ class TorchKernels:
         offset: int,
     ) -> Tensor:
         return gated_delta(spec, conv, qkv, beta, decay, states, offset)
+
+    def mamba2(
+        self,
+        spec: Mamba2Spec,
+        weights: Mamba2Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return mamba2(spec, weights, inputs, states, offset)
+
+    def short_conv(
+        self,
+        spec: ShortConvSpec,
+        conv: Tensor,
+        bias: Tensor | None,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return short_conv(spec, conv, bias, inputs, states, offset)
 
 
 def scaled(delta: Tensor, post_norm: Norm | None, scale: float) -> Tensor:

@@ -77,7 +77,36 @@ class CDeltaSizes(Structure):
     ]
 
 
-class CDeltaStates(Structure):
+class CMamba2Sizes(Structure):
+    """The dimensions of a Mamba-2 layer, and the smallest and the largest dt."""
+
+    _fields_ = [
+        ("heads", c_int64),
+        ("head_dim", c_int64),
+        ("groups", c_int64),
+        ("state", c_int64),
+        ("kernel", c_int64),
+        ("eps", c_double),
+        ("least_step", c_double),
+        ("most_step", c_double),
+    ]
+
+
+class CMamba2Weights(Structure):
+    """The weights of a Mamba-2 layer beside its linears, as in `Mamba2Weights`
+    (layers/mamba2_rule.py)."""
+
+    _fields_ = [
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+    ]
+
+
+class CStates(Structure):
     """The states of a step's rows, as `StepStates` (slots/states.py) describes them. `memory` and
     `checkpoints` are the addresses of the layer's first number in the first state."""
 

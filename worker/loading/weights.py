@@ -22,6 +22,7 @@ from worker.layers.group import Group
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Dense, Linear
 from worker.layers.mamba2 import Mamba2
+from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
@@ -285,12 +286,14 @@ class _Loader:
         return Mamba2(
             spec=spec,
             inputs=self._fused(tensors.inputs),
-            conv=self._taps(tensors),
-            conv_bias=self._vector_or_none(tensors.conv_bias),
-            decay=self._decay(tensors),
-            bias=self._vector(tensors.bias),
-            skip=self._vector(tensors.skip),
-            norm=self._own_norm(tensors.norm, spec.eps),
+            weights=Mamba2Weights(
+                conv=self._taps(tensors),
+                conv_bias=self._vector_or_none(tensors.conv_bias),
+                decay=self._decay(tensors),
+                bias=self._vector(tensors.bias),
+                skip=self._vector(tensors.skip),
+                norm=self._own_norm(tensors.norm, spec.eps).weight,
+            ),
             output=self._fused(tensors.output),
         )
 

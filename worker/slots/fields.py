@@ -37,7 +37,7 @@ LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 
 SAMPLED = ("SlotTable.append_tokens", "sampling.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
-COMPUTED = ("Kernels.gated_delta", "Mamba2._advance", "ShortConv.convolve")
+COMPUTED = ("Kernels.gated_delta", "Kernels.mamba2", "Kernels.short_conv")
 """Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
 STATE = "state"
 """Name of the field with the recurrent state."""

@@ -6,7 +6,9 @@
 
 #include "decode.h"
 #include "gated_delta.h"
+#include "mamba2.h"
 #include "pack.h"
+#include "short_conv.h"
 
 namespace {
 
@@ -34,7 +36,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 17; }
+EXPORT int64_t kernels_version() { return 18; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -74,15 +76,48 @@ EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inn
 // Computes the convolution and the recurrence of a gated delta net, changes the states and saves them, and returns -1.
 // If the states contradict `tokens` or each other, computes nothing and returns the number of a row that does.
 //
-// conv: [kernel, C]. qkv: [T, C], with qkv_stride numbers from token to token. beta, decay: [T, H]. mixed: scratch
-// memory [T, C]. out: [T, H, V].
-EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const DeltaStates *states, int64_t tokens,
+// conv: [kernel, C]. qkv: [T, C], with qkv_stride numbers from token to token. beta, decay: [T, H]. out: [T, H, V].
+EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const States *states, int64_t tokens,
                            const float *conv, const float *qkv, int64_t qkv_stride, const float *beta,
-                           const float *decay, float *mixed, float *out) {
+                           const float *decay, float *out) {
     const int64_t bad_row = states->bad_row(tokens);
     if (bad_row >= 0) return bad_row;
-    const Delta delta{*sizes, *states, conv, qkv, qkv_stride, beta, decay, mixed, out, tokens};
+    const Vectors vectors = sizes->vectors();
+    const Convolution convolution{sizes->kernel, vectors.width(), conv, nullptr};
+    const MixedMemory mixed(vectors, tokens);
+    const Delta delta{*sizes, *states, convolution, mixed.mixed, qkv, qkv_stride, beta, decay, out};
     together(threads, 2, [&](Team &team) { compute_delta(team, delta); });
+    return -1;
+}
+
+// Computes what a Mamba-2 layer does between its linears, changes the states and saves them, and returns as
+// `gated_delta` does.
+//
+// inputs: [T, H * P + C + H], with `stride` numbers from token to token. out: [T, H * P].
+EXPORT int64_t mamba2(int64_t threads, const Mamba2Sizes *sizes, const Mamba2Weights *weights, const States *states,
+                      int64_t tokens, const float *inputs, int64_t stride, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const Vectors vectors = sizes->vectors();
+    const Convolution convolution{sizes->kernel, vectors.width(), weights->conv, weights->conv_bias};
+    const MixedMemory mixed(vectors, tokens);
+    std::vector<float> steps((size_t)(sizes->heads * tokens)), factors(steps.size());
+    const Mamba2 mamba{*sizes, *states,      *weights,       convolution, mixed.mixed, inputs,
+                       stride, steps.data(), factors.data(), out};
+    together(threads, 3, [&](Team &team) { compute_mamba2(team, mamba); });
+    return -1;
+}
+
+// Computes a short convolution between its two gates, changes the states and saves them, and returns as `gated_delta`
+// does.
+//
+// taps: [kernel, C]. bias: [C], or null. inputs: [T, 3 C], with `stride` numbers from token to token. out: [T, C].
+EXPORT int64_t short_conv(int64_t threads, int64_t kernel, int64_t width, const States *states, int64_t tokens,
+                          const float *taps, const float *bias, const float *inputs, int64_t stride, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const ShortConv conv{*states, Convolution{kernel, width, taps, bias}, inputs, stride, out};
+    together(threads, 1, [&](Team &team) { compute_short_conv(team, conv); });
     return -1;
 }
 

@@ -1,7 +1,7 @@
-"""Measures one gated delta net of a hybrid of 27B weights: its recurrence, compiled and in torch.
+"""Measures one recurrent layer of a published shape: its recurrence, compiled and in torch.
 
-    python -m tests.benchmarks.delta_speed
-    python -m tests.benchmarks.delta_speed --kernels avx2 --weights BF16
+    python -m tests.benchmarks.recurrence_speed delta
+    python -m tests.benchmarks.recurrence_speed granite-tiny --kernels avx2 --weights BF16
 
 Prints the least CPU time of one thread, in milliseconds, for steps with some rows and tokens. The
 parts of a step are called in turns, because other programs slow them down. `pass` multiplies the
@@ -21,17 +21,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.delta_steps import delta_inputs, delta_spec
 from tests.support.kernels import native_kernels, randn, random_blocks
+from tests.support.recurrent_steps import (
+    RecurrentLayer,
+    conv_layer,
+    delta_layer,
+    mamba_layer,
+)
 from worker.checkpoint.quant_blocks import BlockKind
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear, PackedPart, pack
 from worker.kernels.reference import TorchKernels
 from worker.slots.states import Ints, StepStates
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
 
-SPEC = delta_spec(16, 48, 128, 128, 4)
-HIDDEN = 5120
+LAYERS = {
+    "delta": (5120, lambda: delta_layer(16, 48, 128, 128, 4)),
+    "granite-tiny": (1536, lambda: mamba_layer(48, 64, 1, 128, 4)),
+    "granite-small": (4096, lambda: mamba_layer(128, 64, 1, 128, 4)),
+    "lfm2": (2048, lambda: conv_layer(2048, 3)),
+}
+"""Hidden size and layer: of a hybrid of 27B weights with gated delta nets, of Granite 4 H Tiny and
+Small, and of LFM2 1.2B."""
 SLOTS = 32
 STEPS = ((1, 1), (8, 1), (32, 1), (1, 64), (1, 512))
 """Rows of a step, and tokens of each."""
@@ -41,13 +53,13 @@ SECONDS = 8.0
 Part = Callable[[], object]
 
 
-class DeltaSteps:
+class RecurrentSteps:
     """Steps of `rows` rows with `tokens` tokens each."""
 
-    def __init__(self, rows: int, tokens: int) -> None:
-        self._memory = torch.full((SLOTS, SPEC.state_items), 0.01)
-        self._inputs = delta_inputs(SPEC, rows * tokens)
-        self._conv = randn(SPEC.kernel, SPEC.conv_width, dtype=torch.float32)
+    def __init__(self, layer: RecurrentLayer, rows: int, tokens: int) -> None:
+        self._layer = layer
+        self._memory = torch.full((SLOTS, layer.spec.state_items), 0.01)
+        self._inputs = layer.make_inputs(rows * tokens, 0)
         self._rows, self._tokens, self._slot = rows, tokens, 0
 
     def _slots(self) -> Ints:
@@ -59,7 +71,7 @@ class DeltaSteps:
         slots, firsts = self._slots(), counts.cumsum() - counts
         saves = (none, none, none)
         states = StepStates(self._memory, self._memory[:1], slots, firsts, counts, counts, *saves)
-        return kernels.gated_delta(SPEC, self._conv, *self._inputs.all, states, 0)
+        return self._layer.compute(kernels, self._inputs, states, 0)
 
     def one_pass(self) -> None:
         for slot in self._slots().tolist():
@@ -69,7 +81,7 @@ class DeltaSteps:
 class Matrices:
     """The packed weights of the layer. `kind` is a type of GGUF's blocks, or "BF16"."""
 
-    def __init__(self, kernels: NativeKernels, kind: str) -> None:
+    def __init__(self, kernels: NativeKernels, spec: RecurrentSpec, hidden: int, kind: str) -> None:
         def weights(outputs: int, inputs: int) -> PackedPart:
             if kind == "BF16":
                 return randn(outputs, inputs, dtype=torch.bfloat16)
@@ -79,12 +91,19 @@ class Matrices:
             packed = pack(kernels, weights(outputs, inputs), rounds_inputs=kind != "BF16")
             return PackedLinear(kernels, packed)
 
-        self._inputs = linear(SPEC.conv_width + SPEC.value_width, HIDDEN)
-        self._output = linear(HIDDEN, SPEC.value_width)
+        match spec:
+            case GatedDeltaSpec():
+                made = spec.conv_width + spec.value_width
+            case Mamba2Spec():
+                made = spec.input_width
+            case ShortConvSpec():
+                made = 3 * spec.width
+        self._hidden, self._width = hidden, spec.output_width
+        self._inputs, self._output = linear(made, hidden), linear(hidden, self._width)
 
     def __call__(self, tokens: int) -> Tensor:
-        made = self._inputs(torch.ones(tokens, HIDDEN, dtype=torch.bfloat16))
-        return self._output(made[:, -SPEC.value_width :].contiguous())
+        made = self._inputs(torch.ones(tokens, self._hidden, dtype=torch.bfloat16))
+        return self._output(made[:, -self._width :].contiguous())
 
 
 def least_ms(parts: dict[str, Part]) -> dict[str, float]:
@@ -104,16 +123,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("layer", choices=LAYERS)
     parser.add_argument("--kernels", help="instruction set; by default the best one")
     parser.add_argument("--weights", default="Q8_0", help="of the matrices: Q8_0, BF16, ...")
     parser.add_argument("--no-torch", action="store_true", help="leave the recurrence in torch out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     kernels = native_kernels(options.kernels)
-    matrices = Matrices(kernels, options.weights)
-    print(f"{kernels.name}, matrices {options.weights}, ms")
+    hidden, make = LAYERS[options.layer]
+    layer = make()
+    matrices = Matrices(kernels, layer.spec, hidden, options.weights)
+    print(f"{layer}, {kernels.name}, matrices {options.weights}, ms")
     for rows, tokens in STEPS:
-        steps = DeltaSteps(rows, tokens)
+        steps = RecurrentSteps(layer, rows, tokens)
         parts: dict[str, Part] = {
             "compiled": partial(steps.recurrence, kernels),
             "torch": partial(steps.recurrence, TorchKernels()),
