@@ -103,12 +103,13 @@ def num_threads(number: int) -> Iterator[None]:
 @st.composite
 def step_rows(draw: st.DrawFn, request: int, left: int) -> tuple[StepRow, int]:
     """Return a row that computes some of the `left` tokens of a request, and their number. Some are
-    drafts, after which wrong drafts may follow. States are saved also after those."""
+    drafts, after which wrong drafts may follow. States are saved also after those, and before the
+    first token."""
     right = draw(st.sampled_from([1, left, draw(st.integers(1, left))]))
     wrong = draw(st.sampled_from([0, 0, 1, 3]))
     accepted = draw(st.integers(0, right - 1)) if draw(st.booleans()) else 0
     count = right + wrong
-    saves = draw(st.lists(st.integers(1, count), max_size=3)) if draw(st.booleans()) else []
+    saves = draw(st.lists(st.integers(0, count), max_size=3)) if draw(st.booleans()) else []
     return StepRow(request, count, accepted + wrong, accepted, tuple(sorted(saves))), right
 
 
@@ -199,6 +200,22 @@ def test_numbers_of_other_slots_and_layers_stay(
         assert not torch.equal(requests.memory, before)
         requests.state(request).copy_(requests.states[request])
     assert torch.equal(requests.memory, before)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_numbers_of_other_requests_do_not_stay_in_scratch_memory(
+    native: NativeKernels, layer: RecurrentLayer
+) -> None:
+    """Drafts change a copy of the state. If a request computes NaN, the next one does not."""
+    for other in KINDS:
+        broken = recurrent_requests(native, other, 4)
+        for each in (*broken.inputs[0], broken.memory):
+            each.fill_(torch.nan)
+        broken.step(StepRow(0, 4, drafts=3))
+    requests = recurrent_requests(native, layer, 4)
+    requests.step(StepRow(0, 4, drafts=3, accepted=3))
+    assert requests.results[0].isfinite().all()
+    assert requests.memory.isfinite().all()
 
 
 @pytest.mark.parametrize("layer", KINDS, ids=str)

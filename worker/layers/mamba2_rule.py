@@ -55,13 +55,13 @@ def mamba2(
     )
     out = torch.zeros_like(gate)
     step = softplus(step + weights.bias).clamp(*spec.limits)
-    advance(states, offset, spec.state_items, _Rule(spec, weights, mixed, step, out))
+    advance(states, offset, spec.state_items, _Mamba2Rule(spec, weights, mixed, step, out))
     groups = (out * silu(gate)).view(len(out), spec.num_groups, -1)
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.eps)
     return (groups * scale).flatten(1) * weights.norm
 
 
-class _Rule:
+class _Mamba2Rule:
     """The recurrence over some tokens of a step."""
 
     def __init__(

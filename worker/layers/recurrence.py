@@ -31,6 +31,7 @@ def advance(states: StepStates, offset: int, items: int, compute: SpanRule) -> N
     part = slice(offset, offset + items)
     memory, checkpoints = states.memory[:, part], states.checkpoints[:, part]
     single = (states.counts == 1) & (states.kept == 1)
+    single[states.save_rows[states.save_counts == 0]] = False  # saved before their token, too
     if single.any():
         slots, firsts = (_on(memory, each[single]) for each in (states.slots, states.firsts))
         held = memory.index_select(0, slots)

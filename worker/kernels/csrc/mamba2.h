@@ -77,9 +77,13 @@ inline void convolve(const Mamba2 &m, const StateRow &row, int64_t vector) {
 constexpr int64_t MAMBA_ROWS = 32;     // rows of a matrix in a tile; a multiple of all LANES
 constexpr int MAMBA_ROWS_TOGETHER = 4; // rows that are computed together, so that no sum waits for its last addition
 
+// A state that comes from memory is prefetched into the second cache this many numbers ahead, 4 KiB. The processor's
+// own prefetching stops at the end of each page.
+constexpr int64_t STATE_AHEAD = 1024;
+
 // Computes S = factor * S + x B^T and the vectors whose sums are S C, for COUNT rows of S. The sizes of S, B and C are
-// whole vectors.
-template <int COUNT>
+// whole vectors. FROM_MEMORY: whether S is not in a cache yet.
+template <int COUNT, bool FROM_MEMORY>
 INLINE void change_rows(StateTile s, float factor, const float *x, const float *b, const float *c, int64_t size,
                         Floats *products) {
     Floats added[COUNT], results[COUNT];
@@ -91,6 +95,7 @@ INLINE void change_rows(StateTile s, float factor, const float *x, const float *
         const Floats to_add = load(b + j), read = load(c + j);
         for (int r = 0; r < COUNT; r++) {
             float *at = s.at + r * s.stride + j;
+            if (FROM_MEMORY) __builtin_prefetch(at + STATE_AHEAD, 0, 2);
             const Floats changed = fused(added[r], to_add, load(at) * factor);
             store(at, changed);
             results[r] = fused(changed, read, results[r]);
@@ -100,12 +105,39 @@ INLINE void change_rows(StateTile s, float factor, const float *x, const float *
 }
 
 // Does so for `rows` rows, fewer than COUNT.
-template <int COUNT>
+template <int COUNT, bool FROM_MEMORY>
 INLINE void change_last_rows(int64_t rows, StateTile s, float factor, const float *x, const float *b, const float *c,
                              int64_t size, Floats *products) {
     if constexpr (COUNT > 1) {
-        if (rows < COUNT - 1) return change_last_rows<COUNT - 1>(rows, s, factor, x, b, c, size, products);
-        change_rows<COUNT - 1>(s, factor, x, b, c, size, products);
+        if (rows < COUNT - 1) return change_last_rows<COUNT - 1, FROM_MEMORY>(rows, s, factor, x, b, c, size, products);
+        change_rows<COUNT - 1, FROM_MEMORY>(s, factor, x, b, c, size, products);
+    }
+}
+
+// Some rows of the matrix of a head, and the inputs of a token for them.
+struct HeadRows {
+    StateTile s;
+    int64_t rows;
+    const float *x, *b, *c; // padded with zeros to whole vectors
+    int64_t size;           // of B and C, in whole vectors
+    float step, factor, skip;
+};
+
+// Changes the rows by a token, and writes their results to `out`.
+template <bool FROM_MEMORY> INLINE void change_tile(const HeadRows &h, float *out) {
+    constexpr int TOGETHER = MAMBA_ROWS_TOGETHER;
+    for (int64_t first = 0; first < h.rows; first += LANES) {
+        const int64_t rows = std::min<int64_t>(LANES, h.rows - first);
+        const Floats x = load(h.x + first);
+        float added[LANES];
+        store(added, x * h.step);
+        Floats products[LANES] = {};
+        StateTile s{h.s.at + first * h.s.stride, h.s.stride};
+        int64_t r = 0;
+        for (; r + TOGETHER <= rows; r += TOGETHER, s.at += TOGETHER * s.stride)
+            change_rows<TOGETHER, FROM_MEMORY>(s, h.factor, added + r, h.b, h.c, h.size, products + r);
+        change_last_rows<TOGETHER, FROM_MEMORY>(rows - r, s, h.factor, added + r, h.b, h.c, h.size, products + r);
+        store_first(out + first, fused(splat(h.skip), x, sums_of(products)), rows);
     }
 }
 
@@ -126,26 +158,13 @@ inline void compute_rows(const Mamba2 &m, StateRow row, int64_t head, int64_t fi
         });
     };
     keep(0);
-    const Floats skip = splat(m.weights.skip[head]);
     for (int64_t n = 0; n < row.count; n++) {
-        const int64_t t = row.first + n;
-        const float *x = m.mixed.at(head, t) + first, *b = m.mixed.at(b_vector, t), *c = m.mixed.at(c_vector, t);
-        const float step = m.steps[head * m.mixed.tokens + t], factor = m.factors[head * m.mixed.tokens + t];
+        const int64_t t = row.first + n, of_head = head * m.mixed.tokens + t;
+        const HeadRows h{s,      rows, m.mixed.at(head, t) + first, m.mixed.at(b_vector, t), m.mixed.at(c_vector, t),
+                         padded, m.steps[of_head], m.factors[of_head], m.weights.skip[head]};
         float *out = m.out + t * sizes.output_width() + head * sizes.head_dim + first;
-        for (int64_t r = 0; r < rows; r += LANES) {
-            const int64_t end = std::min(r + LANES, rows);
-            const Floats of_rows = load(x + r), scaled = of_rows * step;
-            float added[LANES];
-            store(added, scaled);
-            Floats products[LANES] = {};
-            int64_t i = r;
-            for (; i + MAMBA_ROWS_TOGETHER <= end; i += MAMBA_ROWS_TOGETHER)
-                change_rows<MAMBA_ROWS_TOGETHER>(StateTile{s.at + i * s.stride, s.stride}, factor, added + i - r, b, c,
-                                                 padded, products + i - r);
-            change_last_rows<MAMBA_ROWS_TOGETHER>(end - i, StateTile{s.at + i * s.stride, s.stride}, factor,
-                                                  added + i - r, b, c, padded, products + i - r);
-            store_first(out + r, fused(skip, of_rows, sums_of(products)), end - r);
-        }
+        if (n == 0 && in_place) change_tile<true>(h, out);
+        else change_tile<false>(h, out);
         keep(n + 1);
     }
 }
