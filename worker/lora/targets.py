@@ -55,9 +55,11 @@ def find_targets(spec: ModelFacts) -> dict[str, Target]:
 
 def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
     layer = tensors.layer(index)
-    mixer_in, mixer_out = layer.mixer.matrices
-    linears: list[tuple[AdaptedLinear, FusedMatrix]] = [("qkv", mixer_in), ("output", mixer_out)]
-    if layer.router is None:  # the experts of a mixture cannot have adapters
+    linears: list[tuple[AdaptedLinear, FusedMatrix]] = []
+    if layer.mixer is not None:
+        mixer_in, mixer_out = layer.mixer.matrices
+        linears += [("qkv", mixer_in), ("output", mixer_out)]
+    if layer.mlps and layer.router is None:  # the experts of a mixture cannot have adapters
         (only,) = layer.mlps
         linears += [("gate_up", only.gate_up), ("down", only.down)]
     for linear, matrix in linears:

@@ -173,7 +173,7 @@ GRANITE_4_NAMES = {
 
 def granite_hybrid_names(spec: ModelSpec) -> TensorNames:
     """Return the tensor names. The shared MLP is the only one of a layer without experts."""
-    prefix = "" if spec.layers[0].mlp.num_experts == 1 else "shared_"
+    prefix = "" if spec.mlps[0].num_experts == 1 else "shared_"
     shared = {
         f"{prefix}gate_up": "model.layers.{i}.shared_mlp.input_linear",
         f"{prefix}down": "model.layers.{i}.shared_mlp.output_linear",
