@@ -116,6 +116,7 @@ ROPE_SET: dict[str, dict[str, list[Any]]] = {
 COMPUTED = {
     *("rope_theta", "head_dim", "sliding_window_pattern", "partial_rotary_factor"),
     *("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
+    "hybrid_override_pattern",
 }
 """Keys that not every config class has as an attribute, because its constructor computes or
 renames them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import write_directory
@@ -24,6 +25,7 @@ from tests.support.eager import (
 from tests.support.family_models import (
     BIASED,
     CASES,
+    FULL,
     MODEL_TYPES,
     OWN_SIZES,
     VARIANTS,
@@ -99,6 +101,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [{"initializer_range": 0.03, "moe_intermediate_size": 64}],
     "lfm2": [{}, {"conv_bias": True}, {"layer_types": ["full_attention"] * 4}],
     "lfm2_moe": [{"moe_intermediate_size": 64}],
+    "nemotron_h": [{}, {"moe_latent_size": 64}, {"layers_block_type": [FULL, "mlp"] * 3}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "exaone4": [WINDOW],
@@ -206,6 +209,30 @@ def test_the_published_config_of_lfm2_is_read(tmp_path: Path) -> None:
     assert_same(ours, logits, 1e-4 * max(1.0, float(logits.abs().max()) / 10))
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same(expected(again, tokens), logits)
+
+
+def test_the_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
+    """It has a pattern of letters, and lists what only the first values of the weights depend on.
+    Files have one of two prefixes."""
+    theirs, tokens = random_model("nemotron_h"), some_tokens(61)
+    file = write_directory(tmp_path, theirs) / "config.json"
+    written = json.loads(file.read_text())
+    del written["layers_block_type"], written["time_step_limit"]
+    published = {
+        "hybrid_override_pattern": "M-*EME",
+        "num_hidden_layers": 6,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_min": 0.6,
+        "attention_head_dim": 32,
+        "rope_theta": 10000,
+    }
+    file.write_text(json.dumps(written | published))
+    logits = expected(theirs, tokens)
+    assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], logits)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("backbone.", "model."): each for name, each in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], logits)
 
 
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"),
 ]
 """Model types some of whose layers are recurrent."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, MAMBA = "full_attention", "sliding_attention", "linear_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
@@ -113,6 +113,20 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "num_experts": 5,
         "num_experts_per_tok": 2,
+    },
+    "nemotron_h": {
+        "head_dim": 32,
+        "layers_block_type": [MAMBA, "mlp", FULL, "moe", MAMBA, "moe"],
+        "num_hidden_layers": 6,
+        "mamba_num_heads": 12,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 20,
+        "n_groups": 2,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "initializer_range": 0.08,
     },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
@@ -253,6 +267,22 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": BIASED,
     },
     "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
+    "nemotron_h": {
+        "dense": {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]},
+        "no state": {"layers_block_type": [FULL, "mlp"] * 3},
+        "attention first": {"layers_block_type": [FULL, MAMBA, "moe"] * 2},
+        "MLP first": {"layers_block_type": ["mlp", "moe", MAMBA, "mlp", FULL, FULL]},
+        "biases": {"use_bias": True, "use_conv_bias": False},
+        "biases of MLPs": {"layers_block_type": [MAMBA, "mlp", FULL] * 2, "mlp_bias": True},
+        "many groups": {"n_groups": 6},
+        "limits": {"time_step_min": 0.6, "time_step_limit": [0.6, float("inf")]},
+        "silu": {"mlp_hidden_act": "silu"},
+        "latent experts": {"moe_latent_size": 64},
+        "groups of experts": {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+        "not renormalised": {"norm_topk_prob": False},
+        "scaled": {"routed_scaling_factor": 2.5},
+        "long convolution": {"conv_kernel": 6},
+    },
     "lfm2": {
         "untied": UNTIED,
         "biases": {"conv_bias": True},
@@ -397,7 +427,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "correction_bias")):
                 buffer.normal_(0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.8, 1.2)

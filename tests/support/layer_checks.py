@@ -264,7 +264,7 @@ def poisoned_cache(case: PlaceCase, dtype: torch.dtype) -> KVCache:
 
 
 # ---- Activations.
-SIZES: dict[Activation, int] = {"silu": 1536, "gelu": 272, "gelu_tanh": 1100}
+SIZES: dict[Activation, int] = {"silu": 1536, "gelu": 272, "gelu_tanh": 1100, "relu2": 700}
 MLPS = [
     *(
         MlpSpec(intermediate=size, activation=activation, is_gated=is_gated)
@@ -303,6 +303,7 @@ def _activated(inner: Tensor, mlp: MlpSpec) -> Tensor:
 EXACT: dict[Activation, Any] = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x * torch.special.ndtr(x),
+    "relu2": lambda x: x.clamp(min=0).square(),
     "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
 }
 

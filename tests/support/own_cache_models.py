@@ -86,7 +86,7 @@ ARCHITECTURES = (
     # recurrent layers
     *("BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
-    *("NemotronHForCausalLM", "OlmoHybridForCausalLM"),
+    "OlmoHybridForCausalLM",
     "RwkvForCausalLM",
     # shared keys and values
     *("Gemma3nForCausalLM", "Gemma4ForCausalLM", "MiMoV2FlashForCausalLM"),

@@ -386,7 +386,8 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
                 qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
                 output_bias=attention.output_bias or has_bias("attn_output"),
             )
-        mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
+        if mlp is not None:
+            mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
         recurrent = layer.recurrent
         if isinstance(recurrent, GatedDeltaSpec) and is_tiled:
             recurrent = replace(recurrent, tiled=True)

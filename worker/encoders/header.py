@@ -23,7 +23,7 @@ from worker.encoders.spec import EncoderSpec
 from worker.encoders.tensors import EncoderTensors
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields, read_json
-from worker.spec.tensor_names import without_prefix
+from worker.spec.tensor_names import with_found_prefix
 
 DEFAULT_VECTORS = VectorSpec(pooling="mean")
 """The vectors of an encoder whose files do not describe them. The pooling is that of
@@ -99,7 +99,7 @@ def directory_encoder(
     files = SafetensorsFiles(paths)
     names = family.names(spec)
     unused = tuple(start for each in family.unused for start in (each, names.prefix + each))
-    names = without_prefix(names, list(files.tensors))
+    names = with_found_prefix(names, list(files.tensors))
     tensors = EncoderTensors(spec, names, unused)
     tensors.check({name: tensor.shape for name, tensor in files.tensors.items()})
     kinds = {name: tensor.dtype for name, tensor in files.tensors.items()}

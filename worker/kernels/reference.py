@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import gated_delta
@@ -26,10 +26,15 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return relu(x).square_()
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
 }
 
 

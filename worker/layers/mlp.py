@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,6 @@ from worker.layers.linear import Linear
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.norm import Norm
 from worker.spec.model_spec import MlpSpec
-
-SIGMOIDS_EPS = 1e-6
-"""Added to the sum of sigmoids before weights are divided by it, because all of them can be small.
-"""
 
 
 @dataclass(slots=True)
@@ -44,6 +41,10 @@ class Mlp:
     @property
     def experts(self) -> Sequence[Mlp]:
         return (self,)
+
+    @property
+    def linears(self) -> list[tuple[Any, str]]:
+        return [(self, "gate_up"), (self, "down")]
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.gate_up.tensors()
@@ -70,6 +71,22 @@ class SharedExpert:
 
 
 @dataclass(slots=True)
+class Latent:
+    """The linears around experts that read and return L numbers, fewer than the hidden states have.
+
+    inputs    makes what the experts read: [N, L]
+    outputs   makes hidden states of the sum of their results
+    """
+
+    inputs: Linear
+    outputs: Linear
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.inputs.tensors()
+        yield from self.outputs.tensors()
+
+
+@dataclass(slots=True)
 class ExpertMlp:
     """A mixture of experts: the router chooses `top_k` experts for each row. Each rank of a group
     has some of the experts, and the ranks add their results.
@@ -81,6 +98,7 @@ class ExpertMlp:
     router_norm   norm of the router's input; None: there is none
     factors       [E] float32, what the weights of chosen experts are multiplied by; None: they are
                   not
+    latent        linears around the experts; None: the experts read and return hidden states
     """
 
     spec: MlpSpec
@@ -92,6 +110,7 @@ class ExpertMlp:
     choice_bias: Tensor | None = None
     router_norm: Norm | None = None
     factors: Tensor | None = None
+    latent: Latent | None = None
 
     def __call__(
         self,
@@ -107,14 +126,17 @@ class ExpertMlp:
         routed_by   [N, hidden] the input of the router; None: x
         """
         weights, chosen = self._route(x if routed_by is None else routed_by)
-        total = torch.zeros_like(x)
+        read = x if self.latent is None else self.latent.inputs(x)
+        total = torch.zeros_like(read)
         last = self.first + len(self.experts)
         for index in torch.unique(chosen).tolist():
             if not self.first <= index < last:
                 continue
             rows, place = torch.where(chosen == index)
-            part = self.experts[index - self.first](x.index_select(0, rows), kernels)
+            part = self.experts[index - self.first](read.index_select(0, rows), kernels)
             total.index_add_(0, rows, part * weights[rows, place, None])
+        if self.latent is not None:
+            total = self.latent.outputs(total)
         if self.shared is not None:
             total.add_(self.shared(x, kernels))
         return total if self.group is None else self.group.sum(total)
@@ -126,11 +148,13 @@ class ExpertMlp:
         is_softmax = spec.router == "softmax"
         weights = softmax(scores, dim=-1) if is_softmax else scores.sigmoid()
         biased = weights if self.choice_bias is None else weights + self.choice_bias
+        if spec.num_groups > 1:
+            biased = _within_groups(biased, spec)
         chosen = torch.topk(biased, spec.top_k, dim=-1).indices
         weights = weights.gather(-1, chosen)
         if spec.renormalize:
             total = weights.sum(dim=-1, keepdim=True)
-            weights = weights / (total if is_softmax else total + SIGMOIDS_EPS)
+            weights = weights / (total + spec.sum_eps)
         if spec.expert_scale != 1.0:
             weights = weights * spec.expert_scale
         if self.factors is not None:
@@ -146,8 +170,26 @@ class ExpertMlp:
             yield from self.router_norm.tensors()
         for expert in self.experts:
             yield from expert.tensors()
-        if self.shared is not None:
-            yield from self.shared.tensors()
+        for part in (self.shared, self.latent):
+            if part is not None:
+                yield from part.tensors()
+
+    @property
+    def linears(self) -> list[tuple[Any, str]]:
+        """Return (owner, name of the attribute) for each linear except those that stay dense."""
+        mlps = [*self.experts, *([self.shared.mlp] if self.shared else [])]
+        latent = [(self.latent, name) for name in ("inputs", "outputs")] if self.latent else []
+        return [*((mlp, name) for mlp in mlps for name in ("gate_up", "down")), *latent]
+
+
+def _within_groups(weights: Tensor, spec: MlpSpec) -> Tensor:
+    """Return weights [N, E] with minus infinity for the experts of the groups that are not
+    chosen."""
+    groups = weights.view(len(weights), spec.num_groups, -1)
+    best = torch.topk(groups, 2, dim=-1).values.sum(dim=-1)
+    chosen = torch.topk(best, spec.top_groups, dim=-1).indices
+    is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+    return groups.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)
 
 
 @dataclass(slots=True)

@@ -66,8 +66,8 @@ from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
 from worker.spec.tensor_names import (
     ENDINGS,
     TensorNames,
+    with_found_prefix,
     with_stacked_experts,
-    without_prefix,
 )
 from worker.spec.tensors import ModelTensors
 from worker.spec.wrappers import text_name, text_part
@@ -301,7 +301,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         names = names if names.prefix else replace(names, prefix="model.")
     if is_scored or vectors is not None:
         spec = replace(spec, tied_embeddings=True, head_bias=False)
-    names = without_prefix(names, list(files.tensors))
+    names = with_found_prefix(names, list(files.tensors))
     quantization = read_quantization(config, family.quantizations)
     shapes, kinds = _contents(files, config)
     names = replace(names, by_rows=frozenset(n for n, kind in kinds.items() if kind == MXFP4))

@@ -34,7 +34,7 @@ from worker.models.autotune_cache import ROWS, row_times
 from worker.models.compiled import is_fitting
 from worker.models.decoder import DecoderLayer, DecoderWeights
 from worker.spec import kernel_sizes as sizes
-from worker.spec.model_spec import ModelSpec
+from worker.spec.model_spec import LayerSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,8 @@ def settle(
     steps use dense weights, and read the dense copies.
 
     Return (rows, seconds) for each measured number of rows: the time that all linears take in a
-    step. Return [] if nothing was measured: not on a CPU, a mixture of experts, or too small.
+    step. Return [] if nothing was measured: not on a CPU, a mixture of experts, a first layer with
+    only one block, or too small.
 
     folder   directory that caches the measurements; None disables the cache
     """
@@ -183,7 +184,7 @@ def settle(
     is_measured = weights.embedding.device.type == "cpu" and num_weights >= LEAST_WEIGHTS
     costs: list[tuple[int, float]] = []
     from_rows = NEVER
-    if is_measured and first.spec.mlp.num_experts == 1 and first.beside is None:
+    if is_measured and is_typical(first.spec):
         twice = [each for each in layer if isinstance(each, HybridLinear)]
         may_be = len(twice) == len(layer) and may_be_dense(twice, dtype, len(weights.layers))
         inputs = _inputs(spec, dtype)
@@ -199,6 +200,12 @@ def settle(
         log.debug("linears of a step: %s", in_words(table))
     _settle(weights, from_rows)
     return costs
+
+
+def is_typical(layer: LayerSpec) -> bool:
+    """Return whether the linears of a layer are a measure of those of all layers: it has a token
+    mixer and an MLP without experts."""
+    return not layer.has_one_block and all(mlp.num_experts == 1 for mlp in layer.mlps)
 
 
 def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int) -> bool:
@@ -251,6 +258,7 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     They are not random, because `torch.Generator` needs the postponed part of torch.
     """
     layer = spec.layers[0]
+    assert layer.mlp is not None
     if layer.recurrent is not None:
         mixed = layer.recurrent.output_width
     else:

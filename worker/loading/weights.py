@@ -23,7 +23,7 @@ from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Dense, Linear
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mamba2_rule import Mamba2Weights
-from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp, SharedExpert
+from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
@@ -33,6 +33,7 @@ from worker.spec.layer_tensors import (
     BesideTensors,
     FusedMatrix,
     GatedDeltaTensors,
+    LatentTensors,
     LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
@@ -199,10 +200,10 @@ class _Loader:
         return DecoderLayer(
             spec=layer,
             attention_norm=self._norm_or_none(tensors.attention_norm, norm),
-            mixer=self._mixer(layer, tensors.mixer),
+            mixer=None if tensors.mixer is None else self._mixer(layer, tensors.mixer),
             post_attention_norm=self._norm_or_none(tensors.post_attention_norm, norm),
             mlp_norm=self._norm_or_none(tensors.mlp_norm, norm),
-            mlp=self._mlp(layer, tensors),
+            mlp=None if layer.mlp is None else self._mlp(layer.mlp, tensors),
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
             beside=self._beside(layer.beside, tensors.beside),
             inputs=self._input_gate(tensors.inputs),
@@ -322,30 +323,33 @@ class _Loader:
         weight = self._vector(VectorTensor(f"{tensor.name}.weight", tensor.size))
         return Norm(NormSpec(eps=eps), weight)
 
-    def _mlp(self, layer: LayerSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
+    def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
         if tensors.router is None:
             (only,) = tensors.mlps
-            return Mlp(layer.mlp, self._fused(only.gate_up), self._summed(only.down))
+            return Mlp(mlp, self._fused(only.gate_up), self._summed(only.down))
         router = self._plain(tensors.router)
         experts = [
-            Mlp(layer.mlp, self._fused(each.gate_up), self._fused(each.down))
-            for each in tensors.mlps
+            Mlp(mlp, self._fused(each.gate_up), self._fused(each.down)) for each in tensors.mlps
         ]
-        first = self._tensors.experts(layer.mlp).start
+        first, latent = self._tensors.experts(mlp).start, tensors.latent
         return ExpertMlp(
-            layer.mlp,
+            mlp,
             router,
             experts,
             first,
             self._group,
-            self._shared(layer.mlp, tensors.shared),
+            self._shared(mlp, tensors.shared),
             self._vector_or_none(tensors.choice_bias),
+            latent=None if latent is None else self._latent(latent),
         )
+
+    def _latent(self, tensors: LatentTensors) -> Latent:
+        return Latent(self._fused(tensors.inputs), self._fused(tensors.outputs))
 
     def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
         if tensors is None:
             return None
-        whole = replace(mlp, intermediate=mlp.shared, num_experts=1, top_k=1, shared=0)
+        whole = replace(mlp, intermediate=mlp.shared, num_experts=1, top_k=1, shared=0, latent=0)
         gate_up, down = self._fused(tensors.mlp.gate_up), self._fused(tensors.mlp.down)
         score = None if tensors.gate is None else self._plain(tensors.gate)
         return SharedExpert(Mlp(whole, gate_up, down), score)

@@ -40,24 +40,30 @@ class Target:
 
 
 def find_targets(spec: ModelFacts) -> dict[str, Target]:
-    """Return the modules of a model by name. Raises UnusableAdapter if the model cannot have
-    adapters."""
+    """Return the modules of a model by name. If checkpoints have one of two prefixes, a module has
+    two names. Raises UnusableAdapter if the model cannot have adapters."""
     family = next((each for each in FAMILIES if each.architecture == spec.architecture), None)
     if family is None or not isinstance(spec, ModelSpec):
         raise UnusableAdapter(
             f"LoRA adapters are not supported for {spec.architecture}, which transformers computes"
         )
-    tensors = ModelTensors(spec, family.names(spec))
+    names = family.names(spec)
+    spelled = [names, names.with_other_prefix] if names.other_prefix else [names]
     return {
-        name: target for index in range(spec.num_layers) for name, target in _layer(tensors, index)
+        name: target
+        for tensors in (ModelTensors(spec, each) for each in spelled)
+        for index in range(spec.num_layers)
+        for name, target in _layer(tensors, index)
     }
 
 
 def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
     layer = tensors.layer(index)
-    mixer_in, mixer_out = layer.mixer.matrices
-    linears: list[tuple[AdaptedLinear, FusedMatrix]] = [("qkv", mixer_in), ("output", mixer_out)]
-    if layer.router is None:  # the experts of a mixture cannot have adapters
+    linears: list[tuple[AdaptedLinear, FusedMatrix]] = []
+    if layer.mixer is not None:
+        mixer_in, mixer_out = layer.mixer.matrices
+        linears += [("qkv", mixer_in), ("output", mixer_out)]
+    if layer.mlps and layer.router is None:  # the experts of a mixture cannot have adapters
         (only,) = layer.mlps
         linears += [("gate_up", only.gate_up), ("down", only.down)]
     for linear, matrix in linears:
@@ -73,5 +79,5 @@ def adapter_bytes(spec: ModelFacts, rank: int, number_bytes: int) -> int:
     """Return the memory of an adapter of this rank for all modules of the model, in bytes."""
     return sum(
         rank * (target.inputs + target.outputs) * number_bytes
-        for target in find_targets(spec).values()
+        for target in {*find_targets(spec).values()}
     )

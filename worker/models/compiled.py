@@ -10,7 +10,7 @@ def is_fitting(spec: ModelSpec) -> bool:
     """Return whether the compiled kernels support the dimensions of all layers of the model."""
     widths = {spec.hidden}
     for layer in spec.layers:
-        widths |= {mlp.intermediate for mlp in (layer.mlp, layer.beside) if mlp is not None}
+        widths |= {mlp.intermediate for mlp in layer.mlps}
     return all(
         sizes.fits(
             heads=attention.num_heads,
@@ -31,9 +31,13 @@ def why_not(spec: ModelSpec) -> str:
         return "some of its layers are recurrent"
     if any(each.gated for each in spec.attentions):
         return "its attention has gates"
-    if any(layer.mlp.shared for layer in spec.layers):
+    if any(layer.has_one_block for layer in spec.layers):
+        return "some of its layers have only attention or only an MLP"
+    if any(mlp.activation == "relu2" for mlp in spec.mlps):
+        return "its MLPs square the positive part"
+    if any(mlp.shared for mlp in spec.mlps):
         return "it has shared experts"
-    if any(layer.mlp.num_experts > 1 and not _is_plain(layer.mlp) for layer in spec.layers):
+    if any(mlp.num_experts > 1 and not _is_plain(mlp) for mlp in spec.mlps):
         return "its routers compute more than a softmax"
     if spec.layer_inputs is not None or any(each.scaled or each.beside for each in spec.layers):
         return "its layers have inputs, factors or experts of their own"
@@ -45,5 +49,11 @@ def why_not(spec: ModelSpec) -> str:
 
 
 def _is_plain(mlp: MlpSpec) -> bool:
-    """Return whether the weights of the experts are the softmax of the router's scores."""
-    return mlp.router == "softmax" and not mlp.choice_bias and mlp.expert_scale == 1.0
+    """Return whether the weights of the experts are the softmax of the router's scores, and the
+    experts read the hidden states."""
+    return (
+        mlp.router == "softmax"
+        and not (mlp.choice_bias or mlp.sum_eps or mlp.latent)
+        and mlp.num_groups == 1
+        and mlp.expert_scale == 1.0
+    )

@@ -75,14 +75,14 @@ TokenMixer = AttentionBlock | GatedDelta | Mamba2 | ShortConv
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Weights of a layer. A layer without a norm has None in its place."""
+    """Weights of a layer. A layer without a norm, a token mixer or an MLP has None in its place."""
 
     spec: LayerSpec
     attention_norm: Norm | None
-    mixer: TokenMixer
+    mixer: TokenMixer | None
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | ExpertMlp
+    mlp: Mlp | ExpertMlp | None
     post_mlp_norm: Norm | None
     beside: ExpertsBeside | None = None
     inputs: InputGate | None = None
@@ -99,18 +99,14 @@ class DecoderLayer:
     def linears(self) -> list[tuple[Any, str]]:
         """Return (owner, name of the attribute) for each linear layer except those that stay dense,
         so that the caller can replace it."""
-        shared = self.mlp.shared if isinstance(self.mlp, ExpertMlp) else None
-        mlps = [*self.mlp.experts, *([shared.mlp] if shared else [])]
-        mlps += self.beside.experts.experts if self.beside else ()
-        inner = [(mlp, name) for mlp in mlps for name in ("gate_up", "down")]
-        return [*self.mixer.linears, *inner, *(self.inputs.linears if self.inputs else ())]
+        beside = self.beside.experts if self.beside else None
+        parts = (self.mixer, self.mlp, beside, self.inputs)
+        return [linear for part in parts if part is not None for linear in part.linears]
 
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
-        yield from self.mixer.tensors()
-        yield from self.mlp.tensors()
-        for part in (self.beside, self.inputs):
+        for part in (self.mixer, self.mlp, self.beside, self.inputs):
             if part is not None:
                 yield from part.tensors()
 
@@ -207,26 +203,29 @@ class DecoderModel:
         for index, layer in enumerate(self.weights.layers):
             spec, mixer = layer.spec, layer.mixer
             terms = None if adapters is None else adapters.for_layer(index)
-            normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
-            place = self._places[index]
-            if isinstance(mixer, AttentionBlock):
-                assert place is not None
-                turn, plan = turns[mixer.spec.rope], plans[kinds[place]]
-                delta = self._attend(
-                    mixer, normed, turn, batch, cache, place, attention, plan, terms
-                )
-            else:
-                assert states is not None, "a model with recurrent layers needs states"
-                delta = mixer(normed, self.kernels, states, self._offsets[index], terms)
-            post_norm = layer.post_attention_norm
-            if spec.order in ("parallel", "parallel_one_norm"):
-                if layer.mlp_norm is not None:
-                    normed = self._add_norm(x, None, layer.mlp_norm)
-                delta = delta.add_(layer.mlp(normed, self.kernels, terms))
-                continue
-            normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
-            delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
-            if layer.beside is not None:
+            if mixer is not None:
+                normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
+                place = self._places[index]
+                if isinstance(mixer, AttentionBlock):
+                    assert place is not None
+                    turn, plan = turns[mixer.spec.rope], plans[kinds[place]]
+                    delta = self._attend(
+                        mixer, normed, turn, batch, cache, place, attention, plan, terms
+                    )
+                else:
+                    assert states is not None, "a model with recurrent layers needs states"
+                    delta = mixer(normed, self.kernels, states, self._offsets[index], terms)
+                post_norm = layer.post_attention_norm
+                if spec.order in ("parallel", "parallel_one_norm"):
+                    assert layer.mlp is not None
+                    if layer.mlp_norm is not None:
+                        normed = self._add_norm(x, None, layer.mlp_norm)
+                    delta = delta.add_(layer.mlp(normed, self.kernels, terms))
+                    continue
+            if layer.mlp is not None:
+                normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
+                delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
+            if layer.beside is not None and delta is not None:
                 delta = layer.beside(x, delta, self.kernels)
             if layer.inputs is not None and inputs is not None:
                 self._add_norm(x, delta, None, post_norm)

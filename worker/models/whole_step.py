@@ -97,9 +97,8 @@ class WholePass:
         scale = torch.tensor(spec.embedding_scale, dtype=dtype)
         self._embedding_scale = float(scale)
         self._uses_delta = any(
-            layer.post_attention_norm is not None or layer.spec.mlp.num_experts > 1
-            for layer in weights.layers
-        )
+            layer.post_attention_norm is not None for layer in weights.layers
+        ) or any(mlp.num_experts > 1 for mlp in spec.mlps)
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache: tuple[int, torch.dtype] | None = None
@@ -194,7 +193,7 @@ class WholePass:
         fills in the fields that depend on the step: x, the rows, and the tokens' ids, positions and
         slots."""
         spec, attention = self._spec, self._attention
-        size, mlps = self._weights.embedding.dtype.itemsize, [layer.mlp for layer in spec.layers]
+        size, mlps = self._weights.embedding.dtype.itemsize, spec.mlps
         inner = max(mlp.top_k * mlp.intermediate for mlp in mlps)
         assigned = max(mlp.top_k if mlp.num_experts > 1 else 0 for mlp in mlps)
         self.use_cache(cache)
@@ -274,7 +273,9 @@ def _embedding(embedding: Embedding) -> dict[str, int | None]:
 def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype) -> structs.CLayer:
     """Return the struct of a layer without its router and MLPs."""
     block, mlp = layer.mixer, layer.spec.mlp
+    assert block is not None
     assert not isinstance(block, GatedDelta | Mamba2 | ShortConv)
+    assert mlp is not None
     qkv, output = _packed(block.qkv), _packed(block.output)
     attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm
     return structs.CLayer(
@@ -310,6 +311,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
 
 def _mlps(layer: DecoderLayer) -> Array[structs.CMlp]:
     """Return the structs of a layer's MLP, or of its experts."""
+    assert layer.mlp is not None
     mlps = [(_packed(each.gate_up), _packed(each.down)) for each in layer.mlp.experts]
     return (structs.CMlp * len(mlps))(
         *(
@@ -324,7 +326,7 @@ def _mlps(layer: DecoderLayer) -> Array[structs.CMlp]:
     )
 
 
-def _router(mlp: Mlp | ExpertMlp, kernels: NativeKernels) -> PackedLinear | None:
+def _router(mlp: Mlp | ExpertMlp | None, kernels: NativeKernels) -> PackedLinear | None:
     """Return the router of a mixture of experts, or a packed copy if it is dense; None if there is
     no router."""
     if not isinstance(mlp, ExpertMlp):

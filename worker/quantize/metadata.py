@@ -36,7 +36,8 @@ def architecture_of(spec: ModelSpec) -> str:
     UnusableModel if there is none."""
     is_plain = (
         not spec.state_items
-        and not any(layer.mlp.shared for layer in spec.layers)
+        and not any(mlp.shared for mlp in spec.mlps)
+        and not any(layer.has_one_block for layer in spec.layers)
         and len(set(spec.layer_heads)) == 1
     )
     for name, family in FAMILIES.items():
@@ -48,7 +49,7 @@ def architecture_of(spec: ModelSpec) -> str:
 def metadata(spec: ModelSpec, architecture: str) -> Values:
     """Return the metadata of the model by name, without the architecture's prefix ("block_count",
     not "llama.block_count")."""
-    attention, mlp = spec.attentions[0], spec.layers[0].mlp
+    attention, mlp = spec.attentions[0], spec.mlps[0]
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
     found: Values = {
         "context_length": spec.context_tokens,

@@ -76,7 +76,7 @@ def write_model(
     gguf = ModelTensors(spec, architecture_names(architecture, spec))
     offset = spec.norm.offset if FAMILIES[architecture].has_whole_norms else 0.0
     tensors = output_tensors(header.tensors, gguf, offset=offset)
-    experts = max(layer.mlp.num_experts for layer in spec.layers)
+    experts = max(mlp.num_experts for mlp in spec.mlps)
     kinds = {
         tensor.name: tensor_kind(
             tensor.name,

@@ -316,6 +316,19 @@ class SharedTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentTensors:
+    """The linears around experts that read and return fewer numbers than the hidden states have
+    (`MlpSpec.latent`).
+
+    inputs    [latent, hidden]
+    outputs   [hidden, latent]
+    """
+
+    inputs: FusedMatrix
+    outputs: FusedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class BesideTensors:
     """The tensors of the experts beside an MLP (`LayerSpec.beside`).
 
@@ -377,10 +390,11 @@ class LayerTensors:
     beside        the experts beside the MLP
     inputs        what reads its per-layer inputs
     factor        [1] what the hidden states are multiplied by at the end
+    latent        the linears around the experts
     """
 
     attention_norm: NormTensor | None
-    mixer: MixerTensors
+    mixer: MixerTensors | None
     post_attention_norm: NormTensor | None
     mlp_norm: NormTensor | None
     router: FusedMatrix | None
@@ -391,6 +405,7 @@ class LayerTensors:
     beside: BesideTensors | None = None
     inputs: LayerInputTensors | None = None
     factor: VectorTensor | None = None
+    latent: LatentTensors | None = None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -398,15 +413,17 @@ class LayerTensors:
         mlps = [*self.mlps, *([self.shared.mlp] if self.shared else [])]
         mlps += self.beside.experts if self.beside else ()
         inner = (matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down))
+        latent = (self.latent.inputs, self.latent.outputs) if self.latent else ()
         inputs = (self.inputs.gate, self.inputs.project) if self.inputs else ()
-        return *self.mixer.matrices, *inner, *inputs
+        return *(self.mixer.matrices if self.mixer else ()), *inner, *latent, *inputs
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
         """Return the matrices that stay dense: some of the mixer's, those of the routers, and that
         of the shared expert's score."""
         routers = (self.router, self.beside.router if self.beside else None)
-        found = (*self.mixer.dense, *routers, self.shared.gate if self.shared else None)
+        mixed = self.mixer.dense if self.mixer else ()
+        found = (*mixed, *routers, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
 
     @property
@@ -431,14 +448,15 @@ class LayerTensors:
     def float_items(self) -> int:
         """Return how many numbers are kept as float32 whatever the dtype is, without norms."""
         kept = (vector.size for vector in self.vectors if vector is not self.factor)
-        return self.mixer.float_items + sum(kept)
+        return (self.mixer.float_items if self.mixer else 0) + sum(kept)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
         yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
-        yield from self.mixer.others()
+        if self.mixer is not None:
+            yield from self.mixer.others()
         for vector in self.vectors:
             yield vector.name, (vector.size,)
         for matrix in (*self.matrices, *self.dense):

@@ -16,7 +16,8 @@ from worker.spec.rope_config import RopeConfig
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
+"""`relu2` is the square of the positive part."""
 AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
 """The linears of a layer that a LoRA adapter can change. The first two are those of the token
 mixer, whatever its kind is."""
@@ -154,10 +155,18 @@ class MlpSpec:
     router: Literal["softmax", "sigmoid"] = "softmax"
     #: Whether a learned bias of each expert is added to its weight, for the choice only.
     choice_bias: bool = False
-    #: Whether the weights of the chosen experts are divided by their sum.
+    #: The experts form `num_groups` groups of consecutive ones, and are chosen from `top_groups` of
+    #: them: those whose two largest weights, with the choice biases, have the largest sum.
+    num_groups: int = 1
+    top_groups: int = 1
+    #: Whether the weights of the chosen experts are divided by their sum plus `sum_eps`.
     renormalize: bool = True
+    sum_eps: float = 0.0
     #: Factor of the weights of the chosen experts.
     expert_scale: float = 1.0
+    #: Width of what the experts read and return: one linear makes it of the hidden states, and
+    #: another one makes hidden states of the sum of the results. 0: they read the hidden states.
+    latent: int = 0
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
@@ -172,11 +181,23 @@ class MlpSpec:
     #: Whether the weight of each chosen expert is multiplied by a learned factor of the expert.
     expert_factors: bool = False
 
+    def check(self) -> None:
+        """Raise UnusableModel if the experts cannot be chosen so."""
+        experts, groups, top_groups = self.num_experts, self.num_groups, self.top_groups
+        if groups < 1 or experts % groups or not 0 < top_groups <= groups:
+            raise UnusableModel(
+                f"{top_groups} of {groups} groups of {experts} experts cannot be chosen"
+            )
+        if groups > 1 and experts // groups < 2:
+            raise UnusableModel(f"groups of one expert are not supported: {groups} groups")
+        if self.top_k > experts // groups * top_groups:
+            raise UnusableModel(f"{self.top_k} of {experts} experts cannot be chosen")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: two blocks, a token mixer and an MLP. The mixer is attention or a recurrence.
-    `order` says where the norms of the blocks are.
+    """One layer: two blocks, a token mixer and an MLP, or only one of them. The mixer is attention
+    or a recurrence. `order` says where the norms of the blocks are.
 
     pre                 norm before each block
     post                norm after each block, before its result is added
@@ -187,13 +208,36 @@ class LayerSpec:
 
     attention: AttentionSpec | None = None
     recurrent: RecurrentSpec | None = None
-    mlp: MlpSpec
+    mlp: MlpSpec | None = None
     #: Experts beside the MLP. They read the layer's hidden states through a norm of their own, and
     #: each of the two results has a norm before they are added. None: there are none.
     beside: MlpSpec | None = None
     #: Whether the hidden states are multiplied by a learned number at the end of the layer.
     scaled: bool = False
     order: LayerOrder = "pre"
+
+    @property
+    def has_mixer(self) -> bool:
+        return self.attention is not None or self.recurrent is not None
+
+    @property
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """Return the MLP and the experts beside it, if the layer has them."""
+        return tuple(mlp for mlp in (self.mlp, self.beside) if mlp is not None)
+
+    @property
+    def has_one_block(self) -> bool:
+        """Return whether the token mixer or the MLP is missing."""
+        return not self.has_mixer or self.mlp is None
+
+    def check(self) -> None:
+        """Raise UnusableModel if the layer's blocks are not supported together."""
+        if self.attention is not None and self.recurrent is not None:
+            raise UnusableModel("a layer has several token mixers")
+        if not self.has_mixer and self.mlp is None:
+            raise UnusableModel("a layer has neither a token mixer nor an MLP")
+        if self.has_one_block and (self.order != "pre" or self.beside is not None):
+            raise UnusableModel("a layer with one block has norms or experts for two")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,21 +294,17 @@ class ModelSpec:
                 raise UnusableModel("the table of the per-layer inputs lacks rows for some tokens")
         for layer in set(self.layers):
             attention, recurrent = layer.attention, layer.recurrent
-            if (attention is None) == (recurrent is None):
-                raise UnusableModel("a layer has no token mixer, or several")
+            layer.check()
             if attention is not None:
                 _check_attention(attention)
                 sizes += [attention.num_heads, attention.num_kv_heads, attention.head_dim]
             if recurrent is not None:
                 recurrent.check()
                 sizes += recurrent.sizes
-            for mlp in (layer.mlp, *([layer.beside] if layer.beside else [])):
+            for mlp in layer.mlps:
+                mlp.check()
                 sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]
-                sizes += [mlp.shared] if mlp.shared else []
-                if mlp.top_k > mlp.num_experts:
-                    raise UnusableModel(
-                        f"{mlp.top_k} of {mlp.num_experts} experts cannot be chosen"
-                    )
+                sizes += [size for size in (mlp.shared, mlp.latent) if size]
         if not all(0 < size <= MAX_DIMENSION for size in sizes):
             raise UnusableModel(
                 f"a dimension of the model is not within 1..{MAX_DIMENSION}: {sizes}"
@@ -289,6 +329,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """Return the MLPs of all layers, and the experts beside them."""
+        return tuple(mlp for layer in self.layers for mlp in layer.mlps)
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:

@@ -131,7 +131,13 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
             "share keys and values, which --tensor-parallel does not support",
             remedy="serve without --tensor-parallel",
         )
-    if any(each.gated for each in spec.attentions) or any(each.mlp.shared for each in spec.layers):
+    if any(layer.has_one_block for layer in spec.layers):
+        raise UnusableModel(
+            f"{spec.architecture} has layers with only attention or only an MLP, which "
+            "--tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
+    if any(each.gated for each in spec.attentions) or any(mlp.shared for mlp in spec.mlps):
         raise UnusableModel(
             f"{spec.architecture} has gates of attention or shared experts, which "
             "--tensor-parallel does not support",
@@ -141,10 +147,11 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
         for what, count in _divided_evenly(layer).items():
             if count % size:
                 raise UnusableModel(_refusal(count, what, size), remedy=_other_sizes(spec))
-        if 1 < layer.mlp.num_experts < size:
-            raise UnusableModel(
-                _refusal(layer.mlp.num_experts, "experts", size), remedy=_other_sizes(spec)
-            )
+        for mlp in layer.mlps:
+            if 1 < mlp.num_experts < size:
+                raise UnusableModel(
+                    _refusal(mlp.num_experts, "experts", size), remedy=_other_sizes(spec)
+                )
     if not Share(size - 1, size, spec.vocab_size).vocabulary:
         raise UnusableModel(_refusal(spec.vocab_size, "tokens", size), remedy=_other_sizes(spec))
     layers = {layer: _divided_layer(layer, size) for layer in set(spec.layers)}
@@ -156,6 +163,7 @@ def _divided_evenly(layer: LayerSpec) -> Mapping[str, int]:
     key/value head is never on several ranks."""
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None
+    assert mlp is not None
     counts = {"heads": attention.num_heads, "key/value heads": attention.num_kv_heads}
     return counts if mlp.num_experts > 1 else counts | {"columns of an MLP": mlp.intermediate}
 
@@ -163,6 +171,7 @@ def _divided_evenly(layer: LayerSpec) -> Mapping[str, int]:
 def _divided_layer(layer: LayerSpec, size: int) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None
+    assert mlp is not None
     heads, kv_heads = attention.num_heads // size, attention.num_kv_heads // size
     if mlp.num_experts == 1:
         mlp = replace(mlp, intermediate=mlp.intermediate // size)
@@ -179,7 +188,7 @@ def _other_sizes(spec: ModelSpec) -> str:
     """Return advice for an error: the numbers of ranks among which the model can be divided."""
     layers = set(spec.layers)
     common = math.gcd(*(count for each in layers for count in _divided_evenly(each).values()))
-    experts = [each.mlp.num_experts for each in layers if each.mlp.num_experts > 1]
+    experts = [mlp.num_experts for mlp in spec.mlps if mlp.num_experts > 1]
     sizes = [
         size
         for size in range(2, min([common, *experts]) + 1)

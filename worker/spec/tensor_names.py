@@ -58,8 +58,19 @@ class TensorNames:
     stores_decay_factors: bool = False
     #: Begins of names of tensors that the model does not use: those of its layers for drafts.
     unused: tuple[str, ...] = ()
-    #: Prefix of names. Some files leave it out.
+    #: Prefix of names. Some files have `other_prefix` in its place.
     prefix: str = ""
+    other_prefix: str = ""
+
+    @property
+    def with_other_prefix(self) -> TensorNames:
+        """Return the names with `other_prefix` in place of `prefix`."""
+        prefix, other = self.prefix, self.other_prefix
+        roles = {
+            role: other + name.removeprefix(prefix) if name.startswith(prefix) else name
+            for role, name in self.roles.items()
+        }
+        return replace(self, roles=roles, prefix=other, other_prefix=prefix)
 
     def __contains__(self, role: str) -> bool:
         return role in self.roles
@@ -119,10 +130,9 @@ def with_stacked_experts(
     )
 
 
-def without_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
-    """Return `names` as the files spell them: without their prefix, if no tensor has it."""
+def with_found_prefix(names: TensorNames, found: Sequence[str]) -> TensorNames:
+    """Return `names` as the files spell them: with the other prefix, if no tensor has the first."""
     prefix = names.prefix
     if not prefix or any(name.startswith(prefix) for name in found):
         return names
-    roles = {role: name.removeprefix(prefix) for role, name in names.roles.items()}
-    return replace(names, roles=roles)
+    return names.with_other_prefix

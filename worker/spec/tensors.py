@@ -17,6 +17,7 @@ from worker.spec.layer_tensors import (
     FusedMatrix,
     GatedDeltaTensors,
     InputTableTensors,
+    LatentTensors,
     LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
@@ -41,7 +42,9 @@ NORMS = {
     "parallel": ("attention_norm", "mlp_norm"),
     "parallel_one_norm": ("attention_norm",),
 }
-"""LayerSpec.order -> the norms of a layer."""
+"""LayerSpec.order -> the norms of a layer with two blocks."""
+OF_MLP = frozenset({"mlp_norm", "post_mlp_norm"})
+"""The norms of the MLP. The others are those of the token mixer."""
 
 
 class ModelTensors:
@@ -97,20 +100,33 @@ class ModelTensors:
 
     def layer(self, index: int) -> LayerTensors:
         layer, spec = self.spec.layers[index], self.spec.layer_inputs
-        norms = {role: self._norm(role, index) for role in NORMS[layer.order]}
+        norms = {
+            role: self._norm(role, index)
+            for role in NORMS[layer.order]
+            if (layer.mlp is not None if role in OF_MLP else layer.has_mixer)
+        }
+        mlp = layer.mlp
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
-            mixer=self._mixer(layer, index),
+            mixer=self._mixer(layer, index) if layer.has_mixer else None,
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
-            router=self._router(layer, index),
-            choice_bias=self._choice_bias(layer, index) if layer.mlp.choice_bias else None,
-            mlps=self._mlps(layer.mlp, index),
-            shared=self._shared(layer, index) if layer.mlp.shared else None,
+            router=None if mlp is None else self._router(mlp, index),
+            choice_bias=self._choice_bias(mlp, index) if mlp and mlp.choice_bias else None,
+            mlps=() if mlp is None else self._mlps(mlp, index),
+            shared=self._shared(mlp, index) if mlp and mlp.shared else None,
             post_mlp_norm=norms.get("post_mlp_norm"),
             beside=None if layer.beside is None else self._beside(layer.beside, index),
             inputs=None if spec is None else self._layer_inputs(spec, index),
             factor=VectorTensor(self._name("factor", index), 1) if layer.scaled else None,
+            latent=self._latent(mlp, index) if mlp and mlp.latent else None,
+        )
+
+    def _latent(self, mlp: MlpSpec, index: int) -> LatentTensors:
+        hidden = self.spec.hidden
+        return LatentTensors(
+            inputs=FusedMatrix((self._part("latent_in", mlp.latent, index),), hidden),
+            outputs=FusedMatrix((self._part("latent_out", hidden, index),), mlp.latent),
         )
 
     def _beside(self, experts: MlpSpec, index: int) -> BesideTensors:
@@ -247,17 +263,19 @@ class ModelTensors:
             conv_shape=(width, 1, conv.kernel),
         )
 
-    def _shared(self, layer: LayerSpec, index: int) -> SharedTensors:
-        hidden, inner, score = self.spec.hidden, layer.mlp.shared, None
-        if "shared_gate_up" in self.names:
+    def _shared(self, mlp: MlpSpec, index: int) -> SharedTensors:
+        hidden, inner, score = self.spec.hidden, mlp.shared, None
+        if not mlp.is_gated:
+            gate_up = self._parts(index, {"shared_up": (inner,)}, hidden)
+        elif "shared_gate_up" in self.names:
             gate_up = self._parts(index, {"shared_gate_up": (inner, inner)}, hidden)
         else:
             gate_up = self._parts(index, {"shared_gate": (inner,), "shared_up": (inner,)}, hidden)
         down = (self._part("shared_down", hidden, index),)
-        if layer.mlp.scores_shared:
+        if mlp.scores_shared:
             score = FusedMatrix((self._part("shared_score", 1, index),), hidden)
-        mlp = MlpTensors(FusedMatrix(gate_up, hidden), FusedMatrix(down, inner))
-        return SharedTensors(mlp, score)
+        expert = MlpTensors(FusedMatrix(gate_up, hidden), FusedMatrix(down, inner))
+        return SharedTensors(expert, score)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of every tensor of the model."""
@@ -327,15 +345,15 @@ class ModelTensors:
         (items,) = self.share.ranges([size])
         return VectorCut(items, size * self.share.size)
 
-    def _router(self, layer: LayerSpec, index: int) -> FusedMatrix | None:
-        experts = layer.mlp.num_experts
+    def _router(self, mlp: MlpSpec, index: int) -> FusedMatrix | None:
+        experts = mlp.num_experts
         if experts == 1:
             return None
         part = self._part("router", experts, index)
-        return FusedMatrix((part,), self.spec.hidden, layer.mlp.bias)
+        return FusedMatrix((part,), self.spec.hidden, mlp.bias)
 
-    def _choice_bias(self, layer: LayerSpec, index: int) -> VectorTensor:
-        return VectorTensor(self._name("choice_bias", index), layer.mlp.num_experts)
+    def _choice_bias(self, mlp: MlpSpec, index: int) -> VectorTensor:
+        return VectorTensor(self._name("choice_bias", index), mlp.num_experts)
 
     def _mlps(self, mlp: MlpSpec, index: int) -> tuple[MlpTensors, ...]:
         if mlp.num_experts == 1:
@@ -356,16 +374,16 @@ class ModelTensors:
     def _expert(self, mlp: MlpSpec, index: int, expert: int) -> MlpTensors:
         """Return the tensors of an expert. They are never cut, because a rank computes whole
         experts."""
-        hidden = self.spec.hidden
+        width = mlp.latent or self.spec.hidden
 
         def part(role: str, rows: int) -> MatrixPart:
             return self._part(role, rows, index, expert, mlp.num_experts)
 
         widths = self._gate_up(mlp, "expert_")
         gate_up = tuple(part(role, sum(sections)) for role, sections in widths.items())
-        down = (part("expert_down", hidden),)
+        down = (part("expert_down", width),)
         return MlpTensors(
-            FusedMatrix(gate_up, hidden, mlp.bias), FusedMatrix(down, mlp.intermediate, mlp.bias)
+            FusedMatrix(gate_up, width, mlp.bias), FusedMatrix(down, mlp.intermediate, mlp.bias)
         )
 
     def _gate_up(self, mlp: MlpSpec, prefix: str) -> Mapping[str, Sequence[int]]:

@@ -162,7 +162,7 @@ def work_bytes(
         inner = max(layer.intermediate * (2 + layer.is_gated) for layer in header.spec.layers)
         width = max(layer.width for layer in header.spec.layers)
     else:
-        inner = max(layer.mlp.intermediate * layer.mlp.top_k for layer in header.spec.layers) * 3
+        inner = max(mlp.intermediate * mlp.top_k for mlp in header.spec.mlps) * 3
         width = max(each.q_width + each.kv_width for each in header.spec.attentions)
     numbers = tokens * (COPIES * (spec.hidden + width) + inner)
     if isinstance(header, EncoderHeader) and header.spec.has_score_bias:

@@ -46,7 +46,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import FusedMatrix, LayerTensors
-from worker.spec.model_spec import LayerSpec, MlpSpec, ModelFacts, ModelSpec
+from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
 from worker.startup.gpu_memory import (
@@ -420,19 +420,14 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     # Queries, keys, values, gates and results.
     heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
     widest = max((each.work_width for each in spec.recurrents), default=0)
-    inner = (sum(map(_mlp_width, _mlps(layer))) for layer in spec.layers)
+    inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
     table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0
     return max(heads, widest) + 3 * max(inner) + 3 * table
 
 
-def _mlps(layer: LayerSpec) -> list[MlpSpec]:
-    """Return the MLP of a layer, and the experts beside it."""
-    return [layer.mlp] if layer.beside is None else [layer.mlp, layer.beside]
-
-
 def _mlp_width(mlp: MlpSpec) -> int:
     """Return how many intermediate values an MLP has for one token."""
-    return mlp.intermediate * mlp.top_k + mlp.shared
+    return mlp.intermediate * mlp.top_k + mlp.shared + 2 * mlp.latent
 
 
 def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
@@ -440,8 +435,8 @@ def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
     `_inner_widths`: scores, gathered inputs, and results in float32 (models/whole_step.py)."""
     if isinstance(spec, TransformersSpec):
         return 0
-    mlps = [mlp for layer in spec.layers for mlp in _mlps(layer) if mlp.num_experts > 1]
-    assigned = max((mlp.top_k for mlp in mlps), default=0) * spec.hidden
+    mlps = [mlp for mlp in spec.mlps if mlp.num_experts > 1]
+    assigned = max((mlp.top_k * (mlp.latent or spec.hidden) for mlp in mlps), default=0)
     scores = max((mlp.num_experts for mlp in mlps), default=0)
     return scores * item + assigned * (item + DTYPE_BYTES["float32"])
 
@@ -453,7 +448,7 @@ def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
         return 0
     heads = (each.q_width for each in spec.attentions)
     mixed = (each.output_width for each in spec.recurrents)
-    inner = (max(mlp.intermediate, mlp.shared) for each in spec.layers for mlp in _mlps(each))
+    inner = (max(mlp.intermediate, mlp.shared, mlp.latent) for mlp in spec.mlps)
     return 2 * max(spec.hidden, *heads, *mixed, *inner)
 
 

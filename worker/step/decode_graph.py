@@ -256,7 +256,7 @@ def reason_against_graphs(model: StepModel | RowModel, attention: Attention) -> 
     """Return why the decode steps of a model cannot be captured; "" if they can."""
     if not isinstance(model, DecoderModel):
         return "the model is computed by transformers"
-    if any(layer.mlp.num_experts > 1 for layer in model.spec.layers):
+    if any(mlp.num_experts > 1 for mlp in model.spec.mlps):
         return "the host chooses the rows of each expert"
     if model.spec.state_items:
         return "the host chooses the states of recurrent layers"

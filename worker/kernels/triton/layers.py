@@ -206,11 +206,14 @@ def place(
 
 @triton.jit
 def _activation(x, ACTIVATION: tl.constexpr):
-    """Return silu, gelu or gelu_tanh of x."""
+    """Return silu, gelu, gelu_tanh or relu2 of x."""
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         # The tanh of u is 2 / (1 + e^(-2 u)) - 1, and u is sqrt(2 / pi) * (x + 0.044715 x^3).

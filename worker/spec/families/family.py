@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from worker.errors import UnusableModel
@@ -32,6 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 """Activation's name in a config -> our name. The names that map to gelu_tanh mean the same
 function."""
@@ -142,6 +144,18 @@ class ConfigFields(Fields):
 
     def rms_norm(self, key: str = "rms_norm_eps", *, offset: float = 0.0) -> NormSpec:
         return NormSpec(eps=self.number(key), offset=offset)
+
+    def limits(self, key: str) -> tuple[float, float]:
+        """Return the least and the largest value that `key` allows: no limits if it is null."""
+        match self.get(key):
+            case None:
+                return 0.0, inf
+            case [int() | float() as least, int() | float() as most]:
+                return float(least), float(most)
+            # JSON has no infinity.
+            case [int() | float() as least, "inf" | "Infinity" | {"__float__": "Infinity"}]:
+                return float(least), inf
+        raise UnusableModel(f"config.json: {key!r} is {self.get(key)!r:.80}, not two numbers")
 
     def layer_norm(self, key: str, *, bias: bool = True) -> NormSpec:
         return NormSpec(kind="layer", eps=self.number(key), bias=bias)

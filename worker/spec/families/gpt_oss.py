@@ -58,7 +58,7 @@ def gpt_oss_names(spec: ModelSpec) -> TensorNames:
             "expert_gate_up": "model.layers.{i}.mlp.experts.gate_up_proj",
             "expert_down": "model.layers.{i}.mlp.experts.down_proj",
         },
-        orders={"expert_gate_up": RowOrder((spec.layers[0].mlp.intermediate, 2), (1, 0))},
+        orders={"expert_gate_up": RowOrder((spec.mlps[0].intermediate, 2), (1, 0))},
         transposed=frozenset({"expert_gate_up", "expert_down"}),
         endings={"expert_gate_up": stacked, "expert_down": stacked, "sinks": ("", "")},
     )

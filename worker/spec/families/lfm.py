@@ -52,6 +52,7 @@ def read_lfm2_moe(config: ConfigFields) -> ModelSpec:
         router="sigmoid",
         choice_bias=config.flag("use_expert_bias"),
         renormalize=config.flag("norm_topk_prob"),
+        sum_eps=1e-6,
         expert_scale=config.number("routed_scaling_factor"),
     )
     num_dense = config.integer("num_dense_layers")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families.family import DEFAULTS, FULL, LINEAR, SLIDING, ConfigFields, ModelFamily
@@ -83,21 +82,8 @@ def _granite_mamba(config: ConfigFields) -> Mamba2Spec:
         eps=config.number("rms_norm_eps"),
         conv_bias=config.flag("mamba_conv_bias"),
         bias=config.flag("mamba_proj_bias"),
-        limits=_limits(config.get("time_step_limit")),
+        limits=config.limits("time_step_limit"),
     )
-
-
-def _limits(value: Any) -> tuple[float, float]:
-    """Return `time_step_limit`: no limits if it is null."""
-    match value:
-        case None:
-            return 0.0, inf
-        case [int() | float() as least, int() | float() as most]:
-            return float(least), float(most)
-        # JSON has no infinity.
-        case [int() | float() as least, "inf" | "Infinity" | {"__float__": "Infinity"}]:
-            return float(least), inf
-    raise UnusableModel(f"config.json: 'time_step_limit' is {value!r:.80}, not two numbers")
 
 
 def _granite_attention(config: ConfigFields, rope: RopeConfig | None) -> AttentionSpec:
@@ -173,7 +159,7 @@ GRANITE_4_NAMES = {
 
 def granite_hybrid_names(spec: ModelSpec) -> TensorNames:
     """Return the tensor names. The shared MLP is the only one of a layer without experts."""
-    prefix = "" if spec.layers[0].mlp.num_experts == 1 else "shared_"
+    prefix = "" if spec.mlps[0].num_experts == 1 else "shared_"
     shared = {
         f"{prefix}gate_up": "model.layers.{i}.shared_mlp.input_linear",
         f"{prefix}down": "model.layers.{i}.shared_mlp.output_linear",

@@ -14,6 +14,7 @@ from worker.spec.families import (
     lfm,
     llama,
     mistral,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -22,7 +23,7 @@ from worker.spec.families.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family
-    for module in (llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm)
+    for module in (llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm, nemotron)
     for family in module.FAMILIES
 )
 
