@@ -444,7 +444,7 @@ class Scheduler:
     def _fetch(self, request: Request, match: Match) -> None:
         request.move(RequestEvent.FETCH)
         self.unbound.append(request)
-        first = request.num_published
+        first = request.num_computed // self.limits.block_tokens
         self._kv_transfers.start_fetch(
             request, match, request.blocks[first : first + match.num_blocks]
         )
