@@ -293,7 +293,7 @@ class Engine:
         charge_rows(rows.requests, rows.counts)
         for request in [request for request in rows.requests if request.kv_readers]:
             if request not in schedule.partial:
-                self.kv_transfers.announce(request)
+                self._announce(request)
         totals.step += 1
         for request in schedule.admitted:
             self.history.on_bound(request, totals.step)
@@ -301,6 +301,17 @@ class Engine:
         plan = build_plan(totals.step, schedule, rows, releases, self.inflight.newest)
         self.inflight.on_sent(plan, rows.requests)
         return plan
+
+    def _announce(self, request: Request) -> None:
+        """Announce the lease of a request whose last tokens the next plan computes. If the model
+        has a recurrent state, and no checkpoint for it could be allocated, there is no lease, and
+        so no handle: another engine computes the prompt."""
+        checkpointing, checkpoint = self.scheduler.checkpointing, None
+        if checkpointing is not None:
+            checkpoint = checkpointing.keep_for_lease(request)
+            if checkpoint is None:
+                return
+        self.kv_transfers.announce(request, checkpoint)
 
     def _must_wait(self, *, is_shared: bool) -> bool:
         """Return whether the plans in flight must commit before the next step is planned.
@@ -461,7 +472,7 @@ class Engine:
             return progress_output(request, committed)
         if request.samples or request.num_computed < len(request.tokens):
             return None
-        if request.kv_readers:
+        if request.lease:
             committed.kv_handle = self.kv_transfers.hand_over(request)
         return self.endings.finish(request, "length", committed)
 

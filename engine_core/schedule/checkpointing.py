@@ -22,6 +22,14 @@ older rolling checkpoint.
 
 A rolling checkpoint is published when the request releases its blocks, the others as soon as their
 blocks are.
+
+K/V that moves (kv/) takes a state along:
+
+- A request whose K/V other engines will read computes whole blocks only, and saves the state at its
+  end. The lease holds this checkpoint besides the blocks.
+- A fetch fills a checkpoint besides the blocks, with the state after the last of them. The request
+  holds it like one that a step in flight saves. Until its first plan, the request also keeps the
+  one that it starts with: that of its cached prefix, or the fetched one.
 """
 
 from __future__ import annotations
@@ -60,9 +68,20 @@ class Checkpointing:
 
     # ---- planning
 
-    def to_read(self, request: Request, num_found: int) -> int:
-        """Return the checkpoint with the state after the `num_found` cached blocks of a request."""
-        return self.pool.use(request.hashes[num_found - 1]) if num_found else NO_CHECKPOINT
+    def read(self, request: Request, num_found: int, step: Schedule) -> None:
+        """Let the request start with the state after its `num_found` cached blocks."""
+        number = self.pool.use(request.hashes[num_found - 1]) if num_found else NO_CHECKPOINT
+        step.checkpoints[request] = number
+        if number:
+            self.pool.share(number)
+            step.reads.append(number)
+
+    def read_kept(self, request: Request, step: Schedule) -> None:
+        """Let a request whose fetch is over start with the checkpoint that it keeps."""
+        number, request.kept_checkpoint = request.kept_checkpoint, NO_CHECKPOINT
+        step.checkpoints[request] = number
+        if number:
+            step.reads.append(number)
 
     def num_uncovered(self, request: Request) -> int:
         """Return how many tokens of an admitted request must be computed although their K/V was
@@ -70,7 +89,10 @@ class Checkpointing:
         return max(request.num_shared_columns * self._size - request.num_computed, 0)
 
     def plan_saves(self, step: Schedule) -> None:
-        """Add the states to save to a step whose rows are complete."""
+        """Add the states to save to a step whose rows are complete. They may replace the states
+        that its requests start with, because these are read first."""
+        for number in step.reads:
+            self.pool.release(number)
         size = self._size
         for request in [r for r in step.decodes if not (r.num_scheduled + 1) % size]:
             self._save(request, (request.num_scheduled + 1,), step)
@@ -130,8 +152,10 @@ class Checkpointing:
 
     def _prompt_end(self, request: Request) -> int:
         """Return the last block boundary at which the request's prompt can resume. Its last token
-        is always computed."""
-        return (request.prompt_tokens - 1) // self._size * self._size
+        is always computed. If other engines will read the prompt's K/V, it has no such token: they
+        resume at its end."""
+        num_last = 0 if request.kv_readers else 1
+        return (request.prompt_tokens - num_last) // self._size * self._size
 
     def _stride(self, last: int) -> int:
         """Return the distance of the checkpoints of a prompt that can resume at `last`."""
@@ -147,6 +171,51 @@ class Checkpointing:
         if is_cached:
             self.pool.use(request.hashes[index])
         return is_cached
+
+    # ---- K/V that moves
+
+    def start_fetch(self, request: Request, num_tokens: int, step: Schedule) -> int:
+        """Return a checkpoint for the state after the first `num_tokens` positions of a request,
+        which a fetch will fill. Some checkpoint must be allocatable. The request keeps the one that
+        it would start with in `step`, in case the fetch fails."""
+        request.kept_checkpoint = step.checkpoints.pop(request)
+        if request.kept_checkpoint:
+            self.pool.share(request.kept_checkpoint)
+        number = self.pool.allocate(max_held=self.pool.total)
+        assert number is not None
+        request.checkpoints[num_tokens] = number
+        return number
+
+    def on_fetched(self, request: Request) -> None:
+        """Let a request whose fetch has succeeded start with the fetched state. Call it before its
+        blocks are published."""
+        self._release_kept(request)
+        request.kept_checkpoint = request.checkpoints[request.num_computed]
+        self.pool.share(request.kept_checkpoint)
+
+    def on_fetch_failed(self, request: Request) -> None:
+        """Free the checkpoint that the failed fetch of a request should have filled."""
+        for position in list(request.checkpoints):
+            self._release(request, position)
+
+    def keep_for_lease(self, request: Request) -> int | None:
+        """Return the checkpoint of the state after the whole prompt of a request, which the request
+        keeps for its lease. Return None if the plan that computes the end of the prompt saves no
+        such state, because no checkpoint could be allocated."""
+        position = request.prompt_tokens
+        number = request.checkpoints.get(position)
+        if number is None:
+            if not self._is_cached(request, position):
+                return None
+            number = self.pool.use(request.hashes[position // self._size - 1])
+        self.pool.share(number)
+        request.kept_checkpoint = number
+        return number
+
+    def _release_kept(self, request: Request) -> None:
+        if request.kept_checkpoint:
+            self.pool.release(request.kept_checkpoint)
+            request.kept_checkpoint = NO_CHECKPOINT
 
     # ---- commit
 
@@ -188,6 +257,7 @@ class Checkpointing:
     def on_releasing(self, request: Request) -> int:
         """Publish what the request has computed, before it releases its blocks. Return the number
         of its leading blocks that a checkpoint follows."""
+        self._release_kept(request)
         self._replace_free(request, self._prefixes.publish_all(request))
         for position in list(request.checkpoints):
             self._publish(request, position)

@@ -195,12 +195,16 @@ class Scheduler:
         """
         request.move(RequestEvent.ARRIVE)
         if match is None:
+            if self.checkpointing is not None:
+                self.checkpointing.on_fetch_failed(request)
             return
         if not request.num_preemptions:
             request.num_cached = min(match.num_tokens, request.prompt_tokens)
             if match.is_handed_over:
                 request.num_fetched = request.num_cached - request.num_computed
         request.num_computed = request.num_scheduled = match.num_tokens
+        if self.checkpointing is not None:
+            self.checkpointing.on_fetched(request)
         self._publish(request)
 
     def finish(self, request: Request) -> None:
@@ -400,10 +404,12 @@ class Scheduler:
                 return
             found = self.prefixes.find(request)
             match = self._kv_transfers.match(request, len(found))
+            if self.checkpointing is not None:
+                self.checkpointing.read(request, len(found), step)
+                if not self.checkpointing.pool.can_allocate:
+                    match = None  # there is no checkpoint for the state to fetch
             if match is None and not step.budget:
                 return  # only a request that starts a fetch needs no budget
-            if self.checkpointing is not None:
-                step.checkpoints[request] = self.checkpointing.to_read(request, len(found))
             if not self._allocate_for(request, found):
                 self._blocked_newcomer = request
                 return
@@ -413,7 +419,7 @@ class Scheduler:
             if match is None:
                 self._bind(request, step)
             else:
-                self._fetch(request, match)
+                self._fetch(request, match, step)
 
     @property
     def _has_slot(self) -> bool:
@@ -441,13 +447,14 @@ class Scheduler:
         could_be_free = self.pool.num_free + sum(len(other.held_blocks) for other in victims)
         return victims if self.tables.num_needed(request) <= could_be_free else []
 
-    def _fetch(self, request: Request, match: Match) -> None:
+    def _fetch(self, request: Request, match: Match, step: Schedule) -> None:
         request.move(RequestEvent.FETCH)
         self.unbound.append(request)
-        first = request.num_computed // self.limits.block_tokens
-        self._kv_transfers.start_fetch(
-            request, match, request.blocks[first : first + match.num_blocks]
-        )
+        first, checkpoint = request.num_computed // self.limits.block_tokens, None
+        if self.checkpointing is not None:
+            checkpoint = self.checkpointing.start_fetch(request, match.num_tokens, step)
+        blocks = request.blocks[first : first + match.num_blocks]
+        self._kv_transfers.start_fetch(request, match, blocks, checkpoint)
 
     def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
         """Bind the READY requests that have at most `max_tokens` tokens left to compute."""
@@ -456,6 +463,8 @@ class Scheduler:
                 return
             if request.phase is RequestPhase.READY and request.num_uncomputed <= max_tokens:
                 self.unbound.remove(request)
+                if self.checkpointing is not None:
+                    self.checkpointing.read_kept(request, step)
                 self._bind(request, step)
 
     def _bind(self, request: Request, step: Schedule) -> None:

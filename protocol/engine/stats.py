@@ -82,7 +82,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     total_blocks: int = 0
     total_checkpoints: int = 0  #: checkpoints of recurrent states; 0: the model has none
     cached_checkpoints: int = 0  #: those that a prompt may find
-    held_checkpoints: int = 0  #: those of running requests
+    held_checkpoints: int = 0  #: those of running requests and leases
     clients: int = 0
     fetching: int = 0  #: K/V fetches in progress
     leases: int = 0  #: leases of K/V that is kept for other engines

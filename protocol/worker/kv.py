@@ -24,6 +24,10 @@ a block by its chained hash (engine_core/blocks/hash.py). KVStore copies blocks 
 the commit that published the blocks. A KVFetch from a TierSource loads blocks back. The engine
 fetches only blocks that KVReport.tiers has reported as stored.
 
+If the model has a recurrent state, K/V is of use only with the state after it. So a lease, a fetch
+and the tiers have checkpoints besides blocks: copies of the state after one of the blocks. A
+checkpoint has a number of its own in each worker, as a block has.
+
 Legend: B blocks.
 """
 
@@ -55,11 +59,13 @@ class KVExport(Message, frozen=True, kw_only=True):
     lease       name of the lease
     blocks      [B] block ids, in the order of the sequence
     readers     number of readers; when all of them are done, KVReport.taken lists the lease
+    checkpoint  the checkpoint of the state after the last block. None: the model has no state
     """
 
     lease: bytes
     blocks: Int32
     readers: int
+    checkpoint: int | None = None
 
 
 class KVWithdraw(Message, frozen=True, kw_only=True):
@@ -105,12 +111,15 @@ class KVFetch(Message, frozen=True, kw_only=True):
     blocks      [B] block ids. Each block is written whole, and nothing else reads or writes it
                 until the job is over
     timeout_s   seconds after which the job fails
+    checkpoint  the checkpoint that the state after the last of these blocks is written to, under
+                the same conditions. None: the model has no state
     """
 
     job: int
     source: Source
     blocks: Int32
     timeout_s: float
+    checkpoint: int | None = None
 
 
 class KVCancel(Message, frozen=True, kw_only=True):
@@ -212,7 +221,7 @@ class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     address       address where other workers request its exports (ZeroMQ); "": it exports nothing
     layout        digest of the properties that both workers must share: model digest, dtype, number
-                  of layers, heads, head dim, tokens per block
+                  of layers, heads, head dim, tokens per block, size of the recurrent state
     layout_text   these properties as text, shown if two workers differ
     mover         how the worker moves bytes: "shm", "zmq", "nixl", or "auto"
     """

@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from protocol.process.exit_codes import ExitCode
 from tests.support.checkpoints import write_directory
+from tests.support.http import metric_of
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
@@ -36,6 +37,10 @@ def server(directory: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> OpenAI:
+    return client_of(server)
+
+
+def client_of(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -98,8 +103,22 @@ def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:
         assert "recurrent layers, so it cannot be a draft model" in program.output
 
 
-@pytest.mark.parametrize("words", [("--kv-host-gib", "0.1"), ("--split",)], ids=lambda w: w[0])
-def test_an_option_that_moves_only_keys_and_values_is_refused_by_name(
+def test_a_split_server_gives_the_answers_of_the_plain_one(directory: Path, client: OpenAI) -> None:
+    prompts = [prompt_of(number) for number in range(6)]
+    alone = [answer(client, prompt)[0] for prompt in prompts]
+    with Server(*OPTIONS, "--split", "--split-min-tokens", "2", model=str(directory)) as split:
+        own = client_of(split)
+        with ThreadPoolExecutor(3) as pool:
+            found = [*pool.map(lambda prompt: answer(own, prompt), prompts)]
+        assert [tokens for tokens, _ in found] == alone
+        assert metric_of(split.url, "tidegate_handovers_total") == len(prompts)
+        moved = sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts)
+        fetched = "tidegate_engine_fetched_tokens_total"
+        assert eventually(lambda: metric_of(split.url, fetched) == moved)
+
+
+@pytest.mark.parametrize("words", [("--kv-host-gib", "0.1"), ("--split", "--no-prefix-cache")])
+def test_an_option_that_moves_keys_and_values_without_states_is_refused_by_name(
     directory: Path, words: tuple[str, ...]
 ) -> None:
     with Program(["-P", "-m", "tools", "serve", str(directory), *words]) as program:

@@ -33,7 +33,9 @@ class EchoTiers:
     stored   the hashes of every KVStore, for tests
     """
 
-    def __init__(self, names: Sequence[str], kv: Blocks, block_tokens: int) -> None:
+    def __init__(
+        self, names: Sequence[str], kv: Blocks, block_tokens: int, states: Blocks | None = None
+    ) -> None:
         self.kept: dict[str, dict[bytes, list[int | None]]] = {name: {} for name in names}
         self.jobs: dict[int, KVFetch] = {}
         self.used: list[list[bytes]] = []
@@ -41,6 +43,7 @@ class EchoTiers:
         self._reported: dict[str, set[bytes]] = {name: set() for name in names}
         self._cancelled: set[int] = set()
         self._kv = kv
+        self._states: Blocks = {} if states is None else states
         self._block_tokens = block_tokens
 
     def apply(self, order: KVCommand) -> None:
@@ -56,7 +59,7 @@ class EchoTiers:
             case KVFetch(job=job):
                 assert job not in self.jobs, "a job's number was used again"
                 self.jobs[job] = order
-                spoil(self._kv, order, self._block_tokens)
+                spoil(self._kv, self._states, order, self._block_tokens)
             case KVCancel(job=job):
                 self._cancelled.add(job)
 
@@ -70,7 +73,7 @@ class EchoTiers:
             fault = "cancelled"
         elif None in found:
             fault = fault or "lost"
-        spoil(self._kv, order, self._block_tokens)
+        spoil(self._kv, self._states, order, self._block_tokens)
         if fault:
             return KVReport(failed=[KVFailure(job, fault, "by request of the test")])
         for block, content in zip(order.blocks.tolist(), found, strict=True):

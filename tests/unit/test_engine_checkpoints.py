@@ -357,22 +357,33 @@ READY = WorkerReady(
     [
         ({"worker": WorkerConfig(model="", kv_host_gib=1)}, "serve it without --kv-host-gib"),
         ({"worker": WorkerConfig(model="", kv_disk="/kv")}, "serve it without --kv-disk"),
-        ({"role": "prefill"}, "serve it without --split, --role and --kv-address"),
-        ({"worker": WorkerConfig(model="", kv_export=True)}, "without --split, --role and"),
     ],
 )
-def test_options_that_move_only_the_kv_are_refused_for_a_model_with_a_state(
-    options: dict[str, Any], named: str
-) -> None:
-    config = EngineConfig(**({"worker": WorkerConfig(model="")} | options))
+def test_tiers_are_refused_for_a_model_with_a_state(options: dict[str, Any], named: str) -> None:
     with pytest.raises(WorkerLost, match=named) as refused:
-        build_engine(READY, config, epoch="e")
+        build_engine(READY, EngineConfig(**options), epoch="e")
     assert refused.value.exit_code == ExitCode.USAGE
 
 
 def test_an_engine_with_tiers_refuses_a_model_with_a_state() -> None:
-    with pytest.raises(ValueError, match="do not carry the model's recurrent states"):
+    with pytest.raises(ValueError, match="do not store the model's recurrent states"):
         a_bench(tiers=["host"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"role": "prefill", "prefix_cache": False}, "--no-prefix-cache is set: serve it without"),
+        ({"worker": WorkerConfig(model="", kv_export=True)}, "no memory is left: serve it without"),
+    ],
+)
+def test_transfers_of_a_model_with_a_state_need_checkpoints(
+    options: dict[str, Any], named: str
+) -> None:
+    config = EngineConfig(**({"worker": WorkerConfig(model="")} | options))
+    with pytest.raises(WorkerLost, match=named) as refused:
+        build_engine(replace(READY, num_checkpoints=0), config, epoch="e")
+    assert refused.value.exit_code == ExitCode.USAGE
 
 
 def test_a_model_with_a_state_and_no_checkpoints_shares_no_prefixes() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protocol.worker.kv_peers import ShmOffer
-from worker.kv.blocks import HostBlocks
+from worker.kv.blocks import WORD_BYTES, HostBlocks
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout
 from worker.kv.movers.base import DamagedTransfer, TransferLost
@@ -31,16 +31,17 @@ def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
 
 # ---- cuts
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
-@pytest.mark.parametrize("max_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
-def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, max_bytes):
+@pytest.mark.parametrize("max_bytes", [1, 8, 19, 20, 59, 119, 120, 121, 480, 10**6])
+def test_every_byte_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, max_bytes):
     cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, max_bytes=max_bytes)
-    times = np.zeros((ROWS, num_blocks), int)
+    times = np.zeros((ROWS, num_blocks, PIECE), int)
     for chunk in range(len(cuts)):
         cut = cuts[chunk]
-        times[cut.first_row : cut.end_row, cut.first : cut.end] += 1
+        times[cut.first_row : cut.end_row, cut.first : cut.end, cut.part] += 1
+        part = len(range(*cut.part.indices(PIECE)))
         rows, blocks = cut.shape
-        assert rows * blocks * PIECE <= max(max_bytes, PIECE)
-        assert rows * blocks
+        assert 0 < rows * blocks * part <= max(max_bytes, WORD_BYTES)
+        assert part == PIECE or cut.part.start % WORD_BYTES == 0
     assert (times == 1).all()
 
 
@@ -62,6 +63,16 @@ def test_gathered_blocks_are_put_into_the_named_rows_and_nowhere_else():
     assert np.array_equal(ours, before)
 
 
+def test_a_part_of_the_gathered_pieces_is_put_into_that_part_and_nowhere_else():
+    theirs, ours, part = rows_of(), rows_of(), slice(8, 16)
+    before = ours.copy()
+    pieces = HostBlocks(theirs).gather(2, 5, np.array([9, 1, 4]), part)
+    assert (pieces.shape, pieces.flags.c_contiguous) == ((3, 3, 8), True)
+    HostBlocks(ours).put(2, 5, np.array([3, 8, 2]), pieces, part)
+    before[2:5, [3, 8, 2], 8:16] = theirs[2:5, [9, 1, 4], 8:16]
+    assert np.array_equal(ours, before)
+
+
 @pytest.mark.parametrize(
     ("ids", "theirs"),
     [
@@ -77,6 +88,11 @@ def test_copying_runs_equals_copying_single_blocks(ids, theirs):
     expected = ours.copy()
     expected[:, ids] = source[:, theirs]
     HostBlocks(ours).copy(np.array(ids), source, np.array(theirs))
+    assert np.array_equal(ours, expected)
+    ours = rows_of()
+    expected = ours.copy()
+    expected[:, ids, 8:] = source[:, theirs, 8:]
+    HostBlocks(ours).copy(np.array(ids), source, np.array(theirs), slice(8, PIECE))
     assert np.array_equal(ours, expected)
 
 
@@ -103,6 +119,7 @@ LAYOUT = KVLayout(
         {"num_kv_heads": 8, "head_dim": 3},
         {"head_dim": 16},
         {"block_tokens": 4},
+        {"state_bytes": 5},
     ],
 )
 def test_another_layout_has_another_digest_and_description(other):

@@ -167,7 +167,8 @@ STORED = {
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
     "Request": "account account_usage adapter arrived_at blocks checkpoints client deadline "
-    "drafting encode grammar hashes labels matcher max_total_tokens namespace num_accepted "
+    "drafting encode grammar hashes kept_checkpoint labels matcher max_total_tokens namespace "
+    "num_accepted "
     "num_cached num_charged num_computed num_draft_computed num_drafts num_fetched "
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "
@@ -190,6 +191,7 @@ STORED = {
 """Class -> attributes that the snapshot contains."""
 DERIVED = {
     "BlockPool": "num_cached",
+    "CheckpointPool": "_cached_ids _holders",
     "Deadlines": "_heap _requests",
     "AdapterRegistry": "_users",
     "Fetches": "_jobs_by_request",
@@ -223,7 +225,7 @@ CONFIGURED = {
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
     "CachedGrammar": "num_users",
-    "Peers": "_block_tokens _cluster _hashes _role _seal",
+    "Peers": "_block_tokens _cluster _has_state _hashes _role _seal",
     "PrefixCache": "events",
     "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
     "Scheduler": "_max_running limits",

@@ -1,4 +1,4 @@
-"""Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts.
+"""Layout of a KV cache. Blocks and states can be exchanged only between caches with equal layouts.
 
 Blocks on disk may be older than the compiled kernels. So their digest also covers
 `ModelCard.numerics`: a block that is loaded has the bits that would be computed now.
@@ -17,9 +17,10 @@ from worker.kv.cache import KVCache
 DIGEST_BYTES = 16
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Properties that must be equal in two caches that exchange blocks: the model's digest, the
-    dtype and the shape. The number of blocks may differ."""
+    dtype and the shape, and the size of a recurrent state. The numbers of blocks and checkpoints
+    may differ."""
 
     model: str
     dtype: str
@@ -27,6 +28,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     block_tokens: int
+    #: Bytes of a request's recurrent state; 0: the model has none.
+    state_bytes: int = 0
 
     def stored_digest(self, numerics: str) -> bytes:
         """Return the digest for blocks that are stored on disk. `numerics` is
@@ -36,7 +39,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()
 
     @classmethod
-    def from_cache(cls, card: ModelCard, cache: KVCache) -> Self:
+    def from_cache(cls, card: ModelCard, cache: KVCache, state_bytes: int = 0) -> Self:
         num_layers, _, block_tokens, num_kv_heads, _ = cache.k.shape
         return cls(
             model=card.digest,
@@ -45,6 +48,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=num_kv_heads,
             head_dim=cache.head_dim,
             block_tokens=block_tokens,
+            state_bytes=state_bytes,
         )
 
     @property
@@ -55,7 +59,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def description(self) -> str:
         """Return the layout as text for error messages."""
+        state = f", states of {self.state_bytes:,} bytes" if self.state_bytes else ""
         return (
             f"model {self.model[:12]}, K/V in {self.dtype}, {self.num_layers} layers of "
             f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"
+            f"{state}"
         )
