@@ -90,8 +90,6 @@ def build_parts(
     """Return the parts of a new engine. The arguments, and the errors raised, are those of
     `Engine`."""
     _check_transfers(config, limits, moves_kv=bool(cluster or tiers))
-    if limits.state_bytes and tiers:
-        raise ValueError("tiers do not store the model's recurrent states")
     speculation = Speculation(config, draft_cost, step_costs)
     hashes = ContentHashes(model.digest, limits.block_tokens)
     names, size = config.kv_events_namespace, limits.block_tokens
@@ -99,7 +97,7 @@ def build_parts(
     pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, _checkpoints(limits)))
     peers = Peers(config, cluster, hashes, limits)
     throughput = Throughput()
-    tier_index = TierIndex(tiers, hashes, limits.block_tokens, throughput, config.kv_load_tokens)
+    tier_index = TierIndex(tiers, hashes, limits, throughput, config.kv_load_tokens)
     kv_transfers = KVTransfers(config, pool, peers, tier_index)
     interval = config.state_interval
     scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs, interval)

@@ -85,23 +85,22 @@ def build_engine(
 
 def _check_state(config: EngineConfig, num_checkpoints: int) -> None:
     """Raise WorkerLost if an option moves K/V out of the cache, and the recurrent states that
-    belong to it cannot be moved."""
-    tiers = {"--kv-host-gib": config.worker.kv_host_gib, "--kv-disk": config.worker.kv_disk}
-    for option, is_set in tiers.items():
-        if is_set:
-            raise WorkerLost(
-                "the model has recurrent layers, whose states cannot be stored with the K/V of "
-                f"other layers: serve it without {option}",
-                ExitCode.USAGE,
-            )
-    if not config.transfers_kv or (config.prefix_cache and num_checkpoints):
+    belong to it cannot be moved, because there are no checkpoints."""
+    if config.prefix_cache and num_checkpoints:
         return
     lack = "no memory is left" if config.prefix_cache else "--no-prefix-cache is set"
-    raise WorkerLost(
-        "the model has recurrent layers, whose states are moved as checkpoints, and there are none "
-        f"because {lack}: serve it without --split, --role and --kv-address",
-        ExitCode.USAGE,
-    )
+    moving = {
+        "--kv-host-gib": config.worker.kv_host_gib,
+        "--kv-disk": config.worker.kv_disk,
+        "--split, --role and --kv-address": config.transfers_kv,
+    }
+    for options, is_set in moving.items():
+        if is_set:
+            raise WorkerLost(
+                "the model has recurrent layers, whose states are moved as checkpoints, and there "
+                f"are none because {lack}: serve it without {options}",
+                ExitCode.USAGE,
+            )
 
 
 def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Limits:

@@ -126,8 +126,14 @@ class KVTransfers:
         """Offer newly published blocks of `request` to the tiers."""
         self._send_if(self.tiers.store_command(request, published))
 
+    def publish_state(self, content: bytes, checkpoint: int) -> None:
+        """Offer the state in a newly cached checkpoint, which follows the block with this hash, to
+        the tiers."""
+        self._send_if(self.tiers.store_state_command(content, checkpoint))
+
     def on_releasing(self, request: Request) -> None:
-        """Mark the blocks of `request`, which is about to release them, as used in the tiers."""
+        """Mark the blocks and states of `request`, which is about to release its blocks, as used in
+        the tiers."""
         self._send_if(self.tiers.used_command(request))
 
     # ---- called by the scheduler

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import Prefixes
+from engine_core.kv.transfers import KVTransfers
 from engine_core.requests.request import Request
 from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.plan import Schedule
@@ -57,7 +58,14 @@ class Checkpointing:
     interval   tokens between two checkpoints of a long prompt
     """
 
-    def __init__(self, limits: Limits, interval: int, pool: BlockPool, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        interval: int,
+        pool: BlockPool,
+        prefixes: Prefixes,
+        kv_transfers: KVTransfers,
+    ) -> None:
         checkpoints = pool.cache.checkpoints
         assert checkpoints is not None, "the model has no state"
         self.pool = checkpoints
@@ -65,6 +73,7 @@ class Checkpointing:
         self._interval = interval
         self._blocks = pool
         self._prefixes = prefixes
+        self._kv_transfers = kv_transfers
 
     # ---- planning
 
@@ -258,7 +267,9 @@ class Checkpointing:
         """Publish what the request has computed, before it releases its blocks. Return the number
         of its leading blocks that a checkpoint follows."""
         self._release_kept(request)
-        self._replace_free(request, self._prefixes.publish_all(request))
+        published = self._prefixes.publish_all(request)
+        self._kv_transfers.publish(request, published)
+        self._replace_free(request, published)
         for position in list(request.checkpoints):
             self._publish(request, position)
         return self.pool.num_covered(request.hashes, request.num_computed // self._size)
@@ -269,7 +280,9 @@ class Checkpointing:
         is_valid = position <= request.num_computed
         content = request.hashes[position // self._size - 1] if is_valid else b""
         if is_valid and self._blocks.cache.find(content) is not None:
-            self.pool.publish(content, request.checkpoints.pop(position))
+            number = request.checkpoints.pop(position)
+            self.pool.publish(content, number)
+            self._kv_transfers.publish_state(content, number)
         else:
             self._release(request, position)
 

@@ -114,7 +114,7 @@ class Scheduler:
         self.checkpointing = (
             None
             if pool.cache.checkpoints is None
-            else Checkpointing(limits, state_interval, pool, self.prefixes)
+            else Checkpointing(limits, state_interval, pool, self.prefixes, kv_transfers)
         )
         self._kv_transfers = kv_transfers
         self._speculation = speculation

@@ -90,6 +90,7 @@ def storms() -> Iterator[RequestStorm]:
     windows = [WindowStorm(103), WindowStorm(103, 2)]
     others = [
         SmallCacheStorm(207, ["host", "disk"]),
+        SmallCacheStorm(207, ["disk"], state_bytes=8, num_checkpoints=7, state_interval=16),
         AdapterStorm(5),
         EncodeStorm(4),
         EncodeStorm(5),
@@ -183,7 +184,7 @@ STORED = {
     "StepTime": "count mean",
     "StepTimes": "drafted plain",
     "Throughput": "admitted busy_s computed encoded prompts",
-    "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored",
+    "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored states",
     "TierIndex": "_load_s _tiers",
     "Totals": "counts finished num_admitted_tokens step timeouts",
     "WaitingQueue": "_queues",
@@ -231,14 +232,14 @@ CONFIGURED = {
     "Scheduler": "_max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
-    "TierIndex": "_block_tokens _hashes _min_load_tokens",
+    "TierIndex": "_block_tokens _has_state _hashes _min_load_tokens",
 }
 """Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
     "Admission": "_accounts _adapters _clock _deadlines _encoding _fair_share _grammars "
     "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
-    "Checkpointing": "_blocks _prefixes pool",
+    "Checkpointing": "_blocks _kv_transfers _prefixes pool",
     "EncodeScheduler": "_fair_share waiting",
     "Engine": "_parts accounts adapters admission clock deadlines encoding endings inflight "
     "kv_transfers open_requests scheduler speculation throughput totals",

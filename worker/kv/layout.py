@@ -38,6 +38,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self.digest
         return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()
 
+    def state_digest(self, numerics: str) -> bytes:
+        """Return the digest for states that are stored on disk. It differs from that of blocks, so
+        that no file of a state is read as a block."""
+        return blake2b(self.stored_digest(numerics) + b"state", digest_size=DIGEST_BYTES).digest()
+
     @classmethod
     def from_cache(cls, card: ModelCard, cache: KVCache, state_bytes: int = 0) -> Self:
         num_layers, _, block_tokens, num_kv_heads, _ = cache.k.shape

@@ -32,7 +32,7 @@ from worker.kv.movers.choice import MoverFactory
 from worker.kv.movers.nixl import Agent
 from worker.kv.movers.zmq import CHUNK_BYTES
 from worker.kv.report_queue import ReportQueue
-from worker.kv.tiers.store import TierStore
+from worker.kv.tiers.store import StoredMemory, TierStore
 from worker.kv.transfer.exports import Exports
 from worker.kv.transfer.fetcher import Fetcher, TransferContext
 from worker.kv.transfer.server import SEND_QUEUE, ExportedMemory, KVServer
@@ -89,7 +89,12 @@ class KVTransferService:
                 self._reports,
             )
         self._tiers = TierStore.from_config(
-            config, layout.stored_digest(numerics), cache.rows, blocks, self._reports
+            config,
+            StoredMemory(cache.rows, blocks, layout.stored_digest(numerics)),
+            None
+            if states is None or state_blocks is None
+            else StoredMemory(states.rows, state_blocks, layout.state_digest(numerics)),
+            self._reports,
         )
         shared = TransferContext(
             context,
