@@ -303,14 +303,9 @@ class Engine:
         return plan
 
     def _announce(self, request: Request) -> None:
-        """Announce the lease of a request whose last tokens the next plan computes. If the model
-        has a recurrent state, and no checkpoint for it could be allocated, there is no lease, and
-        so no handle: another engine computes the prompt."""
-        checkpointing, checkpoint = self.scheduler.checkpointing, None
-        if checkpointing is not None:
-            checkpoint = checkpointing.keep_for_lease(request)
-            if checkpoint is None:
-                return
+        """Announce the lease of a request whose last tokens the next plan computes."""
+        checkpointing = self.scheduler.checkpointing
+        checkpoint = None if checkpointing is None else checkpointing.keep_for_lease(request)
         self.kv_transfers.announce(request, checkpoint)
 
     def _must_wait(self, *, is_shared: bool) -> bool:
@@ -472,7 +467,7 @@ class Engine:
             return progress_output(request, committed)
         if request.samples or request.num_computed < len(request.tokens):
             return None
-        if request.lease:
+        if request.kv_readers:
             committed.kv_handle = self.kv_transfers.hand_over(request)
         return self.endings.finish(request, "length", committed)
 
@@ -544,9 +539,9 @@ class Engine:
             self.endings.release(request)
             return None
         if fetch.state is FetchState.ARRIVED:
-            self.scheduler.on_fetch_over(request, fetch.match)
+            self.scheduler.on_fetch_over(request, fetch.match, is_fetched=True)
             return None
-        self.scheduler.on_fetch_over(request, None)
+        self.scheduler.on_fetch_over(request, fetch.match, is_fetched=False)
         if not fetch.match.is_handed_over or self._parts.config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")

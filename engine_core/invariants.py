@@ -177,10 +177,11 @@ def _check_checkpoints(scheduler: Scheduler, requests: list[Request], leases: KV
     size = scheduler.limits.block_tokens
     for request in requests:
         is_fetching = request.phase in FETCHING and request in scheduler.unbound
+        reserved = request.prompt_tokens if request.kv_readers else None
         for position in request.checkpoints:
             assert position > 0, f"{request.number}: a checkpoint of no positions"
             assert position % size == 0, f"{request.number}: a checkpoint within a block"
-            is_saved = position <= request.num_computed
+            is_saved = position <= request.num_computed or position == reserved
             assert is_saved or is_fetching or position <= request.num_scheduled, (
                 f"{request.number}: a checkpoint never saved"
             )

@@ -58,9 +58,9 @@ class CheckpointPool:
         return Counter(self._holders)
 
     @property
-    def can_allocate(self) -> bool:
-        """Whether any checkpoint is not held."""
-        return len(self._holders) < self.total
+    def num_allocatable(self) -> int:
+        """The number of checkpoints that are not held."""
+        return self.total - len(self._holders)
 
     def __contains__(self, content: bytes) -> bool:
         return content in self._cached
@@ -92,7 +92,7 @@ class CheckpointPool:
         if self._free:
             number = self._free.pop()
         else:
-            if not self.can_allocate or self.num_held >= max_held:
+            if not self.num_allocatable or self.num_held >= max_held:
                 return None
             content = next(each for each, held in self._cached.items() if held not in self._holders)
             number = self._cached.pop(content)

@@ -10,7 +10,8 @@ The oldest lease yields in these cases:
 
 - A running request needs a block. Without the block, it would be preempted. The reader of the lost
   lease can recompute the K/V.
-- A waiting request needs blocks, and the lease has been renewed beyond its first term.
+- A waiting request needs blocks, or a checkpoint, and the lease has been renewed beyond its first
+  term.
 - A waiting request without readers needs blocks, and leases hold more than MAX_LEASED_SHARE of all
   blocks. A request with readers would itself end in a lease, so nothing would be gained.
 

@@ -182,8 +182,8 @@ class Request:
     #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0
     #: The checkpoints that the request holds, by the number of leading positions whose recurrent
-    #: state they contain. Those beyond `num_computed` are saved by a step in flight, or filled by
-    #: the request's fetch.
+    #: state they contain. Those beyond `num_computed` are saved by a step in flight, filled by the
+    #: request's fetch, or reserved for the end of a request with `kv_readers`.
     checkpoints: dict[int, int] = field(default_factory=dict)
     #: One more checkpoint that the request holds; NO_CHECKPOINT: none. It is the one that the
     #: request starts with, from its fetch to its first plan. Once its lease is announced, it is

@@ -26,7 +26,8 @@ blocks are.
 K/V that moves (kv/) takes a state along:
 
 - A request whose K/V other engines will read computes whole blocks only, and saves the state at its
-  end. The lease holds this checkpoint besides the blocks.
+  end. It is admitted with the checkpoint for this state, which its lease later holds besides the
+  blocks.
 - A fetch fills a checkpoint besides the blocks, with the state after the last of them. The request
   holds it like one that a step in flight saves. Until its first plan, the request also keeps the
   one that it starts with: that of its cached prefix, or the fetched one.
@@ -34,7 +35,7 @@ K/V that moves (kv/) takes a state along:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import Prefixes
@@ -131,6 +132,9 @@ class Checkpointing:
         as they are needed and checkpoints can be allocated."""
         saves: list[tuple[Request, int, int]] = []
         for position in positions:
+            if position in request.checkpoints:  # reserved at the admission
+                saves.append((request, position, request.checkpoints[position]))
+                continue
             is_rolling = self._is_rolling(request, position)
             if is_rolling is None or (not is_rolling and self._is_cached(request, position)):
                 continue
@@ -183,10 +187,34 @@ class Checkpointing:
 
     # ---- K/V that moves
 
+    def can_fetch(self, request: Request) -> bool:
+        """Return whether a checkpoint can be allocated for the state that the request would fetch,
+        besides the one that it reserves."""
+        return self.pool.num_allocatable > self._num_reserved(request)
+
+    def can_reserve(self, request: Request, yield_lease: Callable[[Request], bool]) -> bool:
+        """Return whether the checkpoint that the request reserves can be allocated, after leases
+        have yielded if necessary. `yield_lease` is as in `BlockTables.admit`."""
+        while self.pool.num_allocatable < self._num_reserved(request):
+            if not yield_lease(request):
+                return False
+        return True
+
+    def reserve(self, request: Request) -> None:
+        """Allocate the checkpoint for the end of an admitted request whose K/V other engines will
+        read; see `can_reserve`."""
+        if self._num_reserved(request):
+            number = self.pool.allocate(max_held=self.pool.total)
+            assert number is not None
+            request.checkpoints[request.prompt_tokens] = number
+
+    def _num_reserved(self, request: Request) -> int:
+        return int(request.kv_readers > 0)
+
     def start_fetch(self, request: Request, num_tokens: int, step: Schedule) -> int:
         """Return a checkpoint for the state after the first `num_tokens` positions of a request,
-        which a fetch will fill. Some checkpoint must be allocatable. The request keeps the one that
-        it would start with in `step`, in case the fetch fails."""
+        which a fetch will fill; see `can_fetch`. The request keeps the one that it would start with
+        in `step`, in case the fetch fails."""
         request.kept_checkpoint = step.checkpoints.pop(request)
         if request.kept_checkpoint:
             self.pool.share(request.kept_checkpoint)
@@ -195,28 +223,20 @@ class Checkpointing:
         request.checkpoints[num_tokens] = number
         return number
 
-    def on_fetched(self, request: Request) -> None:
-        """Let a request whose fetch has succeeded start with the fetched state. Call it before its
-        blocks are published."""
+    def on_fetch_over(self, request: Request, num_tokens: int, *, is_fetched: bool) -> None:
+        """Let the request start with the state after `num_tokens` positions, if the fetch has
+        filled its checkpoint; else free that checkpoint. Call it before blocks are published."""
+        if not is_fetched:
+            self._release(request, num_tokens)
+            return
         self._release_kept(request)
-        request.kept_checkpoint = request.checkpoints[request.num_computed]
+        request.kept_checkpoint = request.checkpoints[num_tokens]
         self.pool.share(request.kept_checkpoint)
 
-    def on_fetch_failed(self, request: Request) -> None:
-        """Free the checkpoint that the failed fetch of a request should have filled."""
-        for position in list(request.checkpoints):
-            self._release(request, position)
-
-    def keep_for_lease(self, request: Request) -> int | None:
+    def keep_for_lease(self, request: Request) -> int:
         """Return the checkpoint of the state after the whole prompt of a request, which the request
-        keeps for its lease. Return None if the plan that computes the end of the prompt saves no
-        such state, because no checkpoint could be allocated."""
-        position = request.prompt_tokens
-        number = request.checkpoints.get(position)
-        if number is None:
-            if not self._is_cached(request, position):
-                return None
-            number = self.pool.use(request.hashes[position // self._size - 1])
+        keeps for its lease. The next plan saves the state, or an earlier one has."""
+        number = request.checkpoints[request.prompt_tokens]
         self.pool.share(number)
         request.kept_checkpoint = number
         return number

@@ -188,23 +188,18 @@ class Scheduler:
         if self.tables.frees_blocks:
             self.tables.release_passed(request)
 
-    def on_fetch_over(self, request: Request, match: Match | None) -> None:
-        """Make a request READY, because its fetch is over.
-
-        `match` describes the K/V that was fetched; None means that the fetch failed.
-        """
+    def on_fetch_over(self, request: Request, match: Match, *, is_fetched: bool) -> None:
+        """Make a request READY, because the fetch of `match` is over."""
         request.move(RequestEvent.ARRIVE)
-        if match is None:
-            if self.checkpointing is not None:
-                self.checkpointing.on_fetch_failed(request)
+        if self.checkpointing is not None:
+            self.checkpointing.on_fetch_over(request, match.num_tokens, is_fetched=is_fetched)
+        if not is_fetched:
             return
         if not request.num_preemptions:
             request.num_cached = min(match.num_tokens, request.prompt_tokens)
             if match.is_handed_over:
                 request.num_fetched = request.num_cached - request.num_computed
         request.num_computed = request.num_scheduled = match.num_tokens
-        if self.checkpointing is not None:
-            self.checkpointing.on_fetched(request)
         self._publish(request)
 
     def finish(self, request: Request) -> None:
@@ -406,8 +401,8 @@ class Scheduler:
             match = self._kv_transfers.match(request, len(found))
             if self.checkpointing is not None:
                 self.checkpointing.read(request, len(found), step)
-                if not self.checkpointing.pool.can_allocate:
-                    match = None  # there is no checkpoint for the state to fetch
+                if match is not None and not self.checkpointing.can_fetch(request):
+                    match = None
             if match is None and not step.budget:
                 return  # only a request that starts a fetch needs no budget
             if not self._allocate_for(request, found):
@@ -480,13 +475,19 @@ class Scheduler:
         self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
-        """Allocate the blocks that the request needs to be admitted, and set its progress.
+        """Allocate the blocks, and the checkpoint if it needs one, with which the request is
+        admitted, and set its progress.
 
-        The first of them are `found`, which are in the prefix cache. Return False, without
-        allocating any block, if too few are free even after leases have yielded.
+        The first blocks are `found`, which are in the prefix cache. Return False, without
+        allocating anything, if too few are free even after leases have yielded.
         """
-        if not self.tables.admit(request, found, self._kv_transfers.yield_lease):
+        saving, yield_lease = self.checkpointing, self._kv_transfers.yield_lease
+        if saving is not None and not saving.can_reserve(request, yield_lease):
             return False
+        if not self.tables.admit(request, found, yield_lease):
+            return False
+        if saving is not None:
+            saving.reserve(request)
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
         known = (
             self.pool.cache.num_draft_computed(found) if request.uses_draft_model else len(found)

@@ -25,10 +25,7 @@ from protocol.wire.errors import EngineError, EngineNotReady, ServingError
 
 RENEWALS_PER_LEASE = 3
 """Renewals per duration of a lease. With 3, two renewals in a row may fail."""
-NO_HANDLE = (
-    "the prefill engine returned no K/V handle: check its role and its cluster key; for a model "
-    "with recurrent layers, all of its checkpoints of states may be in use"
-)
+NO_HANDLE = "the prefill engine returned no K/V handle: check its role and its cluster key"
 
 
 class PrefillFleet(EngineFleet[ReplicatedRequest]):

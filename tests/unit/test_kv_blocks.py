@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from protocol.worker.kv_peers import ShmOffer
-from worker.kv.blocks import WORD_BYTES, HostBlocks
+from tests.support.pretended_device import DEVICE, PretendedDevice
+from worker.kv.blocks import WHOLE, WORD_BYTES, DeviceBlocks, HostBlocks
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout
 from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
 from worker.kv.movers.zmq import Cuts
+from worker.kv.tiers.host import HostMemory, PlacedMemory
 from worker.kv.transfer.shared_memory import SharedMemory, map_offered
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
@@ -71,6 +73,49 @@ def test_a_part_of_the_gathered_pieces_is_put_into_that_part_and_nowhere_else():
     HostBlocks(ours).put(2, 5, np.array([3, 8, 2]), pieces, part)
     before[2:5, [3, 8, 2], 8:16] = theirs[2:5, [9, 1, 4], 8:16]
     assert np.array_equal(ours, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((1, 5, 40), slice(8, 24)),
+        ((1, 5, 44), slice(40, 48)),
+        ((1, 5, 40), slice(32, 48)),
+        ((3, 5, 16), WHOLE),
+    ],
+)
+def test_a_device_moves_the_same_bytes_as_the_host(shape, part):
+    """Parts that end after the last byte of a piece end with it."""
+    before, source = (RANDOM.integers(0, 256, shape, np.uint8) for _ in range(2))
+    ids, theirs, host = np.array([3, 1]), np.array([2, 4]), HostBlocks(before.copy())
+    with PretendedDevice():
+        rows = torch.from_numpy(before.copy()).to(DEVICE)
+        device = DeviceBlocks(rows)
+        pieces = host.gather(0, shape[0], ids, part)
+        assert np.array_equal(device.gather(0, shape[0], ids, part), pieces)
+        for blocks in (host, device):
+            blocks.put(0, shape[0], theirs, pieces, part)
+            blocks.copy(ids, source, theirs, part)
+            blocks.synchronize()
+        every = np.arange(5)
+        assert np.array_equal(device.gather(0, shape[0], every), host.gather(0, shape[0], every))
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 44), (1, 5, 40), (2, 5, 8)])
+def test_a_block_on_a_device_is_placed_in_host_memory_and_put_back(shape):
+    rows = RANDOM.integers(0, 256, shape, np.uint8)
+    with PretendedDevice():
+        on_device = torch.from_numpy(rows.copy()).to(DEVICE)
+        memory = HostMemory(16, 4, DEVICE)
+        placed = PlacedMemory(on_device, DeviceBlocks(on_device), memory)
+        places = tuple(range(placed.num_places))
+        placed.copy_out(3, places)
+        memory.mark().synchronize()
+        assert b"".join(placed.payload(places)) == rows[:, 3].tobytes()
+        placed.put(places, np.array([1]))
+        found = DeviceBlocks(on_device).gather(0, shape[0], np.arange(5))
+    rows[:, 1] = rows[:, 3]
+    assert np.array_equal(found, rows)
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,7 @@ def test_a_lease_holds_its_checkpoint_although_another_one_of_the_state_is_cache
     assert num_held(pair.p) == 0
 
 
-def test_a_state_that_is_cached_already_is_exported_and_not_saved_again() -> None:
-    """The request is preempted after the end of its prompt was cached by another one."""
+def test_the_same_prompt_is_handed_over_twice() -> None:
     pair = a_pair(p={"role": "both"})
     handles = [pair.prefill() for _ in range(2)]
     numbers = [pair.decode(handle, max_tokens=3) for handle in handles]
@@ -172,15 +171,60 @@ def test_a_state_that_is_cached_already_is_exported_and_not_saved_again() -> Non
     assert [pair.d.tokens(number) for number in numbers] == [answer(PROMPT, 3)] * 2
 
 
-def test_without_a_checkpoint_for_its_end_a_prompt_has_no_handle() -> None:
-    pair = a_pair(p={"num_checkpoints": 1})
-    handle = pair.prefill()
-    assert pair.prefill(list(range(40, 60))) == ""
-    number = pair.decode(handle, max_tokens=9)
-    pair.run()
-    assert pair.d.tokens(number) == answer(PROMPT, 9)
+def test_a_prompt_waits_for_a_checkpoint_until_the_first_term_of_a_lease_is_over() -> None:
+    """As for blocks, leases yield after their first term, even if they were renewed."""
+    pair = a_pair(p={"num_checkpoints": 2})
+    handles = [pair.prefill(), pair.prefill(list(range(40, 60)))]
+    number = pair.p.add(list(range(60, 80)), kv_readers=1)
+    assert pair.p.plan() is None
+    pair.p.tick(20)
+    pair.p.engine.keep_kv(handles)
+    pair.p.tick(29)
+    assert pair.p.plan() is None
+    pair.p.tick(31)
+    pair.p.run()
+    assert pair.p.last_output(number).kv_handle
+    assert pair.p.engine.stats().num_leases_ended == {"yielded": 1}
+    for handle, prompt in ((handles[1], list(range(40, 60))), (handles[0], PROMPT)):
+        number = pair.decode(handle, prompt, max_tokens=9)
+        pair.run()
+        assert pair.d.tokens(number) == answer(prompt, 9)
     assert is_free(pair)
-    assert pair.prefill(list(range(40, 60)))
+
+
+def test_prompts_that_are_computed_together_each_have_a_checkpoint_for_their_end() -> None:
+    """Two checkpoints are enough for two of four prompts: the others wait until they are taken."""
+    pair = a_pair(p={"num_checkpoints": 2, "token_budget": 8})
+    prompts = [list(range(first, first + 20)) for first in (1, 21, 41, 61)]
+    for prompt in prompts:
+        pair.p.add(prompt, kv_readers=1)
+    numbers = []
+    for turn in range(2):
+        pair.p.run()
+        ready = [pair.p.last_output(2 * turn + place).kv_handle for place in (1, 2)]
+        for handle, prompt in zip(ready, prompts[2 * turn :], strict=False):
+            numbers.append(pair.decode(handle, prompt, max_tokens=5))
+            while pair.d.step() is not None or pair.movers[1].jobs:
+                if pair.movers[1].jobs:
+                    pair.move()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert pair.d.tokens(number) == answer(prompt, 5)
+        assert reused_tokens(pair.d, number) == (16, 16)
+    assert is_free(pair)
+
+
+def test_a_preempted_prefill_reserves_its_checkpoint_again() -> None:
+    pair = a_pair(p={"role": "both", "num_blocks": 20, "token_budget": 8})
+    older = pair.p.add([90] * 8, priority=-1, max_tokens=60, ignore_eos=True)
+    for _ in range(3):
+        pair.p.step()
+    number = pair.p.add(PROMPT, kv_readers=1)
+    pair.p.run()
+    assert len(pair.p.tokens(older)) == 60
+    decoded = pair.decode(pair.p.last_output(number).kv_handle, max_tokens=5)
+    pair.run()
+    assert pair.d.tokens(decoded) == answer(PROMPT, 5)
+    assert is_free(pair)
 
 
 def test_an_aborted_prefill_frees_its_checkpoint_after_the_step() -> None:
@@ -208,6 +252,30 @@ def test_each_end_of_a_lease_frees_its_checkpoint(event: str) -> None:
             pair.p.run()
     assert pair.p.engine.stats().num_leases_ended == {event: 1}
     assert num_held(pair.p) == 0
+
+
+# ---- engines that are lost
+def test_another_engine_continues_from_the_same_handle() -> None:
+    """The first one is lost while it fetches."""
+    pair = a_pair()
+    handle = pair.prefill()
+    pair.decode(handle, max_tokens=9)
+    pair.d = Bench(place=pair.air.member("another"), role="decode", **STATE)
+    number = pair.decode(handle, max_tokens=9)
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 9)
+    assert reused_tokens(pair.d, number) == (28, 28)
+    assert is_free(pair)
+
+
+def test_another_engine_continues_an_answer_without_its_state() -> None:
+    """The state was lost with the first one, so the prompt and the tokens so far are computed."""
+    whole = answer(PROMPT, 20, ignore_eos=True)
+    other = Bench(**STATE)
+    number = other.add(PROMPT, answer=whole[:7], max_tokens=20, ignore_eos=True)
+    other.run()
+    assert other.tokens(number) == whole[7:]
+    assert num_computed(other) == len(PROMPT) + 19
 
 
 # ---- D
