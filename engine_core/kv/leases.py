@@ -1,10 +1,10 @@
 """Leases: they keep a request's blocks for other engines after the request has ended.
 
 A lease holds its blocks in the pool, as a request does. If the model has a recurrent state, it also
-holds the checkpoint with the state after them. It ends exactly once, for one of four
-reasons: all its readers are done (TAKE), a client released it (RELEASE), its time is over (EXPIRE),
-or this engine needs the blocks (YIELD). KVWithdraw is sent to the worker before any plan or fetch
-that reuses the blocks. Times are arguments, in seconds of a steady clock.
+holds the checkpoint with the state after them. It ends exactly once, for one of four reasons: all
+its readers are done (TAKE), a client released it (RELEASE), its time is over (EXPIRE), or this
+engine needs the blocks (YIELD). KVWithdraw is sent to the worker before any plan or fetch that
+reuses the blocks. Times are arguments, in seconds of a steady clock.
 
 The oldest lease yields in these cases:
 

@@ -17,7 +17,12 @@ from tests.support.pair import PROMPT, HandoffPair
 
 SIZE = 4
 """Tokens of a block. PROMPT has 30 tokens, so the last boundary before its last token is 28."""
-STATE = {"state_bytes": 8, "num_checkpoints": 8, "block_tokens": SIZE, "state_interval": 400}
+STATE: dict[str, Any] = {
+    "state_bytes": 8,
+    "num_checkpoints": 8,
+    "block_tokens": SIZE,
+    "state_interval": 400,
+}
 
 
 def a_pair(p: dict[str, Any] | None = None, d: dict[str, Any] | None = None) -> HandoffPair:
