@@ -293,7 +293,7 @@ class Engine:
         charge_rows(rows.requests, rows.counts)
         for request in [request for request in rows.requests if request.kv_readers]:
             if request not in schedule.partial:
-                self.kv_transfers.announce(request)
+                self._announce(request)
         totals.step += 1
         for request in schedule.admitted:
             self.history.on_bound(request, totals.step)
@@ -301,6 +301,12 @@ class Engine:
         plan = build_plan(totals.step, schedule, rows, releases, self.inflight.newest)
         self.inflight.on_sent(plan, rows.requests)
         return plan
+
+    def _announce(self, request: Request) -> None:
+        """Announce the lease of a request whose last tokens the next plan computes."""
+        checkpointing = self.scheduler.checkpointing
+        checkpoint = None if checkpointing is None else checkpointing.keep_for_lease(request)
+        self.kv_transfers.announce(request, checkpoint)
 
     def _must_wait(self, *, is_shared: bool) -> bool:
         """Return whether the plans in flight must commit before the next step is planned.
@@ -533,9 +539,9 @@ class Engine:
             self.endings.release(request)
             return None
         if fetch.state is FetchState.ARRIVED:
-            self.scheduler.on_fetch_over(request, fetch.match)
+            self.scheduler.on_fetch_over(request, fetch.match, is_fetched=True)
             return None
-        self.scheduler.on_fetch_over(request, None)
+        self.scheduler.on_fetch_over(request, fetch.match, is_fetched=False)
         if not fetch.match.is_handed_over or self._parts.config.kv_on_failure == "recompute":
             return None
         error = StepFailed(f"the prompt's K/V could not be fetched ({fetch.error})")

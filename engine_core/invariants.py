@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from engine_core.blocks.hash import extend_hashes, root_hash
@@ -17,6 +18,8 @@ from protocol.engine.messages import Limits
 from protocol.worker.steps import NULL_BLOCK
 
 UNBOUND = {RequestPhase.FETCHING, RequestPhase.READY}
+FETCHING = {RequestPhase.FETCHING, RequestPhase.FINISHED}
+"""Phases of a request in `Scheduler.unbound` whose fetch is not over."""
 
 
 def check_invariants(
@@ -47,7 +50,7 @@ def check_invariants(
     _check_slots(scheduler, holders)
     _check_blocks(scheduler, holders, leases)
     _check_content(scheduler, holders)
-    _check_checkpoints(scheduler, holders)
+    _check_checkpoints(scheduler, holders, leases)
 
 
 def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
@@ -151,29 +154,38 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
             )
 
 
-def _check_checkpoints(scheduler: Scheduler, requests: list[Request]) -> None:
-    """Check that each checkpoint is free, held by one of `requests`, or cached with its block."""
-    held = [number for request in requests for number in request.checkpoints.values()]
+def _check_checkpoints(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
+    """Check that each checkpoint is free, held by `requests` and leases, or cached with its
+    block."""
+    held = Counter(leases.checkpoints)
+    for request in requests:
+        held.update(request.held_checkpoints)
     checkpoints = scheduler.pool.cache.checkpoints
     if checkpoints is None:
         assert not held, "a checkpoint is held, but there are none"
         return
+    assert checkpoints.holders == held, "wrong number of holders of a checkpoint"
     cached = checkpoints.items()
-    owners = sorted([*checkpoints.free, *held, *cached.values()])
-    assert owners == [*range(1, checkpoints.total + 1)], (
+    assert len(set(cached.values())) == len(cached), "a checkpoint is cached twice"
+    unheld = set(cached.values()) - held.keys()
+    assert sorted([*checkpoints.free, *held, *unheld]) == [*range(1, checkpoints.total + 1)], (
         "a checkpoint is not in exactly one of three places: free, held or cached"
     )
-    assert (checkpoints.num_held, checkpoints.num_cached) == (len(held), len(cached))
+    assert (checkpoints.num_held, checkpoints.num_cached) == (len(held), len(unheld))
     lost = cached.keys() - set(scheduler.pool.cache.items().values())
     assert not lost, "a checkpoint is cached without the block that it follows"
     size = scheduler.limits.block_tokens
     for request in requests:
+        is_fetching = request.phase in FETCHING and request in scheduler.unbound
+        reserved = request.prompt_tokens if request.kv_readers else None
         for position in request.checkpoints:
             assert position > 0, f"{request.number}: a checkpoint of no positions"
             assert position % size == 0, f"{request.number}: a checkpoint within a block"
-            assert position <= request.num_scheduled, f"{request.number}: a checkpoint never saved"
-            is_saved = position <= request.num_computed
-            assert is_saved or request.num_in_flight, (
+            is_saved = position <= request.num_computed or position == reserved
+            assert is_saved or is_fetching or position <= request.num_scheduled, (
+                f"{request.number}: a checkpoint never saved"
+            )
+            assert is_saved or is_fetching or request.num_in_flight, (
                 f"{request.number}: holds a checkpoint that no step saves"
             )
 

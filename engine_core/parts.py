@@ -95,9 +95,9 @@ def build_parts(
     names, size = config.kv_events_namespace, limits.block_tokens
     cache_events = CacheEvents(names, size) if config.kv_events else None
     pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, _checkpoints(limits)))
-    peers = Peers(config, cluster, hashes, limits.block_tokens)
+    peers = Peers(config, cluster, hashes, limits)
     throughput = Throughput()
-    tier_index = TierIndex(tiers, hashes, limits.block_tokens, throughput, config.kv_load_tokens)
+    tier_index = TierIndex(tiers, hashes, limits, throughput, config.kv_load_tokens)
     kv_transfers = KVTransfers(config, pool, peers, tier_index)
     interval = config.state_interval
     scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs, interval)
@@ -158,12 +158,13 @@ def _checkpoints(limits: Limits) -> CheckpointPool | None:
 
 def _check_transfers(config: EngineConfig, limits: Limits, *, moves_kv: bool) -> None:
     """Raise ValueError if the limits allow freeing the blocks that a window has passed, but the
-    engine must keep all blocks, or if K/V would be moved without the states that belong to it.
+    engine must keep all blocks, or if K/V would be moved without the states that belong to it,
+    because there are no checkpoints.
 
     moves_kv   whether K/V is transferred to other engines, or stored in tiers
     """
-    if limits.state_bytes and moves_kv:
-        raise ValueError("K/V transfer and tiers do not carry the model's recurrent states")
+    if moves_kv and limits.state_bytes and not limits.prefix_cache:
+        raise ValueError("K/V transfer and tiers need checkpoints of the model's recurrent states")
     window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
     if window is not None and (moves_kv or config.speculation == "model"):
         raise ValueError(

@@ -38,7 +38,7 @@ def build_engine(
     Raises WorkerLost if an option cannot be combined with the model.
     """
     if ready.state_bytes:
-        _check_state(config)
+        _check_state(config, ready.num_checkpoints)
     if not config.transfers_kv:
         key = None  # the key is only for the connections to workers and clients
     if ready.has_own_cache and config.speculation != "none":
@@ -83,19 +83,22 @@ def build_engine(
     )
 
 
-def _check_state(config: EngineConfig) -> None:
-    """Raise WorkerLost if an option moves K/V out of the cache, because the recurrent state that
-    belongs to it would not be moved."""
-    refused = {
-        "--kv-host-gib": (config.worker.kv_host_gib, "stored in host memory"),
-        "--kv-disk": (config.worker.kv_disk, "stored on disk"),
-        "--split, --role and --kv-address": (config.transfers_kv, "sent to other engines"),
+def _check_state(config: EngineConfig, num_checkpoints: int) -> None:
+    """Raise WorkerLost if an option moves K/V out of the cache, and the recurrent states that
+    belong to it cannot be moved, because there are no checkpoints."""
+    if config.prefix_cache and num_checkpoints:
+        return
+    lack = "no memory is left" if config.prefix_cache else "--no-prefix-cache is set"
+    moving = {
+        "--kv-host-gib": config.worker.kv_host_gib,
+        "--kv-disk": config.worker.kv_disk,
+        "--split, --role and --kv-address": config.transfers_kv,
     }
-    for options, (is_set, use) in refused.items():
+    for options, is_set in moving.items():
         if is_set:
             raise WorkerLost(
-                f"the model has recurrent layers, whose states cannot be {use} with the K/V of "
-                f"other layers: serve it without {options}",
+                "the model has recurrent layers, whose states are moved as checkpoints, and there "
+                f"are none because {lack}: serve it without {options}",
                 ExitCode.USAGE,
             )
 

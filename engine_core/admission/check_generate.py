@@ -78,15 +78,18 @@ def new_request(
     """Create the request of a checked `message`.
 
     If other engines will read the K/V (`kv_readers`), the request samples nothing and computes its
-    prompt except the last token, which each reader computes. If the prompt has only one token, the
-    request has no readers, because there is nothing to hand over. A continued request starts with
-    the tokens of its prompt and of its answer so far, as after a preemption.
+    prompt except the last token, which each reader computes. If the model has a recurrent state, it
+    computes whole blocks only, because a state is saved after a block. If nothing remains of the
+    prompt, the request has no readers, because there is nothing to hand over. A continued request
+    starts with the tokens of its prompt and of its answer so far, as after a preemption.
     """
     params, readers = message.params, 0
     if message.kv_readers:
         params = SamplingParams(max_tokens=0)
-        readers = message.kv_readers if len(prompt) > 1 else 0
-        prompt = prompt[:-1] or prompt
+        size = limits.block_tokens if limits.state_bytes else 1
+        num_shared = (len(prompt) - 1) // size * size
+        readers = message.kv_readers if num_shared else 0
+        prompt = prompt[: num_shared or len(prompt) - 1] or prompt
     room = context_limit(message, limits)[0] - len(prompt)
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:

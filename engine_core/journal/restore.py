@@ -93,7 +93,7 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     _restore_admission(engine.admission, snapshot.admission, requests, num_open, find)
     _restore_scheduler(engine.scheduler, snapshot.scheduler, requests)
     _restore_encoding(engine.encoding, snapshot.encoding, requests)
-    _restore_pool(engine.scheduler.pool, snapshot.blocks)
+    _restore_pool(engine.scheduler.pool, snapshot.blocks, requests)
     _restore_kv(engine.kv_transfers, snapshot.kv, requests)
 
 
@@ -215,7 +215,7 @@ def _restore_encoding(
     encoding.num_open = part.num_open
 
 
-def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
+def _restore_pool(pool: BlockPool, part: BlockSnapshot, requests: list[Request]) -> None:
     pool.holders = part.holders
     pool._free.clear()
     pool._free.update(dict.fromkeys(part.free))
@@ -231,6 +231,10 @@ def _restore_pool(pool: BlockPool, part: BlockSnapshot) -> None:
         checkpoints._free = part.checkpoints.free
         checkpoints._cached = OrderedDict(part.checkpoints.cached)
         checkpoints.num_evicted = part.checkpoints.num_evicted
+        checkpoints._cached_ids = set(checkpoints._cached.values())
+        checkpoints._holders = Counter(
+            number for request in requests for number in request.held_checkpoints
+        )
 
 
 def _restore_kv(kv_transfers: KVTransfers, part: KVSnapshot, requests: list[Request]) -> None:

@@ -104,6 +104,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_draft_computed: int
     num_published: int
     checkpoints: dict[int, int]
+    kept_checkpoint: int
     num_cached: int
     num_fetched: int
     num_preemptions: int

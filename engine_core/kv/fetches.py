@@ -25,7 +25,8 @@ class Match:
     """K/V that can be fetched for a request.
 
     The fetch fills `num_blocks` blocks, which follow the blocks that the prefix cache has filled.
-    After the fetch, the request has the K/V of its first `num_tokens` tokens.
+    After the fetch, the request has the K/V of its first `num_tokens` tokens. If the model has a
+    recurrent state, the last of these tokens ends a block, and the state after it comes along.
     """
 
     source: Source
@@ -123,8 +124,11 @@ class Fetches:
         found = (supplier.match(request, num_blocks) for supplier in self._suppliers)
         return max(filter(None, found), key=lambda match: match.num_tokens, default=None)
 
-    def start(self, request: Request, match: Match, blocks: list[int], now: float) -> None:
-        """Start the fetch of `match` into `blocks`, which `request` holds, at time `now`."""
+    def start(
+        self, request: Request, match: Match, blocks: list[int], checkpoint: int | None, now: float
+    ) -> None:
+        """Start the fetch of `match` into `blocks` and `checkpoint`, which `request` holds, at time
+        `now`. `checkpoint` is None if the model has no recurrent state."""
         assert len(blocks) == match.num_blocks
         self._last_job += 1
         self._jobs[self._last_job] = Fetch(self._last_job, request, match, now)
@@ -135,6 +139,7 @@ class Fetches:
                 source=match.source,
                 blocks=Int32.of(blocks),
                 timeout_s=self._timeout_s,
+                checkpoint=checkpoint,
             )
         )
 

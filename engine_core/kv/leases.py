@@ -1,15 +1,17 @@
 """Leases: they keep a request's blocks for other engines after the request has ended.
 
-A lease holds its blocks in the pool, as a request does. It ends exactly once, for one of four
-reasons: all its readers are done (TAKE), a client released it (RELEASE), its time is over (EXPIRE),
-or this engine needs the blocks (YIELD). KVWithdraw is sent to the worker before any plan or fetch
-that reuses the blocks. Times are arguments, in seconds of a steady clock.
+A lease holds its blocks in the pool, as a request does. If the model has a recurrent state, it also
+holds the checkpoint with the state after them. It ends exactly once, for one of four reasons: all
+its readers are done (TAKE), a client released it (RELEASE), its time is over (EXPIRE), or this
+engine needs the blocks (YIELD). KVWithdraw is sent to the worker before any plan or fetch that
+reuses the blocks. Times are arguments, in seconds of a steady clock.
 
 The oldest lease yields in these cases:
 
 - A running request needs a block. Without the block, it would be preempted. The reader of the lost
   lease can recompute the K/V.
-- A waiting request needs blocks, and the lease has been renewed beyond its first term.
+- A waiting request needs blocks, or a checkpoint, and the lease has been renewed beyond its first
+  term.
 - A waiting request without readers needs blocks, and leases hold more than MAX_LEASED_SHARE of all
   blocks. A request with readers would itself end in a lease, so nothing would be gained.
 
@@ -29,6 +31,7 @@ from engine_core.requests.request import Request, RequestPhase
 from protocol.machine import Machine
 from protocol.wire.arrays import Int32
 from protocol.worker.kv import KVExport, KVWithdraw
+from protocol.worker.steps import NO_CHECKPOINT
 
 MAX_LEASED_SHARE = 0.5
 """Largest share of all blocks that leases may hold while requests wait for blocks."""
@@ -75,6 +78,8 @@ class KVLease:
     name: bytes
     #: Block ids, in sequence order.
     blocks: list[int]
+    #: Checkpoint of the state after the blocks; NO_CHECKPOINT: the model has no state.
+    checkpoint: int
     #: End of the lease's first term. Renewals do not change it.
     term: float
     #: Time at which the lease expires. Renewals move it.
@@ -112,25 +117,36 @@ class KVLeases:
         """A copy of the mapping from block to number of leases, for checks."""
         return Counter(self._holders)
 
-    def announce(self, name: bytes, blocks: list[int], readers: int) -> None:
+    @property
+    def checkpoints(self) -> list[int]:
+        """The checkpoint of each lease that has one, for checks."""
+        return [lease.checkpoint for lease in self._open.values() if lease.checkpoint]
+
+    def announce(
+        self, name: bytes, blocks: list[int], readers: int, checkpoint: int | None
+    ) -> None:
         """Announce a lease to the worker, before the plan that computes the last of its blocks.
 
         The worker must have the lease before the first reader connects with the handle. If the
         lease were sent after the step, a fast reader could connect first.
         """
-        self._send(KVExport(lease=name, blocks=Int32.of(blocks), readers=readers))
+        self._send(
+            KVExport(lease=name, blocks=Int32.of(blocks), readers=readers, checkpoint=checkpoint)
+        )
 
     def retract(self, name: bytes) -> None:
         """Withdraw an announced lease that will not be opened."""
         self._send(KVWithdraw(lease=name))
 
-    def open(self, name: bytes, blocks: list[int], now: float) -> None:
-        """Open an announced lease after its blocks were computed. It then holds the blocks."""
+    def open(self, request: Request, now: float) -> None:
+        """Open the announced lease of a request after its blocks were computed. It then holds the
+        blocks, and takes over the checkpoint that the request keeps."""
+        name, blocks, until = request.lease, list(request.blocks), now + self._lease_s
         assert name not in self._open, "two leases have the same name"
-        until = now + self._lease_s
         self._pool.share(blocks)
         self._holders.update(blocks)
-        self._open[name] = KVLease(name, list(blocks), until, until)
+        self._open[name] = KVLease(name, blocks, request.kept_checkpoint, until, until)
+        request.kept_checkpoint = NO_CHECKPOINT
 
     def renew(self, name: bytes, now: float) -> None:
         if (lease := self._open.get(name)) is not None:
@@ -173,3 +189,6 @@ class KVLeases:
         self._send(KVWithdraw(lease=name))
         self._holders -= Counter(lease.blocks)
         self._pool.release(lease.blocks)
+        checkpoints = self._pool.cache.checkpoints
+        if lease.checkpoint and checkpoints is not None:
+            checkpoints.release(lease.checkpoint)

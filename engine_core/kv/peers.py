@@ -13,7 +13,7 @@ from engine_core.kv.seal import Seal
 from engine_core.requests.kv_handle import Handle
 from engine_core.requests.request import Request
 from protocol.config.engine import EngineConfig
-from protocol.engine.messages import Generate
+from protocol.engine.messages import Generate, Limits
 from protocol.wire.errors import InvalidRequest
 from protocol.worker.kv import KV_FIELD, KVEndpoint, PeerSource
 
@@ -41,13 +41,14 @@ class Peers:
         config: EngineConfig,
         cluster: PeerCluster | None,
         hashes: ContentHashes,
-        block_tokens: int,
+        limits: Limits,
     ) -> None:
         self._role = config.role
         self._cluster = cluster
         self._seal = Seal(cluster.secret) if cluster is not None else None
         self._hashes = hashes
-        self._block_tokens = block_tokens
+        self._block_tokens = limits.block_tokens
+        self._has_state = limits.state_bytes > 0
 
     def check(self, message: Generate) -> None:
         """Raise InvalidRequest if this engine cannot serve the request's K/V fields."""
@@ -117,7 +118,9 @@ class Peers:
 
         Return None if there is no handle or no such part, if the request was preempted, or if it
         needs prompt logprobs and so must compute its whole prompt. The part never includes the last
-        token of the prompt, because computing that token gives the first logits.
+        token of the prompt, because computing that token gives the first logits. So if the handle
+        includes that token, and the model has a recurrent state, there is no such part: the state
+        follows that token.
         """
         handle = request.handle
         must_compute = request.num_preemptions or request.params.prompt_logprobs is not None
@@ -126,6 +129,8 @@ class Peers:
         # The last token must be computed here, because the step needs its logits.
         num_tokens = min(handle.num_tokens, request.prompt_tokens - 1)
         if num_tokens <= num_blocks * self._block_tokens:
+            return None
+        if self._has_state and num_tokens < handle.num_tokens:
             return None
         return Match(
             source=PeerSource(address=handle.address, lease=handle.lease, first=num_blocks),

@@ -88,10 +88,12 @@ class KVTransfers:
 
     # ---- called by the engine
 
-    def announce(self, request: Request) -> None:
-        """Announce the lease of a request whose last tokens are computed by the next plan."""
+    def announce(self, request: Request, checkpoint: int | None) -> None:
+        """Announce the lease of a request whose last tokens are computed by the next plan.
+        `checkpoint`, which the request keeps, has the state after them; None if the model has no
+        recurrent state."""
         request.lease = self._draw_lease()
-        self.leases.announce(request.lease, request.blocks, request.kv_readers)
+        self.leases.announce(request.lease, request.blocks, request.kv_readers, checkpoint)
 
     def retract(self, request: Request) -> None:
         """Withdraw the announced lease of a request that ends without handing over its K/V."""
@@ -99,8 +101,9 @@ class KVTransfers:
             self.leases.retract(request.lease)
 
     def hand_over(self, request: Request) -> str:
-        """Open the lease on the blocks of `request`, and return the handle for its readers."""
-        self.leases.open(request.lease, request.blocks, self._now)
+        """Open the announced lease on the blocks of `request`, and return the handle for its
+        readers."""
+        self.leases.open(request, self._now)
         return self._peers.seal_handle(request, request.lease)
 
     def cancel_fetch(self, request: Request) -> None:
@@ -123,8 +126,14 @@ class KVTransfers:
         """Offer newly published blocks of `request` to the tiers."""
         self._send_if(self.tiers.store_command(request, published))
 
+    def publish_state(self, content: bytes, checkpoint: int) -> None:
+        """Offer the state in a newly cached checkpoint, which follows the block with this hash, to
+        the tiers."""
+        self._send_if(self.tiers.store_state_command(content, checkpoint))
+
     def on_releasing(self, request: Request) -> None:
-        """Mark the blocks of `request`, which is about to release them, as used in the tiers."""
+        """Mark the blocks and states of `request`, which is about to release its blocks, as used in
+        the tiers."""
         self._send_if(self.tiers.used_command(request))
 
     # ---- called by the scheduler
@@ -134,9 +143,12 @@ class KVTransfers:
         of the first `num_blocks` blocks is already in the prefix cache."""
         return self.fetches.match(request, num_blocks)
 
-    def start_fetch(self, request: Request, match: Match, blocks: list[int]) -> None:
-        """Start the fetch that fills `blocks`, which the request holds."""
-        self.fetches.start(request, match, blocks, self._now)
+    def start_fetch(
+        self, request: Request, match: Match, blocks: list[int], checkpoint: int | None
+    ) -> None:
+        """Start the fetch that fills `blocks` and `checkpoint`, which the request holds.
+        `checkpoint` is None if the model has no recurrent state."""
+        self.fetches.start(request, match, blocks, checkpoint, self._now)
 
     def yield_lease(self, request: Request) -> bool:
         """End the oldest lease if it yields to `request` (leases.py). Return whether it ended."""

@@ -24,7 +24,7 @@ from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams
 from protocol.machine import Machine
-from protocol.worker.steps import NULL_BLOCK
+from protocol.worker.steps import NO_CHECKPOINT, NULL_BLOCK
 
 
 class RequestPhase(Enum):
@@ -182,8 +182,13 @@ class Request:
     #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0
     #: The checkpoints that the request holds, by the number of leading positions whose recurrent
-    #: state they contain. Those beyond `num_computed` are saved by a step in flight.
+    #: state they contain. Those beyond `num_computed` are saved by a step in flight, filled by the
+    #: request's fetch, or reserved for the end of a request with `kv_readers`.
     checkpoints: dict[int, int] = field(default_factory=dict)
+    #: One more checkpoint that the request holds; NO_CHECKPOINT: none. It is the one that the
+    #: request starts with, from its fetch to its first plan. Once its lease is announced, it is
+    #: that of the lease.
+    kept_checkpoint: int = NO_CHECKPOINT
     #: Prompt tokens whose K/V was cached or fetched at the first admission.
     num_cached: int = 0
     #: How many of `num_cached` another engine computed for this request.
@@ -253,6 +258,11 @@ class Request:
             return self.blocks[self.num_passed :]
         tables = (table[self.num_passed :] for table in self.window_tables)
         return [*self.blocks, *chain.from_iterable(tables)]
+
+    @property
+    def held_checkpoints(self) -> list[int]:
+        """The checkpoints that the request holds. It may hold one twice."""
+        return [*self.checkpoints.values(), *filter(None, [self.kept_checkpoint])]
 
     def held_until(self, column: int) -> list[int]:
         """Return those of `held_blocks` that are in the first `column` columns."""

@@ -22,14 +22,24 @@ older rolling checkpoint.
 
 A rolling checkpoint is published when the request releases its blocks, the others as soon as their
 blocks are.
+
+K/V that moves (kv/) takes a state along:
+
+- A request whose K/V other engines will read computes whole blocks only, and saves the state at its
+  end. It is admitted with the checkpoint for this state, which its lease later holds besides the
+  blocks.
+- A fetch fills a checkpoint besides the blocks, with the state after the last of them. The request
+  holds it like one that a step in flight saves. Until its first plan, the request also keeps the
+  one that it starts with: that of its cached prefix, or the fetched one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import Prefixes
+from engine_core.kv.transfers import KVTransfers
 from engine_core.requests.request import Request
 from engine_core.schedule.inflight import InflightStep
 from engine_core.schedule.plan import Schedule
@@ -49,7 +59,14 @@ class Checkpointing:
     interval   tokens between two checkpoints of a long prompt
     """
 
-    def __init__(self, limits: Limits, interval: int, pool: BlockPool, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        interval: int,
+        pool: BlockPool,
+        prefixes: Prefixes,
+        kv_transfers: KVTransfers,
+    ) -> None:
         checkpoints = pool.cache.checkpoints
         assert checkpoints is not None, "the model has no state"
         self.pool = checkpoints
@@ -57,12 +74,24 @@ class Checkpointing:
         self._interval = interval
         self._blocks = pool
         self._prefixes = prefixes
+        self._kv_transfers = kv_transfers
 
     # ---- planning
 
-    def to_read(self, request: Request, num_found: int) -> int:
-        """Return the checkpoint with the state after the `num_found` cached blocks of a request."""
-        return self.pool.use(request.hashes[num_found - 1]) if num_found else NO_CHECKPOINT
+    def read(self, request: Request, num_found: int, step: Schedule) -> None:
+        """Let the request start with the state after its `num_found` cached blocks."""
+        number = self.pool.use(request.hashes[num_found - 1]) if num_found else NO_CHECKPOINT
+        step.checkpoints[request] = number
+        if number:
+            self.pool.share(number)
+            step.reads.append(number)
+
+    def read_kept(self, request: Request, step: Schedule) -> None:
+        """Let a request whose fetch is over start with the checkpoint that it keeps."""
+        number, request.kept_checkpoint = request.kept_checkpoint, NO_CHECKPOINT
+        step.checkpoints[request] = number
+        if number:
+            step.reads.append(number)
 
     def num_uncovered(self, request: Request) -> int:
         """Return how many tokens of an admitted request must be computed although their K/V was
@@ -70,7 +99,10 @@ class Checkpointing:
         return max(request.num_shared_columns * self._size - request.num_computed, 0)
 
     def plan_saves(self, step: Schedule) -> None:
-        """Add the states to save to a step whose rows are complete."""
+        """Add the states to save to a step whose rows are complete. They may replace the states
+        that its requests start with, because these are read first."""
+        for number in step.reads:
+            self.pool.release(number)
         size = self._size
         for request in [r for r in step.decodes if not (r.num_scheduled + 1) % size]:
             self._save(request, (request.num_scheduled + 1,), step)
@@ -100,6 +132,9 @@ class Checkpointing:
         as they are needed and checkpoints can be allocated."""
         saves: list[tuple[Request, int, int]] = []
         for position in positions:
+            if position in request.checkpoints:  # reserved at the admission
+                saves.append((request, position, request.checkpoints[position]))
+                continue
             is_rolling = self._is_rolling(request, position)
             if is_rolling is None or (not is_rolling and self._is_cached(request, position)):
                 continue
@@ -130,8 +165,10 @@ class Checkpointing:
 
     def _prompt_end(self, request: Request) -> int:
         """Return the last block boundary at which the request's prompt can resume. Its last token
-        is always computed."""
-        return (request.prompt_tokens - 1) // self._size * self._size
+        is always computed. If other engines will read the prompt's K/V, it has no such token: they
+        resume at its end."""
+        num_last = 0 if request.kv_readers else 1
+        return (request.prompt_tokens - num_last) // self._size * self._size
 
     def _stride(self, last: int) -> int:
         """Return the distance of the checkpoints of a prompt that can resume at `last`."""
@@ -147,6 +184,67 @@ class Checkpointing:
         if is_cached:
             self.pool.use(request.hashes[index])
         return is_cached
+
+    # ---- K/V that moves
+
+    def can_fetch(self, request: Request) -> bool:
+        """Return whether a checkpoint can be allocated for the state that the request would fetch,
+        besides the one that it reserves."""
+        return self.pool.num_allocatable > self._num_reserved(request)
+
+    def can_reserve(self, request: Request, yield_lease: Callable[[Request], bool]) -> bool:
+        """Return whether the checkpoint that the request reserves can be allocated, after leases
+        have yielded if necessary. `yield_lease` is as in `BlockTables.admit`."""
+        while self.pool.num_allocatable < self._num_reserved(request):
+            if not yield_lease(request):
+                return False
+        return True
+
+    def reserve(self, request: Request) -> None:
+        """Allocate the checkpoint for the end of an admitted request whose K/V other engines will
+        read; see `can_reserve`."""
+        if self._num_reserved(request):
+            number = self.pool.allocate(max_held=self.pool.total)
+            assert number is not None
+            request.checkpoints[request.prompt_tokens] = number
+
+    def _num_reserved(self, request: Request) -> int:
+        return int(request.kv_readers > 0)
+
+    def start_fetch(self, request: Request, num_tokens: int, step: Schedule) -> int:
+        """Return a checkpoint for the state after the first `num_tokens` positions of a request,
+        which a fetch will fill; see `can_fetch`. The request keeps the one that it would start with
+        in `step`, in case the fetch fails."""
+        request.kept_checkpoint = step.checkpoints.pop(request)
+        if request.kept_checkpoint:
+            self.pool.share(request.kept_checkpoint)
+        number = self.pool.allocate(max_held=self.pool.total)
+        assert number is not None
+        request.checkpoints[num_tokens] = number
+        return number
+
+    def on_fetch_over(self, request: Request, num_tokens: int, *, is_fetched: bool) -> None:
+        """Let the request start with the state after `num_tokens` positions, if the fetch has
+        filled its checkpoint; else free that checkpoint. Call it before blocks are published."""
+        if not is_fetched:
+            self._release(request, num_tokens)
+            return
+        self._release_kept(request)
+        request.kept_checkpoint = request.checkpoints[num_tokens]
+        self.pool.share(request.kept_checkpoint)
+
+    def keep_for_lease(self, request: Request) -> int:
+        """Return the checkpoint of the state after the whole prompt of a request, which the request
+        keeps for its lease. The next plan saves the state, or an earlier one has."""
+        number = request.checkpoints[request.prompt_tokens]
+        self.pool.share(number)
+        request.kept_checkpoint = number
+        return number
+
+    def _release_kept(self, request: Request) -> None:
+        if request.kept_checkpoint:
+            self.pool.release(request.kept_checkpoint)
+            request.kept_checkpoint = NO_CHECKPOINT
 
     # ---- commit
 
@@ -188,7 +286,10 @@ class Checkpointing:
     def on_releasing(self, request: Request) -> int:
         """Publish what the request has computed, before it releases its blocks. Return the number
         of its leading blocks that a checkpoint follows."""
-        self._replace_free(request, self._prefixes.publish_all(request))
+        self._release_kept(request)
+        published = self._prefixes.publish_all(request)
+        self._kv_transfers.publish(request, published)
+        self._replace_free(request, published)
         for position in list(request.checkpoints):
             self._publish(request, position)
         return self.pool.num_covered(request.hashes, request.num_computed // self._size)
@@ -199,7 +300,9 @@ class Checkpointing:
         is_valid = position <= request.num_computed
         content = request.hashes[position // self._size - 1] if is_valid else b""
         if is_valid and self._blocks.cache.find(content) is not None:
-            self.pool.publish(content, request.checkpoints.pop(position))
+            number = request.checkpoints.pop(position)
+            self.pool.publish(content, number)
+            self._kv_transfers.publish_state(content, number)
         else:
             self._release(request, position)
 

@@ -114,7 +114,7 @@ class Scheduler:
         self.checkpointing = (
             None
             if pool.cache.checkpoints is None
-            else Checkpointing(limits, state_interval, pool, self.prefixes)
+            else Checkpointing(limits, state_interval, pool, self.prefixes, kv_transfers)
         )
         self._kv_transfers = kv_transfers
         self._speculation = speculation
@@ -188,13 +188,12 @@ class Scheduler:
         if self.tables.frees_blocks:
             self.tables.release_passed(request)
 
-    def on_fetch_over(self, request: Request, match: Match | None) -> None:
-        """Make a request READY, because its fetch is over.
-
-        `match` describes the K/V that was fetched; None means that the fetch failed.
-        """
+    def on_fetch_over(self, request: Request, match: Match, *, is_fetched: bool) -> None:
+        """Make a request READY, because the fetch of `match` is over."""
         request.move(RequestEvent.ARRIVE)
-        if match is None:
+        if self.checkpointing is not None:
+            self.checkpointing.on_fetch_over(request, match.num_tokens, is_fetched=is_fetched)
+        if not is_fetched:
             return
         if not request.num_preemptions:
             request.num_cached = min(match.num_tokens, request.prompt_tokens)
@@ -400,10 +399,12 @@ class Scheduler:
                 return
             found = self.prefixes.find(request)
             match = self._kv_transfers.match(request, len(found))
+            if self.checkpointing is not None:
+                self.checkpointing.read(request, len(found), step)
+                if match is not None and not self.checkpointing.can_fetch(request):
+                    match = None
             if match is None and not step.budget:
                 return  # only a request that starts a fetch needs no budget
-            if self.checkpointing is not None:
-                step.checkpoints[request] = self.checkpointing.to_read(request, len(found))
             if not self._allocate_for(request, found):
                 self._blocked_newcomer = request
                 return
@@ -413,7 +414,7 @@ class Scheduler:
             if match is None:
                 self._bind(request, step)
             else:
-                self._fetch(request, match)
+                self._fetch(request, match, step)
 
     @property
     def _has_slot(self) -> bool:
@@ -441,13 +442,14 @@ class Scheduler:
         could_be_free = self.pool.num_free + sum(len(other.held_blocks) for other in victims)
         return victims if self.tables.num_needed(request) <= could_be_free else []
 
-    def _fetch(self, request: Request, match: Match) -> None:
+    def _fetch(self, request: Request, match: Match, step: Schedule) -> None:
         request.move(RequestEvent.FETCH)
         self.unbound.append(request)
-        first = request.num_published
-        self._kv_transfers.start_fetch(
-            request, match, request.blocks[first : first + match.num_blocks]
-        )
+        first, checkpoint = request.num_computed // self.limits.block_tokens, None
+        if self.checkpointing is not None:
+            checkpoint = self.checkpointing.start_fetch(request, match.num_tokens, step)
+        blocks = request.blocks[first : first + match.num_blocks]
+        self._kv_transfers.start_fetch(request, match, blocks, checkpoint)
 
     def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
         """Bind the READY requests that have at most `max_tokens` tokens left to compute."""
@@ -456,6 +458,8 @@ class Scheduler:
                 return
             if request.phase is RequestPhase.READY and request.num_uncomputed <= max_tokens:
                 self.unbound.remove(request)
+                if self.checkpointing is not None:
+                    self.checkpointing.read_kept(request, step)
                 self._bind(request, step)
 
     def _bind(self, request: Request, step: Schedule) -> None:
@@ -471,13 +475,19 @@ class Scheduler:
         self._schedule_tokens(request, step)
 
     def _allocate_for(self, request: Request, found: list[int]) -> bool:
-        """Allocate the blocks that the request needs to be admitted, and set its progress.
+        """Allocate the blocks, and the checkpoint if it needs one, with which the request is
+        admitted, and set its progress.
 
-        The first of them are `found`, which are in the prefix cache. Return False, without
-        allocating any block, if too few are free even after leases have yielded.
+        The first blocks are `found`, which are in the prefix cache. Return False, without
+        allocating anything, if too few are free even after leases have yielded.
         """
-        if not self.tables.admit(request, found, self._kv_transfers.yield_lease):
+        saving, yield_lease = self.checkpointing, self._kv_transfers.yield_lease
+        if saving is not None and not saving.can_reserve(request, yield_lease):
             return False
+        if not self.tables.admit(request, found, yield_lease):
+            return False
+        if saving is not None:
+            saving.reserve(request)
         request.num_computed = request.num_scheduled = len(found) * self.limits.block_tokens
         known = (
             self.pool.cache.num_draft_computed(found) if request.uses_draft_model else len(found)

@@ -114,7 +114,7 @@ class DisaggregatedClient(EngineFleet[SplitRequest]):
         decode_engines = ReplicaSet(decode, new_client, "decode", numerics)
         super().__init__(decode_engines, SplitRequest, options)
         self._p = PrefillFleet(ReplicaSet(prefill, new_client, "prefill", numerics), options)
-        self._min_tokens = max(min_tokens, MIN_PROMPT)
+        self._min_tokens = min_tokens
         self._recomputes = recomputes
         self._on_handover, self._on_fallback = on_handover, on_fallback
         self._prefills: set[RemotePrefill] = set()
@@ -217,10 +217,12 @@ class DisaggregatedClient(EngineFleet[SplitRequest]):
 
     def _can_prefill(self, request: SplitRequest) -> bool:
         """Return whether P may compute this prompt. D itself computes short prompts, prompts whose
-        logprobs are requested, and the prompts of requests without output (`max_tokens` 0)."""
-        params = request.params
+        logprobs are requested, and the prompts of requests without output (`max_tokens` 0). If the
+        model has a recurrent state, P hands over whole blocks only."""
+        params, limits = request.params, self.limits
+        least = limits.block_tokens + 1 if limits is not None and limits.state_bytes else MIN_PROMPT
         return (
-            len(request.prompt) >= self._min_tokens
+            len(request.prompt) >= max(self._min_tokens, least)
             and params.prompt_logprobs is None
             and params.max_tokens != 0
         )

@@ -82,7 +82,7 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     total_blocks: int = 0
     total_checkpoints: int = 0  #: checkpoints of recurrent states; 0: the model has none
     cached_checkpoints: int = 0  #: those that a prompt may find
-    held_checkpoints: int = 0  #: those of running requests
+    held_checkpoints: int = 0  #: those of running requests and leases
     #: Bytes of recurrent states in use: those of running requests ("slots"), and of held and cached
     #: checkpoints ("checkpoints"). Empty: the model has none.
     state_bytes: dict[str, int] = {}

@@ -20,9 +20,14 @@ The engine decides which blocks are moved, how long a lease lasts, and what to d
 Workers move bytes and report the result of each job exactly once.
 
 The *tiers* of a worker, host memory and disk, keep blocks that the KV cache has dropped. They find
-a block by its chained hash (engine_core/blocks/hash.py). KVStore copies blocks to the tiers, after
-the commit that published the blocks. A KVFetch from a TierSource loads blocks back. The engine
-fetches only blocks that KVReport.tiers has reported as stored.
+a block by its key, which is its chained hash (engine_core/blocks/hash.py), and the state after a
+block by `state_key`. KVStore copies blocks and states to the tiers, after the commit that published
+them. A KVFetch from a TierSource loads them back. The engine fetches only what KVReport.tiers has
+reported as stored.
+
+If the model has a recurrent state, K/V is of use only with the state after it. So a lease, a fetch
+and the tiers have checkpoints besides blocks: copies of the state after one of the blocks. A
+checkpoint has a number of its own in each worker, as a block has.
 
 Legend: B blocks.
 """
@@ -42,6 +47,26 @@ presents it has received it from an engine.
 """
 
 
+_STATE = b"state"
+HASH_BYTES = 32
+"""Number of bytes in the hash of a block."""
+
+
+def state_key(content: bytes) -> bytes:
+    """Return the key, in a tier, of the state after the block with this hash."""
+    return content + _STATE
+
+
+def is_state_key(key: bytes) -> bool:
+    """Return whether a tier keeps a state, and not a block, under this key."""
+    return len(key) > HASH_BYTES
+
+
+def block_hash(key: bytes) -> bytes:
+    """Return the hash of the block that is kept under this key, or that the state follows."""
+    return key[:HASH_BYTES]
+
+
 # ---- engine -> worker
 
 
@@ -55,11 +80,13 @@ class KVExport(Message, frozen=True, kw_only=True):
     lease       name of the lease
     blocks      [B] block ids, in the order of the sequence
     readers     number of readers; when all of them are done, KVReport.taken lists the lease
+    checkpoint  the checkpoint of the state after the last block. None: the model has no state
     """
 
     lease: bytes
     blocks: Int32
     readers: int
+    checkpoint: int | None = None
 
 
 class KVWithdraw(Message, frozen=True, kw_only=True):
@@ -88,7 +115,8 @@ class PeerSource(
 class TierSource(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tier", omit_defaults=True
 ):
-    """A source of K/V: the worker's own tiers. `hashes` [B] has the hash of each block to fetch."""
+    """A source of K/V: the worker's own tiers. `hashes` [B] has the hash of each block to fetch. A
+    state to fetch is the one after the last of these blocks."""
 
     hashes: list[bytes]
 
@@ -105,12 +133,15 @@ class KVFetch(Message, frozen=True, kw_only=True):
     blocks      [B] block ids. Each block is written whole, and nothing else reads or writes it
                 until the job is over
     timeout_s   seconds after which the job fails
+    checkpoint  the checkpoint that the state after the last of these blocks is written to, under
+                the same conditions. None: the model has no state
     """
 
     job: int
     source: Source
     blocks: Int32
     timeout_s: float
+    checkpoint: int | None = None
 
 
 class KVCancel(Message, frozen=True, kw_only=True):
@@ -123,24 +154,29 @@ class KVCancel(Message, frozen=True, kw_only=True):
 
 
 class KVStore(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Copy computed blocks of one sequence to the tiers that lack them.
+    """Engine -> worker. Copy computed blocks of one sequence, and states after some of its blocks,
+    to the tiers that lack them.
 
-    The worker may not be able to store all blocks. KVReport.tiers lists those that it has stored.
+    The worker may not be able to store all of them. KVReport.tiers lists what it has stored.
 
-    blocks    [B] block ids, in the order of the sequence; valid until the next plan is sent
-    hashes    [B] hash of each block
+    blocks        [B] block ids, in the order of the sequence; valid until the next plan is sent
+    hashes        [B] hash of each block
+    checkpoints   [C] checkpoints with the states, likewise. None: there are none
+    states        [C] key of each state
     """
 
     blocks: Int32
     hashes: list[bytes]
+    checkpoints: Int32 | None = None
+    states: list[bytes] = []
 
 
 class KVUsed(Message, frozen=True, kw_only=True):
-    """Engine -> worker. Blocks with these hashes were used just now, the last one most recently.
-    Tiers evict the least recently used blocks.
+    """Engine -> worker. The blocks and states with these keys were used just now, the last one most
+    recently. Tiers evict the least recently used ones.
     """
 
-    hashes: list[bytes]
+    keys: list[bytes]
 
 
 # ---- worker -> engine
@@ -155,7 +191,7 @@ class KVFailure(msgspec.Struct, frozen=True, array_like=True):
     "refused"      the peer's cache has another layout, or the workers have no mover in common
     "timeout"      the job took longer than `timeout_s`
     "cancelled"    the engine cancelled the job
-    "lost"         the tier no longer has a block, or the worker has no tiers
+    "lost"         the tier no longer has a block or the state, or the worker has no tiers
     """
 
     job: int
@@ -177,19 +213,20 @@ class KVTierNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     #: "host" or "disk".
     tier: str
-    #: Hashes of blocks that can be fetched from now on.
+    #: Keys of blocks and states that can be fetched from now on.
     stored: list[bytes] = []
-    #: Hashes of blocks that cannot be fetched any more, or that were not stored.
+    #: Keys of those that cannot be fetched any more, or that were not stored.
     lost: list[bytes] = []
     #: Bytes stored now. For a disk: by all models and servers that share the directory.
     num_bytes: int = 0
-    #: Number of blocks stored since the last report; the next three fields count likewise.
+    #: Number of blocks and states stored since the last report; the next three fields count
+    #: likewise.
     num_stored: int = 0
-    #: Blocks that were not stored for lack of space or time.
+    #: Those that were not stored for lack of space or time.
     num_dropped: int = 0
-    #: Blocks that were loaded.
+    #: Those that were loaded.
     num_loaded: int = 0
-    #: Blocks that could not be loaded: gone or damaged.
+    #: Those that could not be loaded: gone or damaged.
     num_failed: int = 0
 
 
@@ -212,7 +249,7 @@ class KVEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     address       address where other workers request its exports (ZeroMQ); "": it exports nothing
     layout        digest of the properties that both workers must share: model digest, dtype, number
-                  of layers, heads, head dim, tokens per block
+                  of layers, heads, head dim, tokens per block, size of the recurrent state
     layout_text   these properties as text, shown if two workers differ
     mover         how the worker moves bytes: "shm", "zmq", "nixl", or "auto"
     """

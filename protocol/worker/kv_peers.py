@@ -7,6 +7,10 @@
  D: KVDone ─────▶ P      all has been read, or D gives up
  D ◀─────── KVLive       the lease did not end during the transfer: the bytes read are valid
 ```
+If the model has a recurrent state, D reads all blocks up to the last one, and then the state after
+it, in the same way: a checkpoint has a number among P's checkpoints, as a block has among its
+blocks, and their memory is offered apart.
+
 If P answers KVExpired, the lease is over and the bytes read may be wrong. However the bytes were
 moved, the transfer is valid only if P answers KVLive.
 
@@ -38,6 +42,8 @@ class KVOpen(Message, frozen=True, kw_only=True):
 
     reader                name of the transfer, in all its messages
     layout, layout_text   describe D's cache, as in KVEndpoint
+    needs_state           D also reads the recurrent state after the last of these blocks, which is
+                          then the last one of the lease
     """
 
     lease: bytes
@@ -46,16 +52,19 @@ class KVOpen(Message, frozen=True, kw_only=True):
     layout_text: str = msgspec.field(name="told")
     first: int
     count: int
+    needs_state: bool = False
 
 
 class KVRead(Message, frozen=True, kw_only=True):
-    """D -> P, with the mover "zmq". Send one chunk of the opened blocks. `worker.kv.movers.zmq`
-    defines the order of the chunks, which are numbered from 0.
+    """D -> P, with the mover "zmq". Send one chunk of the opened blocks, or of the state if
+    `is_state`. `worker.kv.movers.zmq` defines the order of the chunks of either, which are numbered
+    from 0.
     """
 
     lease: bytes
     reader: bytes
     chunk: int
+    is_state: bool = False
 
 
 class KVDone(Message, frozen=True, kw_only=True):
@@ -77,7 +86,8 @@ class ShmOffer(
     boot            id of the host's kernel boot. If D's host has another id, the other fields mean
                     nothing there
     path            path that opens the memory; `device` and `inode` must match the opened file
-    num_bytes       size of the memory, which consists of rows of `num_blocks` blocks each
+    num_bytes       size of the memory, which consists of rows of `num_blocks` blocks each. For
+                    states it is one row, and each block is a checkpoint
     """
 
     boot: str
@@ -118,10 +128,15 @@ Offer = ShmOffer | ZmqOffer | NixlOffer
 
 
 class KVOpened(Message, frozen=True, kw_only=True):
-    """P -> D. The ids [B] of the requested blocks in P's cache, and the ways to read them."""
+    """P -> D. The ids [B] of the requested blocks in P's cache, and the ways to read them.
+
+    checkpoint, state_offers   the same for the state, if D needs it
+    """
 
     blocks: Int32
     offers: list[Offer]
+    checkpoint: int | None = None
+    state_offers: list[Offer] = []
 
 
 class KVChunk(Message, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from openai import OpenAI
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.watch import WatchFrame
 from tests.support.checkpoints import write_directory
+from tests.support.http import metric_of
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
@@ -42,6 +44,10 @@ def server(directory: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> OpenAI:
+    return client_of(server)
+
+
+def client_of(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -141,10 +147,53 @@ def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:
         assert "recurrent layers, so it cannot be a draft model" in program.output
 
 
-@pytest.mark.parametrize("words", [("--kv-host-gib", "0.1"), ("--split",)], ids=lambda w: w[0])
-def test_an_option_that_moves_only_keys_and_values_is_refused_by_name(
-    directory: Path, words: tuple[str, ...]
+def test_a_split_server_gives_the_answers_of_the_plain_one(directory: Path, client: OpenAI) -> None:
+    prompts = [prompt_of(number) for number in range(6)]
+    alone = [answer(client, prompt)[0] for prompt in prompts]
+    with Server(*OPTIONS, "--split", "--split-min-tokens", "2", model=str(directory)) as split:
+        own = client_of(split)
+        with ThreadPoolExecutor(3) as pool:
+            found = [*pool.map(lambda prompt: answer(own, prompt), prompts)]
+        assert [tokens for tokens, _ in found] == alone
+        assert metric_of(split.url, "tidegate_handovers_total") == len(prompts)
+        moved = sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts)
+        fetched = "tidegate_engine_fetched_tokens_total"
+        assert eventually(lambda: metric_of(split.url, fetched) == moved)
+
+
+def test_states_without_checkpoints_are_refused_with_an_option_that_moves_keys_and_values(
+    directory: Path,
 ) -> None:
-    with Program(["-P", "-m", "tools", "serve", str(directory), *words]) as program:
+    words = ("serve", str(directory), "--split", "--no-prefix-cache")
+    with Program(["-P", "-m", "tools", *words]) as program:
         assert program.end(timeout_s=300) == ExitCode.USAGE
-        assert f"serve it without {words[0]}" in program.output
+        assert "--no-prefix-cache is set: serve it without --split" in program.output
+
+
+def test_a_prompt_is_found_on_disk_after_a_restart(
+    directory: Path, client: OpenAI, tmp_path: Path
+) -> None:
+    prompt = prompt_of(11)
+    alone, _ = answer(client, prompt)
+    stored = "tidegate_engine_tier_blocks_stored_total"
+    for num_found in (0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS):
+        with Server(*OPTIONS, "--kv-disk", str(tmp_path / "kv"), model=str(directory)) as server:
+            assert answer(client_of(server), prompt) == (alone, num_found)
+            assert num_found or eventually(partial(metric_of, server.url, stored))
+
+
+def test_a_conversation_that_the_cache_has_lost_is_found_in_host_memory(
+    directory: Path, client: OpenAI
+) -> None:
+    prompt = prompt_of(11)
+    alone, _ = answer(client, prompt)
+    memory = ("--kv-host-gib", "0.05", "--kv-blocks", "17", "--max-len", "200")
+    with Server(*OPTIONS, *memory, model=str(directory)) as server:
+        own = client_of(server)
+        assert answer(own, prompt) == (alone, 0)
+        for number in (8, 9, 10, 12):
+            answer(own, prompt_of(number))
+        tokens, cached = answer(own, prompt)
+        assert (tokens, cached) == (alone, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        loaded = "tidegate_engine_tier_blocks_loaded_total"
+        assert eventually(lambda: metric_of(server.url, loaded) > cached // BLOCK_TOKENS)

@@ -21,7 +21,15 @@ from msgspec.structs import replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.wire import codec, sockets
-from protocol.worker.kv import KVCancel, KVFailure, KVFetched, PeerSource
+from protocol.wire.arrays import Int32
+from protocol.worker.kv import (
+    KVCancel,
+    KVExport,
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    PeerSource,
+)
 from protocol.worker.kv_peers import KVChunk, KVDone, KVOpen, KVOpened, KVRead
 from tests.support.kv_proxy import Proxy
 from tests.support.kv_worker import Peer, Shape, Worker
@@ -139,6 +147,30 @@ def test_blocks_arrive_bit_by_bit_and_no_other_block_is_changed(
             peer.program.line_with(f"taken {LEASE.hex()}")
 
 
+STATES = Shape(num_checkpoints=6, state_items=1_200_001, seed=4)
+"""States of 4.8 MB, which is not a multiple of eight bytes, beside blocks of 3 KB."""
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("state_items", [3, STATES.state_items])
+def test_a_state_arrives_bit_by_bit_and_no_other_checkpoint_is_changed(
+    context, address, mover, state_items
+):
+    shape = replace(STATES, state_items=state_items)
+    ours = empty(shape, num_checkpoints=9)
+    with Peer(shape, address, mover) as peer, reader(context, ours, mover) as worker:
+        peer.export(LEASE, [3, 9, 4, 11], checkpoint=5)
+        worker.fetch(1, peer.source(LEASE, 1), [2, 1, 6], checkpoint=8)
+        result = worker.result_of(1)
+        assert isinstance(result, KVFetched), result
+        assert result.num_bytes == 3 * shape.block_bytes + shape.state_bytes
+        expected, theirs = ours.states(), shape.states()
+        expected.states[8] = theirs.states[5]
+        assert torch.equal(worker.states.rows, expected.rows)
+        assert torch.equal(worker.cache.rows[:, [2, 1, 6]], shape.cache().rows[:, [9, 4, 11]])
+        peer.program.line_with(f"taken {LEASE.hex()}")
+
+
 def test_transfers_run_concurrently_and_a_lease_with_two_readers_is_taken_once(context, address):
     with Peer(BIG, address, "zmq") as peer, reader(context, empty(BIG), "zmq") as worker:
         peer.export(LEASE, list(range(1, 60)), readers=2)
@@ -172,13 +204,21 @@ def test_transfers_beyond_the_limit_run_after_others(context, address):
 
 
 @pytest.mark.parametrize(
-    "other", [{"dtype": "bfloat16"}, {"model": "0ther"}, {"block_tokens": 8}, {"num_layers": 3}]
+    "other",
+    [
+        {"dtype": "bfloat16"},
+        {"model": "0ther"},
+        {"block_tokens": 8},
+        {"num_layers": 3},
+        {"num_checkpoints": 2},
+    ],
 )
 def test_another_layout_is_refused_and_both_are_named(context, small, lease, other):
     ours = empty(SMALL, **other)
     with reader(context, ours) as worker:
         small.export(lease, [1, 2])
-        worker.fetch(1, small.source(lease), [1, 2])
+        checkpoint = 1 if ours.num_checkpoints else None
+        worker.fetch(1, small.source(lease), [1, 2], checkpoint=checkpoint)
         result = worker.result_of(1)
         assert isinstance(result, KVFailure)
         assert result.kind == "refused"
@@ -192,6 +232,33 @@ def test_more_blocks_than_a_lease_has_are_refused(context, small, lease):
         worker.fetch(1, small.source(lease, first=2), [1, 2])
         result = worker.failure_of(1)
         assert (result.kind, "blocks 2 to 4" in result.message) == ("refused", True)
+
+
+def test_a_state_is_refused_if_it_does_not_follow_the_last_block_that_is_read(context, address):
+    with Peer(STATES, address) as peer, reader(context, empty(STATES)) as worker:
+        peer.export(LEASE, [3, 9, 4], checkpoint=5)
+        worker.fetch(1, peer.source(LEASE), [1, 2], checkpoint=2)
+        result = worker.failure_of(1)
+        assert (result.kind, "one after the last of them" in result.message) == ("refused", True)
+        assert not worker.states.rows.any()
+
+
+@pytest.mark.parametrize("checkpoint", [None, 0, -1, 7])
+def test_a_command_without_a_checkpoint_that_exists_raises(context, address, checkpoint):
+    config = WorkerConfig(model="", kv_export=True, kv_address=address)
+    with Worker(context, STATES, config) as worker:
+        for command in (
+            KVExport(lease=LEASE, blocks=Int32.of([1]), readers=1, checkpoint=checkpoint),
+            KVFetch(
+                job=1,
+                source=PeerSource(address=address, lease=LEASE),
+                blocks=Int32.of([1]),
+                timeout_s=1,
+                checkpoint=checkpoint,
+            ),
+        ):
+            with pytest.raises(ValueError, match=f"checkpoint {checkpoint}; there are 6"):
+                worker.transfers.apply(command)
 
 
 def test_a_mover_that_the_peer_does_not_offer_is_refused(context, address):

@@ -16,6 +16,7 @@ from protocol.engine.stats import EngineStats
 from protocol.wire.errors import ErrorInfo
 from tests.support.http import connect, send_post
 from tests.support.scripted_engine import (
+    BLOCK_TOKENS,
     Reply,
     Script,
     ScriptedEngine,
@@ -79,6 +80,22 @@ def test_a_prompt_is_computed_by_p_and_gone_on_from_by_d(pair: EnginePair) -> No
     assert (consume.params.max_tokens, consume.params.seed) == (5, 3)
     assert eventually(lambda: [h for p in pair.p for h in p.released] == [handle_of(produce)])
     assert pair.metric("tidegate_handovers_total") == before + 1
+
+
+@pytest.mark.parametrize(("state_bytes", "num_prefills"), [(0, 2), (8, 1)])
+def test_a_prompt_of_one_block_is_computed_by_d_if_the_model_has_a_state(
+    tmp_path: Path, state_bytes: int, num_prefills: int
+) -> None:
+    pair = EnginePair(tmp_path, num_p=1, num_d=1)
+    for engine in (*pair.p, *pair.d):
+        engine.state_bytes = state_bytes
+    with ExitStack() as stack:
+        started(pair, stack)
+        for length in (BLOCK_TOKENS, BLOCK_TOKENS + 1):
+            pair.complete(prompt="a" * length, max_tokens=2)
+        (p,), (d,) = pair.p, pair.d
+        assert [len(generate.prompt) for generate in d.generates] == [16, 17]
+        assert [len(generate.prompt) for generate in p.generates] == [16, 17][-num_prefills:]
 
 
 def test_the_choices_of_a_prompt_share_its_prefill(pair: EnginePair) -> None:

@@ -139,6 +139,21 @@ def test_every_invariant_holds_and_every_answer_is_right_whatever_the_tiers_do(s
     assert storm.bench.tiers.used, "no use of a tier was reported"
 
 
+@pytest.mark.parametrize("seed", TIER_SEEDS)
+def test_every_row_continues_the_right_state_whatever_the_tiers_do(seed: int) -> None:
+    storm = SmallCacheStorm(
+        seed, TIER_SEEDS[seed], state_bytes=8, num_checkpoints=7, state_interval=16
+    )
+    for _ in range(TIER_OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    stats = storm.bench.engine.stats()
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    assert stats.num_fetched_tokens > 500
+    assert set(stats.num_fetches_failed) == {"cancelled", "damaged", "lost", "timeout"}
+
+
 # ---- two accounts with more requests than the engine can serve
 NAMES = ("alice", "bob", "carol")
 STEPS = 600

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from engine_core.requests.request import RequestPhase
 from protocol.engine.messages import Refused
+from protocol.engine.stats import EngineStats
 from tests.support.examples import examples
 from tests.support.handover import EchoMover, KVNetwork
 from tests.support.storm import RequestStorm
@@ -22,6 +24,7 @@ from tests.support.storm import RequestStorm
 OPERATIONS = 12_000
 SEEDS = examples((200, 104), (200, 104, 3, 7))
 """Seeds as in tests.support.storm: the first uses a draft model, the second n-grams."""
+STATE_SEEDS = examples((203, 104), (203, 104, 3, 7))
 FAULTS = ("expired", "unreachable", "damaged", "timeout")
 
 
@@ -41,7 +44,9 @@ class Table:
 class Partner(RequestStorm):
     """One of the two engines, with its clients."""
 
-    def __init__(self, seed: int, name: str, table: Table, kv_on_failure: str) -> None:
+    def __init__(
+        self, seed: int, name: str, table: Table, kv_on_failure: str, **config: Any
+    ) -> None:
         place = table.air.member(name)
         block_tokens = 4 if seed % 2 else 8
         super().__init__(
@@ -52,11 +57,13 @@ class Partner(RequestStorm):
             max_slots=6,
             block_tokens=block_tokens,
             num_blocks=1 + 160 // block_tokens,
+            **config,
         )
         self.random = random.Random(f"{seed} {name}")  # equal engines, different operations
         self.table = table
         self.producing: dict[tuple[bytes, int], tuple[list[int], str]] = {}
         self.failing = kv_on_failure == "error"
+        self.has_state = self.bench.limits.state_bytes > 0
         self.num_failed = 0
 
     @property
@@ -113,7 +120,8 @@ class Partner(RequestStorm):
                 continue
             tokens, namespace = self.producing.pop(key)
             if news[-1].finish == "length":
-                assert bool(news[-1].kv_handle) == bool(tokens)
+                size = self.bench.limits.block_tokens if self.has_state else 1
+                assert bool(news[-1].kv_handle) == (len(tokens) >= size)
             if news[-1].kv_handle:
                 self.table.offers.append((news[-1].kv_handle, tokens, namespace))
 
@@ -194,8 +202,27 @@ class Partner(RequestStorm):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_engines_that_hand_over_to_each_other_keep_every_law(seed: int) -> None:
+    stats = check_a_storm(seed)
+    assert min(each.num_fetched_tokens for each in stats) > 500
+
+
+@pytest.mark.parametrize("seed", STATE_SEEDS)
+def test_two_engines_that_hand_over_recurrent_states_keep_every_law(seed: int) -> None:
+    """The echo workers check the state at the start of each row. There are few checkpoints, so some
+    prompts wait for one, and some are not fetched."""
+    stats = check_a_storm(
+        seed, state_bytes=8, num_checkpoints=9, state_interval=16, prefix_cache=True
+    )
+    assert min(each.num_fetched_tokens for each in stats) > 300
+
+
+def check_a_storm(seed: int, **config: Any) -> list[EngineStats]:
+    """Run a storm of two engines, check everything, and return their statistics."""
     table = Table()
-    pair = [Partner(seed, "p", table, "recompute"), Partner(seed, "d", table, "error")]
+    pair = [
+        Partner(seed, "p", table, "recompute", **config),
+        Partner(seed, "d", table, "error", **config),
+    ]
     dice = random.Random(seed)
     for _ in range(OPERATIONS):
         dice.choice(pair).operate()
@@ -204,9 +231,9 @@ def test_two_engines_that_hand_over_to_each_other_keep_every_law(seed: int) -> N
     for partner in pair:
         partner.check()
     told = [partner.bench.engine.stats() for partner in pair]
-    assert min(stats.num_fetched_tokens for stats in told) > 500
     assert all({*FAULTS, "cancelled"} == set(stats.num_fetches_failed) for stats in told)
     ends = {"taken", "released", "expired", "yielded"}
     assert set().union(*(stats.num_leases_ended for stats in told)) == ends
     assert sum(stats.num_preemptions for stats in told) > 0
     assert pair[1].num_failed > 20
+    return told

@@ -472,8 +472,9 @@ class Bench:
         )
         self.adapters = EchoAdapters([*adapters])
         self.worker = EchoWorker(self.limits, sample, guess or sample)
-        self.mover = None if place is None else EchoMover(place, self.worker.kv, block_tokens)
-        self.tiers = EchoTiers(tiers, self.worker.kv, block_tokens)
+        memory = self.worker.kv, block_tokens, self.worker.checkpoints
+        self.mover = None if place is None else EchoMover(place, *memory)
+        self.tiers = EchoTiers(tiers, *memory)
         self.compiler = echo_compiler()
         self.outputs: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []

@@ -1,9 +1,9 @@
 """Fake K/V transfers between workers of one process.
 
-They work with the blocks of echo workers and of real ones (replica.py). A fetch copies the other
-worker's blocks when the test calls `carry_out`, so blocks that are reused too early arrive with
-wrong content. From the command until its report, the fetch's destination blocks are filled with
-BEING_WRITTEN, so an engine that uses them too early fails in the echo worker's attention.
+They work with the blocks and checkpoints of echo workers and of real ones (replica.py). A fetch
+copies those of the other worker when the test calls `carry_out`, so what is reused too early
+arrives with wrong content. From the command until its report, the fetch's destination is filled
+with BEING_WRITTEN, so an engine that uses it too early fails in the echo worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ BEING_WRITTEN = -1
 
 
 class Blocks(Protocol):
-    """Maps each block to its content. During a fetch, the content is a list of BEING_WRITTEN."""
+    """Maps each block, or each checkpoint, to its content. During a fetch, the content is a
+    sequence of BEING_WRITTEN."""
 
     def __getitem__(self, block: int, /) -> Any: ...
 
@@ -41,9 +42,11 @@ class Blocks(Protocol):
 @dataclass
 class Export:
     kv: Blocks
+    states: Blocks
     blocks: list[int]
     readers: int
     mover: EchoMover
+    checkpoint: int | None
 
 
 @dataclass
@@ -90,28 +93,33 @@ class EchoMover:
     commands  every command received
     """
 
-    def __init__(self, place: ClusterMember, kv: Blocks, block_tokens: int) -> None:
+    def __init__(
+        self, place: ClusterMember, kv: Blocks, block_tokens: int, states: Blocks | None = None
+    ) -> None:
         self.jobs: dict[int, KVFetch] = {}
         self.cancelled: set[int] = set()
         self.taken: list[bytes] = []
         self.commands: list[KVCommand] = []
         self._place = place
         self._kv = kv
+        self._states: Blocks = {} if states is None else states
         self._block_tokens = block_tokens
 
     def apply(self, order: KVCommand) -> None:
         self.commands.append(order)
         exports, address = self._place.air.exports, self._place.address
         match order:
-            case KVExport(lease=lease, blocks=blocks, readers=readers):
+            case KVExport(lease=lease, blocks=blocks, readers=readers, checkpoint=checkpoint):
                 assert (address, lease) not in exports, "one lease, exported twice"
-                exports[address, lease] = Export(self._kv, blocks.tolist(), readers, self)
+                exports[address, lease] = Export(
+                    self._kv, self._states, blocks.tolist(), readers, self, checkpoint
+                )
             case KVWithdraw(lease=lease):
                 exports.pop((address, lease), None)
             case KVFetch(job=job):
                 assert job not in self.jobs, "a job's number, used again"
                 self.jobs[job] = order
-                spoil(self._kv, order, self._block_tokens)
+                spoil(self._kv, self._states, order, self._block_tokens)
             case KVCancel(job=job):
                 self.cancelled.add(job)
 
@@ -130,12 +138,16 @@ class EchoMover:
         if export is None:
             fault = fault or "expired"
         if fault:
-            spoil(self._kv, order, self._block_tokens)
+            spoil(self._kv, self._states, order, self._block_tokens)
             return KVReport(failed=[KVFailure(job, fault, "by request of the test")])
         assert export is not None
         wanted = export.blocks[source.first :][: len(order.blocks)]
         for theirs, ours in zip(wanted, order.blocks.tolist(), strict=True):
             self._kv[ours] = copy(export.kv[theirs])
+        assert (order.checkpoint is None) == (export.checkpoint is None)
+        if order.checkpoint is not None and export.checkpoint is not None:
+            assert source.first + len(order.blocks) == len(export.blocks), "an earlier state"
+            self._states[order.checkpoint] = copy(export.states[export.checkpoint])
         export.readers -= 1
         if not export.readers:
             del self._place.air.exports[source.address, source.lease]
@@ -147,7 +159,9 @@ class EchoMover:
         return KVReport(taken=taken)
 
 
-def spoil(kv: Blocks, order: KVFetch, block_tokens: int) -> None:
-    """Fill the blocks of a fetch with BEING_WRITTEN."""
+def spoil(kv: Blocks, states: Blocks, order: KVFetch, block_tokens: int) -> None:
+    """Fill the blocks and the checkpoint of a fetch with BEING_WRITTEN."""
     for block in order.blocks.tolist():
         kv[block] = [BEING_WRITTEN] * block_tokens
+    if order.checkpoint is not None:
+        states[order.checkpoint] = (BEING_WRITTEN,)

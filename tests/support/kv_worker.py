@@ -30,6 +30,7 @@ from protocol.worker.kv import (
 )
 from tests.support.processes import Program
 from worker.kv.cache import KVCache, block_bytes
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService
 from worker.kv.transfer.shared_memory import SharedMemory
@@ -38,7 +39,8 @@ WAIT_S = 20.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a cache, and its contents: bytes drawn from `seed`, or zeros."""
+    """The shape of a cache and of the checkpoints beside it, and their contents: bytes drawn from
+    `seed`, or zeros. Without `num_checkpoints` the model has no recurrent state."""
 
     num_layers: int = 2
     num_blocks: int = 17
@@ -47,6 +49,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 8
     dtype: str = "float32"
     model: str = "5eed"
+    num_checkpoints: int = 0
+    state_items: int = 700
     seed: int | None = None
 
     @property
@@ -58,7 +62,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_tokens=self.block_tokens,
+            state_bytes=self.state_bytes,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.state_items if self.num_checkpoints else 0
 
     @property
     def block_bytes(self) -> int:
@@ -80,6 +89,17 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             cache.rows.random_(0, 256, generator=torch.Generator().manual_seed(self.seed))
         return cache
 
+    def states(self, *, is_shared: bool = False) -> CheckpointMemory | None:
+        if not self.num_checkpoints:
+            return None
+        if is_shared:
+            memory = CheckpointMemory.in_shared_memory(self.num_checkpoints, self.state_items)
+        else:
+            memory = CheckpointMemory(torch.zeros(1 + self.num_checkpoints, self.state_items))
+        if self.seed is not None:
+            memory.rows.random_(0, 256, generator=torch.Generator().manual_seed(1 + self.seed))
+        return memory
+
 
 def idle_transfers(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService:
     """Return the K/V transfers of a worker that receives no K/V command."""
@@ -89,12 +109,14 @@ def idle_transfers(context: zmq.Context[zmq.Socket[bytes]]) -> KVTransferService
 
 @dataclass
 class Worker:
-    """A cache and its transfers, in this process."""
+    """A cache, checkpoints beside it if the shape has any, and their transfers, in this
+    process."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     shape: Shape
     config: WorkerConfig
     cache: KVCache = field(init=False)
+    states: CheckpointMemory | None = field(init=False)
     transfers: KVTransferService = field(init=False)
     results: dict[int, KVFetched | KVFailure] = field(default_factory=dict)
     taken: list[bytes] = field(default_factory=list)
@@ -104,7 +126,10 @@ class Worker:
         num_bytes = self.shape.num_blocks * self.shape.block_bytes
         shared = SharedMemory(num_bytes) if exports else None
         self.cache = self.shape.cache(shared)
-        self.transfers = KVTransferService(self.config, self.context, self.cache, self.shape.layout)
+        self.states = self.shape.states(is_shared=exports)
+        self.transfers = KVTransferService(
+            self.config, self.context, self.cache, self.shape.layout, self.states
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -112,8 +137,21 @@ class Worker:
     def __exit__(self, *exc_info: object) -> None:
         self.transfers.__exit__()
 
-    def fetch(self, job: int, source: PeerSource, blocks: list[int], timeout_s: float = 10) -> None:
-        message = KVFetch(job=job, source=source, blocks=Int32.of(blocks), timeout_s=timeout_s)
+    def fetch(
+        self,
+        job: int,
+        source: PeerSource,
+        blocks: list[int],
+        timeout_s: float = 10,
+        checkpoint: int | None = None,
+    ) -> None:
+        message = KVFetch(
+            job=job,
+            source=source,
+            blocks=Int32.of(blocks),
+            timeout_s=timeout_s,
+            checkpoint=checkpoint,
+        )
         self.transfers.apply(message)
 
     def receive(self, timeout_s: float = WAIT_S) -> KVReport | None:
@@ -171,14 +209,18 @@ class Peer:
     def pid(self) -> int:
         return self.program.process.pid
 
-    def export(self, lease: bytes, blocks: list[int], readers: int = 1) -> None:
-        self._send(f"export {lease.hex()} {','.join(map(str, blocks))} {readers}")
+    def export(
+        self, lease: bytes, blocks: list[int], readers: int = 1, checkpoint: int = 0
+    ) -> None:
+        """Export blocks, and the state in `checkpoint`; 0: none."""
+        self._send(f"export {lease.hex()} {','.join(map(str, blocks))} {readers} {checkpoint}")
 
     def withdraw(self, lease: bytes) -> None:
         self._send(f"withdraw {lease.hex()}")
 
     def fill(self, value: int) -> None:
-        """Fill every byte of the cache with `value`, as if its blocks were reused."""
+        """Fill every byte of the cache and of the checkpoints with `value`, as if they were
+        reused."""
         self._send(f"fill {value}")
 
     def num_dropped(self) -> int:
@@ -235,9 +277,13 @@ def serve(worker: Worker) -> None:
 def execute(worker: Worker, command: str, *words: str) -> None:
     match command:
         case "export":
-            lease, blocks, readers = words
-            ids = Int32.of(map(int, blocks.split(",")))
-            message = KVExport(lease=bytes.fromhex(lease), blocks=ids, readers=int(readers))
+            lease, blocks, readers, checkpoint = words
+            message = KVExport(
+                lease=bytes.fromhex(lease),
+                blocks=Int32.of(map(int, blocks.split(","))),
+                readers=int(readers),
+                checkpoint=int(checkpoint) or None,
+            )
             worker.transfers.apply(message)
         case "withdraw":
             worker.transfers.apply(KVWithdraw(lease=bytes.fromhex(words[0])))
@@ -245,6 +291,8 @@ def execute(worker: Worker, command: str, *words: str) -> None:
             print("dropped", worker.transfers.num_dropped, flush=True)
         case "fill":
             worker.cache.rows.fill_(int(words[0]))
+            if worker.states is not None:
+                worker.states.rows.fill_(int(words[0]))
         case _:
             raise ValueError(f"unknown command {command}")
 

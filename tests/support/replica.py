@@ -41,11 +41,12 @@ from worker.device.device import choose_dtype
 from worker.draft.model import DraftModel
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, PagedCache, cache_bytes, make_cache
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.adapter import Adapter
 from worker.models.base import RowModel
-from worker.slots.fields import slot_fields
+from worker.slots.fields import STATE, slot_fields
 from worker.slots.table import SlotTable
 from worker.spec.kv_blocks import BlockLayers
 from worker.startup.kv_window import kv_groups
@@ -105,6 +106,19 @@ class ReplicaBlocks:
         else:
             # With all bits set, a float is NaN, and so is the scale of a rounded head.
             self._cache.rows[:, block] = 255
+
+
+class ReplicaStates:
+    """The checkpoints of a real worker [1 + C, items], for a mover."""
+
+    def __init__(self, states: Tensor) -> None:
+        self._states = states
+
+    def __getitem__(self, checkpoint: int) -> Tensor:
+        return self._states[checkpoint].clone()
+
+    def __setitem__(self, checkpoint: int, content: Tensor | tuple[int, ...]) -> None:
+        self._states[checkpoint] = content if isinstance(content, Tensor) else float("nan")
 
 
 @dataclass
@@ -173,6 +187,9 @@ class Replica:
             state_bytes=4 * config.state_items,
             num_checkpoints=self.num_checkpoints if config.state_items else 0,
         )
+        shared, states = self.moves is not None and self.moves.kv_export, None
+        if shared and limits.num_checkpoints:
+            states = CheckpointMemory.in_shared_memory(limits.num_checkpoints, config.state_items)
         slots = slot_table(
             max_len,
             self.block_tokens,
@@ -180,8 +197,11 @@ class Replica:
             groups=groups,
             state_items=config.state_items,
             num_checkpoints=limits.num_checkpoints,
+            checkpoints=None if states is None else states.states,
         )
-        shared = self.moves is not None and self.moves.kv_export
+        if limits.num_checkpoints and states is None:
+            states = CheckpointMemory(slots.checkpoints[STATE])
+        self.states = states
         self.cache = new_cache(
             self.loaded, self.num_blocks, self.block_tokens, groups, is_shared=shared
         )
@@ -190,10 +210,11 @@ class Replica:
         )
         self.mover = None
         if self.place is not None:
-            self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens)
+            kept = None if states is None else ReplicaStates(states.states)
+            self.mover = EchoMover(self.place, ReplicaBlocks(self.cache), self.block_tokens, kept)
         self.transfers = None
         if self.moves is not None:
-            self.transfers = ReplicaTransfers.of(self.moves, self.loaded.card, self.cache)
+            self.transfers = ReplicaTransfers.of(self.moves, self.loaded.card, self.cache, states)
         self._arrived: list[Arrived] = []  # since the last step
         self._seeds = iter(range(1, 1 << 30))
         self._masks: Masks | None = None  # of the oldest plan that is not executed
@@ -363,12 +384,19 @@ def slot_table(
     groups: KVGroups | None = None,
     state_items: int = 0,
     num_checkpoints: int = 0,
+    checkpoints: Tensor | None = None,
 ) -> SlotTable:
     num_blocks = -(-max_len // block_tokens) * num_column_blocks(groups)
     fields = slot_fields(max_len, num_blocks, state_items)
     device = torch.device("cpu")
     return new_slots(
-        fields, max_slots, device, poison=poison, kind=kind, num_checkpoints=num_checkpoints
+        fields,
+        max_slots,
+        device,
+        poison=poison,
+        kind=kind,
+        num_checkpoints=num_checkpoints,
+        checkpoints=checkpoints,
     )
 
 

@@ -14,6 +14,7 @@ from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.worker.kv import KVReport
 from worker.kv.cache import PagedCache
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService
 
@@ -34,11 +35,17 @@ class ReplicaTransfers:
     context: zmq.Context[zmq.Socket[bytes]] = field(repr=False)
 
     @classmethod
-    def of(cls, config: WorkerConfig, card: ModelCard, cache: PagedCache) -> ReplicaTransfers:
-        """Start the transfers of a cache."""
+    def of(
+        cls,
+        config: WorkerConfig,
+        card: ModelCard,
+        cache: PagedCache,
+        states: CheckpointMemory | None,
+    ) -> ReplicaTransfers:
+        """Start the transfers of a cache, and of the checkpoints of states if there are any."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        layout = KVLayout.from_cache(card, cache)
-        service = KVTransferService(config, context, cache, layout, card.numerics)
+        layout = KVLayout.from_cache(card, cache, 0 if states is None else states.state_bytes)
+        service = KVTransferService(config, context, cache, layout, states, numerics=card.numerics)
         return cls(service, PeerCluster(SECRET, f"{id(cache):x}", service.endpoint), context)
 
     @property

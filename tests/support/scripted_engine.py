@@ -302,6 +302,7 @@ class ScriptedEngine:
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     kv_lease_s: float = 3.0
+    state_bytes: int = 0
     adapters: list[AdapterInfo] = field(default_factory=list)
     replaces_adapters: bool = False
     timelines: dict[str, EngineTimeline] = field(default_factory=dict)
@@ -542,6 +543,7 @@ class ScriptedEngine:
             token_budget=256,
             prefix_cache=True,
             kv_lease_s=self.kv_lease_s,
+            state_bytes=self.state_bytes,
         )
         return Welcome(
             protocol=PROTOCOL_VERSION,

@@ -346,15 +346,8 @@ class SmallCacheStorm(RequestStorm):
     """
 
     def __init__(self, seed: int, tiers: list[str], **config: Any) -> None:
-        super().__init__(
-            seed,
-            tiers=tiers,
-            block_tokens=4,
-            num_blocks=25,
-            kv_load_tokens=5,
-            max_slots=4,
-            **config,
-        )
+        options = {"block_tokens": 4, "num_blocks": 25, "kv_load_tokens": 5, "max_slots": 4}
+        super().__init__(seed, tiers=tiers, **(options | config))
         self.openings = [[self.random.randrange(VOCAB) for _ in range(44)] for _ in range(12)]
 
     def operate(self) -> None:

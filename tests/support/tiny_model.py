@@ -95,12 +95,14 @@ def new_slots(
     poison: Poison | None,
     kind: type[SlotTable] = SlotTable,
     num_checkpoints: int = 0,
+    checkpoints: torch.Tensor | None = None,
 ) -> SlotTable:
     """Return a table of this kind, with or without poison in its free rows."""
+    sizes = max_slots, device, num_checkpoints
     if poison is None:
-        return kind(fields, max_slots, device, num_checkpoints)
+        return kind(fields, *sizes, checkpoints=checkpoints)
     poisoned = type(f"Poisoned{kind.__name__}", (PoisonedSlots, kind), {})
-    table: SlotTable = poisoned(fields, max_slots, device, num_checkpoints, poison=poison)
+    table: SlotTable = poisoned(fields, *sizes, checkpoints=checkpoints, poison=poison)
     return table
 
 

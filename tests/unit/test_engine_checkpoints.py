@@ -389,24 +389,26 @@ READY = WorkerReady(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"worker": WorkerConfig(model="", kv_host_gib=1)}, "serve it without --kv-host-gib"),
-        ({"worker": WorkerConfig(model="", kv_disk="/kv")}, "serve it without --kv-disk"),
-        ({"role": "prefill"}, "serve it without --split, --role and --kv-address"),
-        ({"worker": WorkerConfig(model="", kv_export=True)}, "without --split, --role and"),
+        ({"worker": WorkerConfig(model="", kv_host_gib=1)}, "--kv-host-gib"),
+        ({"worker": WorkerConfig(model="", kv_disk="/kv")}, "--kv-disk"),
+        ({"worker": WorkerConfig(model="", kv_export=True)}, "--split, --role and --kv-address"),
+        ({"role": "prefill", "prefix_cache": False}, "--split, --role and --kv-address"),
     ],
 )
-def test_options_that_move_only_the_kv_are_refused_for_a_model_with_a_state(
+def test_options_that_move_kv_are_refused_without_checkpoints_for_the_states(
     options: dict[str, Any], named: str
 ) -> None:
     config = EngineConfig(**({"worker": WorkerConfig(model="")} | options))
-    with pytest.raises(WorkerLost, match=named) as refused:
-        build_engine(READY, config, epoch="e")
+    with pytest.raises(WorkerLost, match=f"serve it without {named}") as refused:
+        build_engine(replace(READY, num_checkpoints=0), config, epoch="e")
     assert refused.value.exit_code == ExitCode.USAGE
+    lack = "no memory is left" if config.prefix_cache else "--no-prefix-cache is set"
+    assert f"there are none because {lack}" in str(refused.value)
 
 
-def test_an_engine_with_tiers_refuses_a_model_with_a_state() -> None:
-    with pytest.raises(ValueError, match="do not carry the model's recurrent states"):
-        a_bench(tiers=["host"])
+def test_an_engine_with_tiers_refuses_a_model_with_a_state_and_no_checkpoints() -> None:
+    with pytest.raises(ValueError, match="need checkpoints of the model's recurrent states"):
+        a_bench(tiers=["host"], prefix_cache=False)
 
 
 def test_a_model_with_a_state_and_no_checkpoints_shares_no_prefixes() -> None:

@@ -173,6 +173,20 @@ def test_drafts_are_guessed_from_a_fetched_prompt() -> None:
     assert pair.d.engine.stats().num_accepted_tokens > 10
 
 
+def test_a_fetch_fills_the_blocks_after_those_that_the_draft_model_has_not_computed() -> None:
+    """The cached blocks come from a request that did not use the draft model."""
+    pair = HandoffPair(d={"speculation": "model"})
+    pair.d.add(PROMPT[:10], max_tokens=1)
+    (request,) = pair.d.engine.open_requests
+    request.uses_draft_model = False
+    pair.d.run()
+    number = pair.decode(pair.prefill(), max_tokens=9)
+    (request,) = pair.d.engine.open_requests
+    assert (request.uses_draft_model, request.num_computed) == (True, 8)
+    pair.run()
+    assert pair.d.tokens(number) == answer(PROMPT, 9)
+
+
 def test_a_prompt_with_logprobs_is_computed_here() -> None:
     pair = HandoffPair()
     number = pair.decode(pair.prefill(), max_tokens=2, prompt_logprobs=0)

@@ -203,18 +203,20 @@ FAULTS: dict[str, tuple[Callable[[FaultCase], None], str]] = {
 
 
 # ---- the outcome
-def outcome(state: str, fault: str) -> str:
+def outcome(state: str, fault: str, **options: int) -> str:
     happen, policy = FAULTS[fault]
     case = FaultCase(
         HandoffPair(
-            p={"role": "both", "num_blocks": 17},
-            d={"num_blocks": 17, "kv_on_failure": policy, "steps_in_flight": 2},
+            p={"role": "both", "num_blocks": 17, **options},
+            d={"num_blocks": 17, "kv_on_failure": policy, "steps_in_flight": 2, **options},
         )
     )
     STATES[state](case)
     happen(case)
     case.complete()
     assert case.pair.is_free(), "a slot, block or lease was never released"
+    for bench in (case.pair.p, case.pair.d):
+        assert not bench.engine.stats().held_checkpoints, "a checkpoint was never released"
     leases = case.pair.p.engine.stats().num_leases_ended
     assert sum(leases.values()) <= 1
     return ", ".join([end_of(case), *(f"lease {cause}" for cause in leases)])
@@ -248,8 +250,8 @@ def answer_without_end() -> list[int]:
 HEAD = "| | " + " | ".join(f"**{state}**" for state in STATES) + " |"
 
 
-def row(fault: str) -> str:
-    cells = [outcome(state, fault) for state in STATES]
+def row(fault: str, **options: int) -> str:
+    cells = [outcome(state, fault, **options) for state in STATES]
     return f"| **{fault}** | " + " | ".join(cells) + " |"
 
 
@@ -260,6 +262,11 @@ def documented() -> list[str]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_ends_a_request_as_documented(fault: str) -> None:
     assert row(fault) in documented()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_holds_if_the_model_has_a_recurrent_state(fault: str) -> None:
+    assert row(fault, state_bytes=8, num_checkpoints=6, state_interval=16) in documented()
 
 
 def test_the_documented_table_has_exactly_these_states_and_faults() -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from protocol.worker.kv_peers import ShmOffer
-from worker.kv.blocks import HostBlocks
+from tests.support.pretended_device import DEVICE, PretendedDevice
+from worker.kv.blocks import WHOLE, WORD_BYTES, DeviceBlocks, HostBlocks
 from worker.kv.cache import KVCache, block_bytes
 from worker.kv.layout import KVLayout
 from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
 from worker.kv.movers.zmq import Cuts
+from worker.kv.tiers.host import HostMemory, PlacedMemory
 from worker.kv.transfer.shared_memory import SharedMemory, map_offered
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
@@ -31,16 +33,17 @@ def rows_of(num_blocks: int = BLOCKS) -> np.ndarray:
 
 # ---- cuts
 @pytest.mark.parametrize("num_blocks", [1, 2, 7, 30])
-@pytest.mark.parametrize("max_bytes", [1, 19, 20, 59, 119, 120, 121, 480, 10**6])
-def test_every_piece_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, max_bytes):
+@pytest.mark.parametrize("max_bytes", [1, 8, 19, 20, 59, 119, 120, 121, 480, 10**6])
+def test_every_byte_is_in_exactly_one_chunk_and_none_is_too_large(num_blocks, max_bytes):
     cuts = Cuts(num_rows=ROWS, piece_bytes=PIECE, num_blocks=num_blocks, max_bytes=max_bytes)
-    times = np.zeros((ROWS, num_blocks), int)
+    times = np.zeros((ROWS, num_blocks, PIECE), int)
     for chunk in range(len(cuts)):
         cut = cuts[chunk]
-        times[cut.first_row : cut.end_row, cut.first : cut.end] += 1
+        times[cut.first_row : cut.end_row, cut.first : cut.end, cut.part] += 1
+        part = len(range(*cut.part.indices(PIECE)))
         rows, blocks = cut.shape
-        assert rows * blocks * PIECE <= max(max_bytes, PIECE)
-        assert rows * blocks
+        assert 0 < rows * blocks * part <= max(max_bytes, WORD_BYTES)
+        assert part == PIECE or cut.part.start % WORD_BYTES == 0
     assert (times == 1).all()
 
 
@@ -62,6 +65,59 @@ def test_gathered_blocks_are_put_into_the_named_rows_and_nowhere_else():
     assert np.array_equal(ours, before)
 
 
+def test_a_part_of_the_gathered_pieces_is_put_into_that_part_and_nowhere_else():
+    theirs, ours, part = rows_of(), rows_of(), slice(8, 16)
+    before = ours.copy()
+    pieces = HostBlocks(theirs).gather(2, 5, np.array([9, 1, 4]), part)
+    assert (pieces.shape, pieces.flags.c_contiguous) == ((3, 3, 8), True)
+    HostBlocks(ours).put(2, 5, np.array([3, 8, 2]), pieces, part)
+    before[2:5, [3, 8, 2], 8:16] = theirs[2:5, [9, 1, 4], 8:16]
+    assert np.array_equal(ours, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((1, 5, 40), slice(8, 24)),
+        ((1, 5, 44), slice(40, 48)),
+        ((1, 5, 40), slice(32, 48)),
+        ((3, 5, 16), WHOLE),
+    ],
+)
+def test_a_device_moves_the_same_bytes_as_the_host(shape, part):
+    """Parts that end after the last byte of a piece end with it."""
+    before, source = (RANDOM.integers(0, 256, shape, np.uint8) for _ in range(2))
+    ids, theirs, host = np.array([3, 1]), np.array([2, 4]), HostBlocks(before.copy())
+    with PretendedDevice():
+        rows = torch.from_numpy(before.copy()).to(DEVICE)
+        device = DeviceBlocks(rows)
+        pieces = host.gather(0, shape[0], ids, part)
+        assert np.array_equal(device.gather(0, shape[0], ids, part), pieces)
+        for blocks in (host, device):
+            blocks.put(0, shape[0], theirs, pieces, part)
+            blocks.copy(ids, source, theirs, part)
+            blocks.synchronize()
+        every = np.arange(5)
+        assert np.array_equal(device.gather(0, shape[0], every), host.gather(0, shape[0], every))
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 44), (1, 5, 40), (2, 5, 8)])
+def test_a_block_on_a_device_is_placed_in_host_memory_and_put_back(shape):
+    rows = RANDOM.integers(0, 256, shape, np.uint8)
+    with PretendedDevice():
+        on_device = torch.from_numpy(rows.copy()).to(DEVICE)
+        memory = HostMemory(16, 4, DEVICE)
+        placed = PlacedMemory(on_device, DeviceBlocks(on_device), memory)
+        places = tuple(range(placed.num_places))
+        placed.copy_out(3, places)
+        memory.mark().synchronize()
+        assert b"".join(placed.payload(places)) == rows[:, 3].tobytes()
+        placed.put(places, np.array([1]))
+        found = DeviceBlocks(on_device).gather(0, shape[0], np.arange(5))
+    rows[:, 1] = rows[:, 3]
+    assert np.array_equal(found, rows)
+
+
 @pytest.mark.parametrize(
     ("ids", "theirs"),
     [
@@ -77,6 +133,11 @@ def test_copying_runs_equals_copying_single_blocks(ids, theirs):
     expected = ours.copy()
     expected[:, ids] = source[:, theirs]
     HostBlocks(ours).copy(np.array(ids), source, np.array(theirs))
+    assert np.array_equal(ours, expected)
+    ours = rows_of()
+    expected = ours.copy()
+    expected[:, ids, 8:] = source[:, theirs, 8:]
+    HostBlocks(ours).copy(np.array(ids), source, np.array(theirs), slice(8, PIECE))
     assert np.array_equal(ours, expected)
 
 
@@ -103,6 +164,7 @@ LAYOUT = KVLayout(
         {"num_kv_heads": 8, "head_dim": 3},
         {"head_dim": 16},
         {"block_tokens": 4},
+        {"state_bytes": 5},
     ],
 )
 def test_another_layout_has_another_digest_and_description(other):

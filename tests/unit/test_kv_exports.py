@@ -44,6 +44,26 @@ def test_blocks_outside_a_lease_are_refused_and_nothing_is_opened(first, count):
     assert exports.opened(LEASE, ONE) is None
 
 
+def test_a_reader_of_the_last_block_gets_the_state_after_it():
+    exports = Exports()
+    exports.add(LEASE, np.array([7, 3, 9, 4]), 2, 5)
+    assert exports.open_state(LEASE, ONE) is None, "it has not opened the lease"
+    exports.open(LEASE, ONE, 2, 2)
+    assert exports.open_state(LEASE, ONE) == 5
+    exports.open(LEASE, TWO, 0, 3)
+    with pytest.raises(ValueError, match="after block 3 of a lease with 4"):
+        exports.open_state(LEASE, TWO)
+    exports.withdraw(LEASE)
+    assert exports.open_state(LEASE, ONE) is None
+
+
+def test_a_lease_without_a_state_has_none_to_read():
+    exports = exported()
+    exports.open(LEASE, ONE, 0, 4)
+    with pytest.raises(ValueError, match="with no state"):
+        exports.open_state(LEASE, ONE)
+
+
 def test_a_lease_is_taken_when_its_last_reader_is_done():
     exports = exported(num_readers=2)
     exports.open(LEASE, ONE, 0, 4)

@@ -90,6 +90,7 @@ def storms() -> Iterator[RequestStorm]:
     windows = [WindowStorm(103), WindowStorm(103, 2)]
     others = [
         SmallCacheStorm(207, ["host", "disk"]),
+        SmallCacheStorm(207, ["disk"], state_bytes=8, num_checkpoints=7, state_interval=16),
         AdapterStorm(5),
         EncodeStorm(4),
         EncodeStorm(5),
@@ -167,7 +168,8 @@ STORED = {
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
     "Request": "account account_usage adapter arrived_at blocks checkpoints client deadline "
-    "drafting encode grammar hashes labels matcher max_total_tokens namespace num_accepted "
+    "drafting encode grammar hashes kept_checkpoint labels matcher max_total_tokens namespace "
+    "num_accepted "
     "num_cached num_charged num_computed num_draft_computed num_drafts num_fetched "
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "
@@ -182,7 +184,7 @@ STORED = {
     "StepTime": "count mean",
     "StepTimes": "drafted plain",
     "Throughput": "admitted busy_s computed encoded prompts",
-    "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored",
+    "Tier": "contents num_bytes num_dropped num_failed num_loaded num_stored states",
     "TierIndex": "_load_s _tiers",
     "Totals": "counts finished num_admitted_tokens step timeouts",
     "WaitingQueue": "_queues",
@@ -190,6 +192,7 @@ STORED = {
 """Class -> attributes that the snapshot contains."""
 DERIVED = {
     "BlockPool": "num_cached",
+    "CheckpointPool": "_cached_ids _holders",
     "Deadlines": "_heap _requests",
     "AdapterRegistry": "_users",
     "Fetches": "_jobs_by_request",
@@ -223,20 +226,20 @@ CONFIGURED = {
     "KVTransfers": "_draw_lease",
     "NgramDrafter": "_longest _shortest",
     "CachedGrammar": "num_users",
-    "Peers": "_block_tokens _cluster _hashes _role _seal",
+    "Peers": "_block_tokens _cluster _has_state _hashes _role _seal",
     "PrefixCache": "events",
     "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
     "Scheduler": "_max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
-    "TierIndex": "_block_tokens _hashes _min_load_tokens",
+    "TierIndex": "_block_tokens _has_state _hashes _min_load_tokens",
 }
 """Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
     "Admission": "_accounts _adapters _clock _deadlines _encoding _fair_share _grammars "
     "_kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
-    "Checkpointing": "_blocks _prefixes pool",
+    "Checkpointing": "_blocks _kv_transfers _prefixes pool",
     "EncodeScheduler": "_fair_share waiting",
     "Engine": "_parts accounts adapters admission clock deadlines encoding endings inflight "
     "kv_transfers open_requests scheduler speculation throughput totals",

@@ -195,7 +195,7 @@ def a_request() -> Any:
 #: Name of the machine -> a new object, its field, and the method that handles an event.
 OBJECTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "request": (a_request, "phase", "move"),
-    "lease": (lambda: KVLease(b"l", [1], term=1, until=1), "state", "move"),
+    "lease": (lambda: KVLease(b"l", [1], checkpoint=1, term=1, until=1), "state", "move"),
     "fetch": (lambda: Fetch(1, SimpleNamespace(), SimpleNamespace(), 0.0), "state", "move"),  # type: ignore[arg-type]
     "adapter": (lambda: EngineAdapter("fr", "fr", 0, 1), "state", "move"),
     "child": (lambda: ChildRecord("a", "a", RestartPolicy(1), deadline=7.0), "state", "change"),

@@ -22,6 +22,7 @@ from worker.kv.tiers.disk import (
     BlockLost,
     DamagedBlockFile,
     DiskTier,
+    StoredLayout,
     check_block_file,
     make_header,
 )
@@ -35,8 +36,13 @@ def content(number: int) -> bytes:
     return sha256(bytes([number])).digest()
 
 
-def payload(number: int) -> memoryview:
-    return memoryview(bytes([number]) * SIZE)
+def payload(number: int) -> list[bytes]:
+    """Return the payload of a block, in two parts."""
+    return [bytes([number]) * 20, bytes([number]) * (SIZE - 20)]
+
+
+def whole(number: int) -> bytes:
+    return bytes([number]) * SIZE
 
 
 class Clock:
@@ -48,7 +54,8 @@ class Clock:
 
 
 def disk(root: Path, *, blocks: int = 4, layout: bytes = LAYOUT, **more: Any) -> DiskTier:
-    return DiskTier(root, layout, payload_bytes=SIZE, max_bytes=blocks * FILE, **more)
+    stored = StoredLayout(layout, SIZE)
+    return DiskTier(root, stored, more.pop("states", None), max_bytes=blocks * FILE, **more)
 
 
 def store(tier: DiskTier, *numbers: int) -> None:
@@ -58,7 +65,8 @@ def store(tier: DiskTier, *numbers: int) -> None:
 
 def loaded(tier: DiskTier, number: int) -> bytes:
     into = bytearray(SIZE)
-    tier.load(content(number), memoryview(into))
+    parts = [memoryview(into)[:7], memoryview(into)[7:]]
+    tier.load(content(number), parts)
     return bytes(into)
 
 
@@ -74,19 +82,19 @@ def age(root: Path, *numbers: int, layout: bytes = LAYOUT) -> None:
 
 # ---- the file
 def test_the_bytes_of_a_file_do_not_change() -> None:
-    header = make_header(LAYOUT, b"c" * 32, b"payload")
+    header = make_header(LAYOUT, b"c" * 32, [b"pay", b"load"])
     fields = b"tidegate" + b"\1\0\0\0" + b"\7\0\0\0\0\0\0\0" + LAYOUT + b"c" * 32
     assert header == fields + sha256(fields + b"payload").digest()
     assert len(header) == HEADER_BYTES
-    check_block_file(header, b"payload", LAYOUT, b"c" * 32)
+    check_block_file(header, [b"payload"], LAYOUT, b"c" * 32)
 
 
 def test_a_file_with_any_flipped_bit_is_damaged_and_deleted(tmp_path: Path) -> None:
     tier, path = disk(tmp_path / "kv"), path_of(tmp_path / "kv", 1)
     for byte in range(FILE):
         assert tier.store(content(1), payload(1))
-        whole = path.read_bytes()
-        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << byte % 8]) + whole[byte + 1 :])
+        file = path.read_bytes()
+        path.write_bytes(file[:byte] + bytes([file[byte] ^ 1 << byte % 8]) + file[byte + 1 :])
         with pytest.raises(DamagedBlockFile):
             loaded(tier, 1)
         assert not path.exists()
@@ -115,10 +123,10 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path) -> None:
 def test_a_stored_block_can_be_loaded_by_the_next_server(tmp_path: Path) -> None:
     first = disk(tmp_path / "kv")
     assert first.store(content(1), payload(1))
-    assert loaded(first, 1) == payload(1)
+    assert loaded(first, 1) == whole(1)
     second = disk(tmp_path / "kv")
     assert second.drain_changes() == ([content(1)], [])
-    assert loaded(second, 1) == payload(1)
+    assert loaded(second, 1) == whole(1)
 
 
 def test_block_files_are_private_to_their_owner(tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ def test_the_same_block_written_by_two_servers_is_one_whole_file(tmp_path: Path)
     one, two = disk(tmp_path / "kv"), disk(tmp_path / "kv")
     assert one.store(content(1), payload(1))
     assert two.store(content(1), payload(1))
-    assert loaded(one, 1) == loaded(two, 1) == payload(1)
+    assert loaded(one, 1) == loaded(two, 1) == whole(1)
     assert len(list((tmp_path / "kv" / LAYOUT.hex()).iterdir())) == 1
 
 
@@ -221,7 +229,7 @@ def test_four_servers_at_once_load_only_what_was_stored(tmp_path: Path) -> None:
                     assert tier.store(content(number), payload(number))
                 case 2:
                     with contextlib.suppress(BlockLost):
-                        assert loaded(tier, number) == payload(number)
+                        assert loaded(tier, number) == whole(number)
                         num_loaded += 1
                 case 3:
                     tier.scan()
@@ -234,7 +242,7 @@ def test_four_servers_at_once_load_only_what_was_stored(tmp_path: Path) -> None:
     assert 0 < tier.num_bytes <= 8 * FILE
     for number in range(12):
         if content(number) in left:
-            assert loaded(tier, number) == payload(number)
+            assert loaded(tier, number) == whole(number)
     names = [path.name for path in (tmp_path / "kv" / LAYOUT.hex()).iterdir()]
     assert {bytes.fromhex(name) for name in names} == set(left)
 
@@ -297,4 +305,4 @@ def test_a_directory_that_was_moved_away_is_created_again(tmp_path: Path) -> Non
     tier.scan_if_due()
     assert tier.drain_changes() == ([], [content(1)])
     assert tier.store(content(2), payload(2))
-    assert loaded(tier, 2) == payload(2)
+    assert loaded(tier, 2) == whole(2)

@@ -6,7 +6,7 @@ import os
 import random
 import select
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,17 +25,21 @@ from protocol.worker.kv import (
     KVTierNews,
     KVUsed,
     TierSource,
+    state_key,
 )
-from worker.kv.blocks import cache_blocks
+from worker.kv.blocks import cache_blocks, memory_blocks
 from worker.kv.cache import KVCache
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.report_queue import ReportQueue
+from worker.kv.tiers import disk as disk_module
 from worker.kv.tiers.disk import DiskTier
-from worker.kv.tiers.host import HostTier
-from worker.kv.tiers.store import TierStore
+from worker.kv.tiers.host import HostTier, Places
+from worker.kv.tiers.store import StoredMemory, TierStore
 
 SHAPE = (2, 9, 4, 2, 8)  # layers, blocks, tokens, heads, head dim
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 8 * 4
-LAYOUT = b"l" * 16
+LAYOUT, STATES = b"l" * 16, b"s" * 16
+STATE_BYTES = BLOCK_BYTES * 9 // 2 + 4
 
 
 def content(number: int) -> bytes:
@@ -49,34 +53,68 @@ def contents(*numbers: int) -> list[bytes]:
 class TierBench:
     """Tiers of a cache that is filled at random, and everything that they have reported."""
 
-    def __init__(self, disk: Path | None, host_blocks: int, disk_blocks: int = 100) -> None:
+    def __init__(
+        self,
+        disk: Path | None,
+        host_blocks: int,
+        disk_blocks: int = 100,
+        *,
+        num_checkpoints: int = 0,
+        state_bytes: int = STATE_BYTES,
+    ) -> None:
+        random = torch.Generator().manual_seed(0)
         self.cache = KVCache(*SHAPE, torch.float32, torch.device("cpu"))
-        self.cache.rows.random_(0, 256, generator=torch.Generator().manual_seed(0))
+        self.cache.rows.random_(0, 256, generator=random)
+        cache, states = StoredMemory(self.cache.rows, cache_blocks(self.cache), LAYOUT), None
+        self.memory: CheckpointMemory | None = None
+        if num_checkpoints:
+            self.memory = CheckpointMemory(torch.zeros(1 + num_checkpoints, state_bytes // 4))
+            self.memory.rows.random_(0, 256, generator=random)
+            states = StoredMemory(self.memory.rows, memory_blocks(self.memory.rows), STATES)
         tier = None
         if disk is not None:
-            most = disk_blocks * (BLOCK_BYTES + 200)
-            tier = DiskTier(disk, LAYOUT, payload_bytes=BLOCK_BYTES, max_bytes=most)
+            layouts = cache.stored_layout, None if states is None else states.stored_layout
+            tier = DiskTier(disk, *layouts, max_bytes=disk_blocks * (BLOCK_BYTES + 200))
         self.reports = ReportQueue()
-        rows, blocks = self.cache.rows, cache_blocks(self.cache)
-        self.tiers = TierStore(rows, blocks, tier, host_blocks * BLOCK_BYTES, self.reports)
+        self.tiers = TierStore(cache, states, tier, host_blocks * BLOCK_BYTES, self.reports)
         self.results: dict[int, KVFetched | KVFailure] = {}
         self.contents: dict[str, set[bytes]] = {"host": set(), "disk": set()}
         self.counts: Counter[str] = Counter()
         self._job = 0
 
-    def store(self, blocks: list[int], hashes: list[bytes]) -> None:
-        self.tiers.store(KVStore(blocks=Int32.of(blocks), hashes=hashes))
+    def store(
+        self, blocks: list[int], hashes: list[bytes], states: Mapping[int, int] | None = None
+    ) -> None:
+        """Store blocks, and states: checkpoint -> number of the block that it follows."""
+        self.tiers.store(
+            KVStore(
+                blocks=Int32.of(blocks),
+                hashes=hashes,
+                checkpoints=None if states is None else Int32.of(states),
+                states=[state_key(content(number)) for number in (states or {}).values()],
+            )
+        )
 
-    def start_fetch(self, hashes: list[bytes], blocks: list[int], timeout_s: float = 10) -> int:
+    def start_fetch(
+        self,
+        hashes: list[bytes],
+        blocks: list[int],
+        timeout_s: float = 10,
+        checkpoint: int | None = None,
+    ) -> int:
         self._job += 1
         source = TierSource(hashes=hashes)
         ids = Int32.of(blocks)
-        message = KVFetch(job=self._job, source=source, blocks=ids, timeout_s=timeout_s)
+        message = KVFetch(
+            job=self._job, source=source, blocks=ids, timeout_s=timeout_s, checkpoint=checkpoint
+        )
         self.tiers.fetch(message, source)
         return self._job
 
-    def fetch(self, hashes: list[bytes], blocks: list[int]) -> KVFetched | KVFailure:
-        return self.result_of(self.start_fetch(hashes, blocks))
+    def fetch(
+        self, hashes: list[bytes], blocks: list[int], checkpoint: int | None = None
+    ) -> KVFetched | KVFailure:
+        return self.result_of(self.start_fetch(hashes, blocks, checkpoint=checkpoint))
 
     def result_of(self, job: int) -> KVFetched | KVFailure:
         self.wait_until(lambda: job in self.results)
@@ -100,8 +138,9 @@ class TierBench:
     def is_on_disk(self, number: int) -> bool:
         return content(number) in self.contents["disk"]
 
-    def await_contents(self, tier: str, *numbers: int) -> None:
-        self.wait_until(lambda: self.contents[tier] == set(contents(*numbers)))
+    def await_contents(self, tier: str, *numbers: int, states: Iterable[int] = ()) -> None:
+        keys = {*contents(*numbers), *(state_key(content(number)) for number in states)}
+        self.wait_until(lambda: self.contents[tier] == keys)
 
     def _apply(self, news: KVTierNews) -> None:
         self.contents[news.tier] |= set(news.stored)
@@ -113,8 +152,14 @@ class TierBench:
     def bytes_of(self, block: int) -> bytes:
         return self.cache.rows[:, block].numpy().tobytes()
 
+    def state(self, checkpoint: int) -> bytes:
+        assert self.memory is not None
+        return self.memory.rows[0, checkpoint].numpy().tobytes()
+
     def wipe(self) -> None:
         self.cache.rows.zero_()
+        if self.memory is not None:
+            self.memory.rows.zero_()
 
 
 NewBench = Callable[..., TierBench]
@@ -199,7 +244,7 @@ def test_blocks_dropped_from_host_memory_are_still_on_disk(
 def test_the_most_recently_used_blocks_stay(new_bench: NewBench) -> None:
     bench = new_bench(host_blocks=3)
     bench.store([1, 2], contents(1, 2))
-    bench.tiers.touch(KVUsed(hashes=contents(2, 1)))
+    bench.tiers.touch(KVUsed(keys=contents(2, 1)))
     bench.store([3], contents(3))
     bench.await_contents("host", 1, 2, 3)  # the thread works in order: 1 and 2 were touched before
     bench.store([4], contents(4))
@@ -309,7 +354,8 @@ def test_the_config_decides_which_tiers_exist(tmp_path: Path) -> None:
     def tiers(**config: object) -> list[str] | None:
         reports = ReportQueue()
         worker = WorkerConfig(model="", **config)  # type: ignore[arg-type]
-        made = TierStore.from_config(worker, LAYOUT, cache.rows, cache_blocks(cache), reports)
+        stored = StoredMemory(cache.rows, cache_blocks(cache), LAYOUT)
+        made = TierStore.from_config(worker, stored, None, reports)
         if made is not None:
             made.close()
         reports.close()
@@ -334,33 +380,143 @@ def test_a_failure_of_a_tier_thread_is_raised_in_the_loop(new_bench: NewBench) -
         bench.wait_until(lambda: False)
 
 
+# ---- states
+def test_states_are_loaded_from_host_memory_bit_by_bit(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=20, num_checkpoints=5)
+    was = [bench.state(number) for number in range(6)]
+    bench.store([1, 2], contents(1, 2), states={3: 2})
+    bench.await_contents("host", 1, 2, states=[2])
+    bench.wipe()
+    result = bench.fetch(contents(1, 2), [4, 5], checkpoint=1)
+    assert isinstance(result, KVFetched)
+    assert result.num_bytes == 2 * BLOCK_BYTES + STATE_BYTES
+    assert bench.state(1) == was[3]
+    assert not any(any(bench.state(number)) for number in (0, 2, 3, 4, 5))
+    assert bench.counts == {"host stored": 3, "host loaded": 3}
+
+
+def test_states_are_loaded_from_disk_after_a_restart(new_bench: NewBench, tmp_path: Path) -> None:
+    first = new_bench(tmp_path / "kv", num_checkpoints=5)
+    was = first.state(3)
+    first.store([1, 2], contents(1, 2), states={3: 2})
+    first.await_contents("disk", 1, 2, states=[2])
+    first.tiers.close()
+    files = {path.name for path in (tmp_path / "kv" / STATES.hex()).iterdir()}
+    assert files == {content(2).hex()}
+    second = new_bench(tmp_path / "kv", num_checkpoints=3, host_blocks=20)
+    second.await_contents("disk", 1, 2, states=[2])
+    for checkpoint in (1, 2):
+        second.wipe()
+        assert isinstance(second.fetch(contents(1, 2), [4, 5], checkpoint), KVFetched)
+        assert second.state(checkpoint) == was
+    assert second.counts == {"disk loaded": 3, "host loaded": 3}
+
+
+def test_a_fetch_without_its_state_fails_as_lost(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=20, num_checkpoints=5)
+    bench.store([1, 2], contents(1, 2), states={3: 1})
+    bench.await_contents("host", 1, 2, states=[1])
+    result = bench.fetch(contents(1, 2), [4, 5], checkpoint=1)
+    assert isinstance(result, KVFailure)
+    assert (result.kind, "the state after block" in result.message) == ("lost", True)
+
+
+def test_a_damaged_state_fails_the_fetch_and_is_deleted(
+    new_bench: NewBench, tmp_path: Path
+) -> None:
+    bench = new_bench(tmp_path / "kv", num_checkpoints=5)
+    bench.store([1], contents(1), states={3: 1})
+    bench.await_contents("disk", 1, states=[1])
+    (path,) = (tmp_path / "kv" / STATES.hex()).iterdir()
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    result = bench.fetch(contents(1), [4], checkpoint=1)
+    assert isinstance(result, KVFailure)
+    assert result.kind == "damaged"
+    bench.await_contents("disk", 1)
+    assert not path.exists()
+
+
+def test_the_file_of_a_block_is_not_read_as_that_of_a_state(
+    new_bench: NewBench, tmp_path: Path
+) -> None:
+    """The header names the layout, which differs even if block and state have the same size."""
+    bench = new_bench(tmp_path / "kv", num_checkpoints=5, state_bytes=BLOCK_BYTES)
+    bench.store([1], contents(1), states={3: 1})
+    bench.await_contents("disk", 1, states=[1])
+    block, state = (tmp_path / "kv" / each.hex() / content(1).hex() for each in (LAYOUT, STATES))
+    state.write_bytes(block.read_bytes())
+    result = bench.fetch(contents(1), [4], checkpoint=1)
+    assert isinstance(result, KVFailure)
+    assert (result.kind, "does not match this block" in result.message) == ("damaged", True)
+
+
+def test_a_state_takes_the_places_of_several_blocks(new_bench: NewBench) -> None:
+    """A state has the size of 4.5 blocks. With nine places, the oldest blocks make room for it."""
+    bench = new_bench(host_blocks=9, num_checkpoints=5)
+    bench.store([1, 2, 3, 4, 5, 6], contents(1, 2, 3, 4, 5, 6))
+    bench.await_contents("host", 1, 2, 3, 4, 5, 6)
+    bench.store([], [], states={3: 6})
+    bench.await_contents("host", 3, 4, 5, 6, states=[6])
+    bench.store([], [], states={2: 5})
+    bench.await_contents("host", states=[5])
+    bench.store([], [], states={})
+
+
+def test_host_memory_that_is_too_small_for_a_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="less than one block and one recurrent state"):
+        TierBench(None, 5, num_checkpoints=3)
+
+
+def test_a_state_that_waits_for_the_disk_is_written_whole(
+    new_bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system writes a few parts at a time."""
+    monkeypatch.setattr(disk_module, "MAX_PARTS", 2)
+    first = new_bench(tmp_path / "kv", num_checkpoints=5)
+    was = first.state(3)
+    first.store([1], contents(1), states={3: 1})
+    first.tiers.close()
+    second = new_bench(tmp_path / "kv", num_checkpoints=5)
+    second.wipe()
+    second.await_contents("disk", 1, states=[1])
+    assert isinstance(second.fetch(contents(1), [4], checkpoint=2), KVFetched)
+    assert second.state(2) == was
+
+
+def test_a_state_of_a_model_without_one_is_refused(new_bench: NewBench) -> None:
+    bench = new_bench(host_blocks=9)
+    with pytest.raises(ValueError, match="the model has none"):
+        bench.store([], [], states={3: 1})
+
+
 # ---- places of host memory
-def filled(tier: HostTier, *contents: bytes) -> list[int]:
-    """Reserve a place in `tier` for each of these contents and publish them. Return the places."""
-    places = []
+def filled(tier: HostTier, *contents: bytes, count: int = 1) -> list[Places]:
+    """Reserve `count` places in `tier` for each of these contents and publish them. Return the
+    places."""
+    found = []
     for content in contents:
-        place = tier.reserve()
-        assert place is not None
-        tier.publish(content, place)
-        places.append(place)
+        places = tier.reserve(count)
+        assert places is not None
+        tier.publish(content, places)
+        found.append(places)
     tier.check()
-    return places
+    return found
 
 
 def test_a_published_block_is_found_in_its_tier() -> None:
     tier = HostTier(2)
     a, b = filled(tier, b"a", b"b")
-    assert {a, b} == {0, 1}
+    assert {a, b} == {(0,), (1,)}
     assert (tier.hold(b"a"), tier.hold(b"b"), tier.hold(b"c")) == (a, b, None)
 
 
 def test_a_reserved_place_is_not_found_and_not_reserved_again() -> None:
     tier = HostTier(1)
-    place = tier.reserve()
-    assert place is not None
-    assert (tier.reserve(), len(tier)) == (None, 0)
-    tier.give_back(place)
-    assert tier.reserve() == place
+    places = tier.reserve(1)
+    assert places is not None
+    assert (tier.reserve(1), tier.num_published) == (None, 0)
+    tier.give_back(places)
+    assert tier.reserve(1) == places
 
 
 def test_the_least_recently_used_block_is_dropped_and_reported() -> None:
@@ -375,30 +531,51 @@ def test_the_least_recently_used_block_is_dropped_and_reported() -> None:
 
 def test_a_held_block_is_evicted_only_after_its_last_holder() -> None:
     tier = HostTier(1)
-    (place,) = filled(tier, b"a")
+    (places,) = filled(tier, b"a")
     tier.hold(b"a")
     tier.hold(b"a")
     tier.release(b"a")
-    assert tier.reserve() is None
+    assert tier.reserve(1) is None
     tier.release(b"a")
-    assert tier.reserve() == place
+    assert tier.reserve(1) == places
     assert b"a" not in tier
 
 
 def test_the_same_content_has_one_place() -> None:
     tier = HostTier(2)
     filled(tier, b"a", b"a")
-    assert len(tier) == 1
+    assert tier.num_published == 1
     tier.hold(b"a")
-    assert tier.reserve() is not None
+    assert tier.reserve(1) is not None
 
 
 def test_a_freed_place_is_reused_before_one_that_was_never_used() -> None:
     tier = HostTier(100)
-    place = tier.reserve()
-    assert place is not None
-    tier.give_back(place)
-    assert tier.reserve() == place
+    places = tier.reserve(1)
+    assert places is not None
+    tier.give_back(places)
+    assert tier.reserve(1) == places
+
+
+def test_a_content_of_several_places_is_dropped_whole() -> None:
+    tier = HostTier(7)
+    filled(tier, b"a")
+    filled(tier, b"b", b"c", count=3)
+    tier.touch(b"a")
+    assert tier.reserve(1) is not None
+    assert [content in tier for content in (b"a", b"b", b"c")] == [True, False, True]
+    assert tier.num_published == 4
+    tier.check()
+
+
+def test_nothing_is_dropped_for_a_content_that_does_not_fit() -> None:
+    tier = HostTier(5)
+    filled(tier, b"a", b"b")
+    filled(tier, b"c", count=3)
+    tier.hold(b"c")
+    assert tier.reserve(3) is None
+    assert [content in tier for content in (b"a", b"b", b"c")] == [True, True, True]
+    assert tier.reserve(2) is not None
 
 
 def test_a_tier_without_places_is_refused() -> None:
@@ -409,22 +586,22 @@ def test_a_tier_without_places_is_refused() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_calls_never_lose_a_place_or_a_held_block(seed: int) -> None:
     rng, tier = random.Random(seed), HostTier(6)
-    filling: list[int] = []
-    held: list[tuple[bytes, int]] = []
+    filling: list[Places] = []
+    held: list[tuple[bytes, Places]] = []
     for _ in range(2000):
         content = bytes([rng.randrange(20)])
         match rng.randrange(6):
-            case 0 | 1 if (place := tier.reserve()) is not None:
-                filling.append(place)
+            case 0 | 1 if (places := tier.reserve(rng.choice([1, 1, 2, 4]))) is not None:
+                filling.append(places)
             case 2 if filling:
                 tier.publish(content, filling.pop(rng.randrange(len(filling))))
             case 3 if filling:
                 tier.give_back(filling.pop())
-            case 4 if (place := tier.hold(content)) is not None:
-                held.append((content, place))
+            case 4 if (places := tier.hold(content)) is not None:
+                held.append((content, places))
             case 5 if held:
                 tier.release(held.pop(rng.randrange(len(held)))[0])
         tier.check()
-        assert all(tier.hold(content) == place for content, place in held)
+        assert all(tier.hold(content) == places for content, places in held)
         for content, _ in held:
             tier.release(content)

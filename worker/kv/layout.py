@@ -1,4 +1,4 @@
-"""Layout of a KV cache. Blocks can be exchanged only between caches with equal layouts.
+"""Layout of a KV cache. Blocks and states can be exchanged only between caches with equal layouts.
 
 Blocks on disk may be older than the compiled kernels. So their digest also covers
 `ModelCard.numerics`: a block that is loaded has the bits that would be computed now.
@@ -17,10 +17,10 @@ from worker.kv.cache import PagedCache
 DIGEST_BYTES = 16
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Properties that must be equal in two caches that exchange blocks: the model's digest, the
-    dtype and the shape. The number of blocks may differ. The heads are those of the first layer:
-    the digest covers those of the others."""
+    dtype and the shape, and the size of a recurrent state. The numbers of blocks and checkpoints
+    may differ. The heads are those of the first layer: the digest covers those of the others."""
 
     model: str
     dtype: str
@@ -28,6 +28,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     block_tokens: int
+    #: Bytes of a request's recurrent state; 0: the model has none.
+    state_bytes: int = 0
 
     def stored_digest(self, numerics: str) -> bytes:
         """Return the digest for blocks that are stored on disk. `numerics` is
@@ -36,8 +38,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             return self.digest
         return blake2b(self.digest + numerics.encode(), digest_size=DIGEST_BYTES).digest()
 
+    def state_digest(self, numerics: str) -> bytes:
+        """Return the digest for states that are stored on disk. It differs from that of blocks, so
+        that no file of a state is read as a block."""
+        return blake2b(self.stored_digest(numerics) + b"state", digest_size=DIGEST_BYTES).digest()
+
     @classmethod
-    def from_cache(cls, card: ModelCard, cache: PagedCache) -> Self:
+    def from_cache(cls, card: ModelCard, cache: PagedCache, state_bytes: int = 0) -> Self:
         first = cache.heads(0)
         return cls(
             model=card.digest,
@@ -46,6 +53,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=first.count,
             head_dim=first.dim,
             block_tokens=cache.block_tokens,
+            state_bytes=state_bytes,
         )
 
     @property
@@ -56,7 +64,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def description(self) -> str:
         """Return the layout as text for error messages."""
+        state = f", states of {self.state_bytes:,} bytes" if self.state_bytes else ""
         return (
             f"model {self.model[:12]}, K/V in {self.dtype}, {self.num_layers} layers of "
             f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"
+            f"{state}"
         )

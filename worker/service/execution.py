@@ -60,15 +60,15 @@ def _start_loop(
 ) -> WorkerLoop:
     """Start the services of the worker's loop, which `stack` ends, and send WorkerReady. Return the
     loop."""
-    runner, encoder, ready = assembled
+    runner, encoder, ready, states = assembled
     if runner is None:
         loop = stack.enter_context(WorkerLoop(None, engine, None, encoder=encoder))
         engine.send(ready)
         return loop
     cache = runner.components.cache
-    layout = KVLayout.from_cache(ready.model, cache)
+    layout = KVLayout.from_cache(ready.model, cache, ready.state_bytes)
     kv_transfers = stack.enter_context(
-        KVTransferService(config, context, cache, layout, ready.model.numerics)
+        KVTransferService(config, context, cache, layout, states, numerics=ready.model.numerics)
     )
     adapters = None
     if runner.adapters.files is not None:

@@ -128,7 +128,14 @@ class SlotTable:
         max_slots: int,
         device: torch.device,
         num_checkpoints: int = 0,
+        *,
+        checkpoints: Tensor | None = None,
     ) -> None:
+        """Create a table whose rows are all free.
+
+        checkpoints   zeroed memory [1 + num_checkpoints, width] for the checkpoints of the only
+                      RESTORED field; None: it is allocated here
+        """
         self.fields = {field.name: field for field in fields}
         self.max_slots = max_slots
         self.device = device
@@ -140,6 +147,8 @@ class SlotTable:
         #: RESTORED field -> [1 + number of checkpoints, width]. Row 0 is NO_CHECKPOINT: zeros.
         self.checkpoints = {
             f.name: lazy_zeros((1 + num_checkpoints, f.width), f.dtype, device)
+            if checkpoints is None
+            else checkpoints
             for f in self.fields.values()
             if f.rest is RestPolicy.RESTORED
         }

@@ -127,7 +127,7 @@ def assemble(
         num_checkpoints=memory.num_checkpoints,
     )
     runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
-    return Assembled(runner, encoder, with_input_limit(ready))
+    return Assembled(runner, encoder, with_input_limit(ready), memory.states)
 
 
 def _device(config: WorkerConfig) -> torch.device:

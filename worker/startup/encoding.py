@@ -22,6 +22,7 @@ from worker.encoders.decoder import DecoderVectors
 from worker.encoders.header import EncoderHeader
 from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.errors import UnusableModel
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.loading.decoder import LoadedModel
 from worker.loading.encoder import load_encoder
 from worker.loading.header import AnyHeader
@@ -37,11 +38,13 @@ class Assembled(NamedTuple):
 
     runner    executes plans that generate; None: the model only encodes
     encoder   executes plans that encode; None: the model only generates
+    states    the checkpoints of recurrent states; None: there are none
     """
 
     runner: Runner | None
     encoder: EncodeRunner | None
     ready: WorkerReady
+    states: CheckpointMemory | None = None
 
 
 def assemble_encoder(

@@ -20,10 +20,11 @@ from worker.encoders.runner import EncodeRunner
 from worker.errors import UnusableModel
 from worker.kv.budget import KVDemand, in_gib, kv_budget
 from worker.kv.cache import CountedBlocks, PagedCache, cache_bytes, make_cache
+from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel
 from worker.lora.startup import kept_bytes
-from worker.slots.fields import slot_fields
+from worker.slots.fields import STATE, slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.spec.architectures import keeps_own_cache, num_checkpoints, state_bytes
 from worker.spec.kv_blocks import BlockLayers
@@ -50,6 +51,7 @@ class ReservedMemory:
     fields       the fields of `slots`
     num_checkpoints
                  number of checkpoints of recurrent states
+    states       their memory; None: there are none
     """
 
     num_blocks: int
@@ -60,6 +62,7 @@ class ReservedMemory:
     fields: Sequence[SlotField]
     slots: SlotTable
     num_checkpoints: int
+    states: CheckpointMemory | None
 
     def slots_of_one(self, device: torch.device) -> SlotTable:
         """Return another table with the same fields, for one request."""
@@ -107,13 +110,18 @@ def reserve_memory(
             config, demand, replace(memory, reserve_bytes=memory.reserve_bytes + kept)
         )
     num_bytes = budget.num_blocks * one_block(layers[0], dtype=loaded.kv_dtype)
-    caches = make_caches(budget.num_blocks, _shared_memory(config, device, num_bytes))
+    is_shared = _is_shared(config, device)
+    caches = make_caches(budget.num_blocks, SharedMemory(num_bytes) if is_shared else None)
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
     fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items)
     others = [*(each.model for each in parts.models), caches, parts.attentions, parts.adapters]
-    sizes = limits.max_slots, checkpoints
-    slots = _slot_table(fields, sizes, config.poison_slots, device, *others)
+    sizes, states = (limits.max_slots, checkpoints), None
+    if checkpoints and is_shared:
+        states = CheckpointMemory.in_shared_memory(checkpoints, loaded.spec.state_items)
+    slots = _slot_table(fields, sizes, states, config.poison_slots, device, *others)
+    if checkpoints and states is None:
+        states = CheckpointMemory(slots.checkpoints[STATE])
     return ReservedMemory(
         num_blocks=budget.num_blocks,
         max_len=budget.max_len,
@@ -123,6 +131,7 @@ def reserve_memory(
         fields=fields,
         slots=slots,
         num_checkpoints=checkpoints,
+        states=states,
     )
 
 
@@ -197,41 +206,41 @@ def _windows(config: WorkerConfig, spec: ModelFacts) -> tuple[int | None, KVGrou
     return window, groups
 
 
-def _shared_memory(
-    config: WorkerConfig, device: torch.device, num_bytes: int
-) -> SharedMemory | None:
-    """Return memory for the model's cache that other workers can map, or None if it is not needed
-    or not possible. Raises UnusableModel if the configuration requires it and it is not
-    possible."""
+def _is_shared(config: WorkerConfig, device: torch.device) -> bool:
+    """Return whether other workers can map the memory of the model's cache and of the checkpoints.
+    Raises UnusableModel if the configuration requires it and it is not possible."""
     if not config.kv_export or config.kv_mover not in ("auto", "shm"):
-        return None
+        return False
     if device.type == "cpu":
-        return SharedMemory(num_bytes)
+        return True
     if config.kv_mover == "shm":
         raise UnusableModel(
             f"kv_mover is shm, but the KV cache is on device {device}; serve with --kv-mover auto"
         )
-    return None
+    return False
 
 
 def _slot_table(
     fields: Iterable[SlotField],
     sizes: tuple[int, int],
+    states: CheckpointMemory | None,
     poisoning: Poisoning,
     device: torch.device,
     *others: object,
 ) -> SlotTable:
-    """Return the slot table with `sizes`: (slots, checkpoints). The number of rows of a poisoned
+    """Return the slot table with `sizes`: (slots, checkpoints). `states` is new memory for the
+    checkpoints; None: the table allocates it. The number of rows of a poisoned
     table equals no dimension of the tensors in `others`, so that a search can recognise per-slot
     tensors (step/slot_registry.py)."""
     max_slots, num_checkpoints = sizes
+    memory = None if states is None else states.states
     if poisoning == "off":
-        return SlotTable(fields, max_slots, device, num_checkpoints)
+        return SlotTable(fields, max_slots, device, num_checkpoints, checkpoints=memory)
     from worker.step.slot_registry import Poison, PoisonedSlots, rows_for
 
     rows = rows_for(max_slots, others)
     poison = Poison[poisoning.upper()]
-    return PoisonedSlots(fields, rows, device, num_checkpoints, poison=poison)
+    return PoisonedSlots(fields, rows, device, num_checkpoints, checkpoints=memory, poison=poison)
 
 
 def _caches(

@@ -60,10 +60,11 @@ class PoisonedSlots(SlotTable):
         device: torch.device,
         num_checkpoints: int = 0,
         *,
+        checkpoints: Tensor | None = None,
         poison: Poison = Poison.WILD,
     ) -> None:
         self._poison = poison
-        super().__init__(fields, max_slots, device, num_checkpoints)
+        super().__init__(fields, max_slots, device, num_checkpoints, checkpoints=checkpoints)
         for name, kept in self.checkpoints.items():
             kept[1:].fill_(self._poison_of(self.fields[name]))
 

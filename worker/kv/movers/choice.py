@@ -31,12 +31,12 @@ class NoCommonMover(Exception):
 
 
 class MoverFactory:
-    """Creates a mover for each transfer. `agent` is the NIXL agent; it is needed only if kv_mover
-    is nixl."""
+    """Creates a mover for each transfer into `blocks`. `agent` is the NIXL agent; it is needed only
+    if kv_mover is nixl."""
 
     def __init__(self, name: Name, blocks: CacheBlocks, agent: Agent | None) -> None:
+        self.blocks = blocks
         self._name = name
-        self._blocks = blocks
         self._agent = agent
 
     def create(
@@ -65,9 +65,9 @@ class MoverFactory:
     ) -> Mover:
         match offer:
             case ShmOffer():
-                return ShmMover(self._blocks, ids, theirs, offer)
+                return ShmMover(self.blocks, ids, theirs, offer)
             case ZmqOffer(chunk_bytes=chunk_bytes):
-                return ZmqMover(self._blocks, ids, chunk_bytes, request)
+                return ZmqMover(self.blocks, ids, chunk_bytes, request)
             case NixlOffer():
                 assert self._agent is not None, "kv_mover is nixl"
                 return NixlMover(self._agent, ids, theirs, offer)

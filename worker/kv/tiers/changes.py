@@ -1,6 +1,6 @@
 """Changes in the tiers since the last report to the engine: contents, and counters.
 
-A block's `content` is its chained hash, which identifies it.
+A content is a block or a state, which its `key` identifies (protocol/worker/kv.py).
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Literal, get_args
 
 
 class Changes:
-    """The contents that were added to or removed from a tier. Only the latest change of each
-    content is kept."""
+    """The keys that were added to or removed from a tier. Only the latest change of each key is
+    kept."""
 
     def __init__(self) -> None:
         self._is_there: dict[bytes, bool] = {}
 
-    def add(self, content: bytes) -> None:
-        self._is_there[content] = True
+    def add(self, key: bytes) -> None:
+        self._is_there[key] = True
 
-    def remove(self, content: bytes) -> None:
-        self._is_there[content] = False
+    def remove(self, key: bytes) -> None:
+        self._is_there[key] = False
 
     def drain(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the contents (added, removed) since the last call."""
+        """Return the keys (added, removed) since the last call."""
         changes, self._is_there = self._is_there, {}
-        added = [content for content, is_there in changes.items() if is_there]
-        return added, [content for content, is_there in changes.items() if not is_there]
+        added = [key for key, is_there in changes.items() if is_there]
+        return added, [key for key, is_there in changes.items() if not is_there]
 
 
 Tier = Literal["host", "disk"]
@@ -36,12 +36,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Counts:
-    """Counts of blocks by tier and kind. The tiers' threads add to them.
+    """Counts of blocks and states by tier and kind. The tiers' threads add to them.
 
     stored    written to the tier
     dropped   not written, for lack of space or time
     loaded    read from the tier
-    failed    not read, because the block is gone or damaged
+    failed    not read, because the content is gone or damaged
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,12 @@
-"""Disk tier: a directory with one file for each block. A file is complete or absent. The least
-recently used files are evicted.
+"""Disk tier: a directory with one file for each block and for each state. A file is complete or
+absent. The least recently used files are evicted.
 
 ```
 DIR/                              mode 0700, owned by this user
     <layout, 32 hex digits>/      blocks of other models are kept, and count towards the limit
         <chained hash, 64 hex>    mode 0600; modified when last used
         .<random>.part            being written; renamed when complete
+    <layout of states>/           likewise; a state has the hash of the block that it follows
 ```
 
 There are no other files and no lock. Names are derived from contents, so two servers that share a
@@ -20,7 +21,8 @@ offset  bytes
 0       8      "tidegate"
 8       4      format version, uint32 LE
 12      8      length of the payload, uint64 LE
-20      16     layout: digest of model, dtype, shape and kernels (worker/kv/layout.py)
+20      16     layout: digest of model, dtype, shape and kernels (worker/kv/layout.py); that of a
+               state differs from that of a block
 36      32     content: the block's chained hash (engine_core/blocks/hash.py)
 68      32     SHA-256 of the 68 bytes before and of the payload
 100            the payload
@@ -46,39 +48,43 @@ import stat
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.wire import sockets
+from protocol.worker.kv import HASH_BYTES, block_hash, is_state_key, state_key
 from worker.kv.layout import DIGEST_BYTES as LAYOUT_BYTES
 from worker.kv.tiers.changes import Changes
 
 MAGIC = b"tidegate"
 VERSION = 1
-HASH_BYTES = 32
 _FIELDS = struct.Struct(f"<8sIQ{LAYOUT_BYTES}s{HASH_BYTES}s")
 HEADER_BYTES = _FIELDS.size + HASH_BYTES
 
 Buffer = bytes | bytearray | memoryview
+Payload = Sequence[Buffer]
+"""The parts of a payload, in their order in the file."""
+MAX_PARTS = os.sysconf("SC_IOV_MAX") - 1
+"""Most parts that one call of the system reads or writes, beside the header."""
 
 
 class DamagedBlockFile(Exception):
     """Raised if a file differs from what was stored in it. The message describes the difference."""
 
 
-def make_header(layout: bytes, content: bytes, payload: Buffer) -> bytes:
+def make_header(layout: bytes, content: bytes, payload: Payload) -> bytes:
     """Return the header of a block's file, HEADER_BYTES long. This reads the whole payload, because
     the header contains its digest."""
-    fields = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    fields = _FIELDS.pack(MAGIC, VERSION, sum(map(len, payload)), layout, content)
     return fields + _digest(fields, payload)
 
 
-def check_block_file(header: Buffer, payload: Buffer, layout: bytes, content: bytes) -> None:
+def check_block_file(header: Buffer, payload: Payload, layout: bytes, content: bytes) -> None:
     """Raise DamagedBlockFile unless `header` belongs to this payload, layout and content."""
-    expected = _FIELDS.pack(MAGIC, VERSION, len(payload), layout, content)
+    expected = _FIELDS.pack(MAGIC, VERSION, sum(map(len, payload)), layout, content)
     fields, digest = bytes(header[: _FIELDS.size]), bytes(header[_FIELDS.size :])
     if fields != expected:
         raise DamagedBlockFile("its header does not match this block")
@@ -86,26 +92,40 @@ def check_block_file(header: Buffer, payload: Buffer, layout: bytes, content: by
         raise DamagedBlockFile("its checksum does not match its content")
 
 
-def _digest(fields: bytes, payload: Buffer) -> bytes:
+def _digest(fields: bytes, payload: Payload) -> bytes:
     state = sha256(fields)
-    state.update(payload)
+    for part in payload:
+        state.update(part)
     return state.digest()
 
 
 class BlockKey(NamedTuple):
-    """Identity of a block in the directory: the layout of its cache, and its chained hash."""
+    """Identity of a file in the directory: its layout, and the chained hash of its block. The file
+    of a state has the layout of states."""
 
     layout: bytes
     content: bytes
 
 
+class StoredLayout(NamedTuple):
+    """A layout, and the bytes of a block, or of a state, in it."""
+
+    digest: bytes
+    payload_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.payload_bytes
+
+
 class DiskIndex:
     """Index of the directory: the size of each block's file, in the order of last use. It contains
-    the blocks of all layouts, but `changes` lists only the changes of `layout`. Not thread-safe."""
+    the blocks of all layouts, but `changes` lists only the keys of blocks of `layout`, and of
+    states of `state_layout`. Not thread-safe."""
 
-    def __init__(self, layout: bytes, max_bytes: int) -> None:
+    def __init__(self, layout: bytes, max_bytes: int, state_layout: bytes = b"") -> None:
         self.num_bytes = 0
-        self._layout = layout
+        self._layout, self._state_layout = layout, state_layout
         self._max_bytes = max_bytes
         self._sizes: OrderedDict[BlockKey, int] = OrderedDict()  # least recently used first
         self.changes = Changes()
@@ -155,6 +175,8 @@ class DiskIndex:
     def _record(self, key: BlockKey, change: Callable[[bytes], None]) -> None:
         if key.layout == self._layout:
             change(key.content)
+        elif key.layout == self._state_layout:
+            change(state_key(key.content))
 
 
 log = logging.getLogger(__name__)
@@ -175,32 +197,36 @@ class BlockLost(Exception):
 
 
 class DiskTier:
-    """Stores and loads the blocks of one layout, `payload_bytes` each. A block's `content` is its
-    chained hash. Thread-safe.
+    """Stores and loads the blocks of one layout, and states. They are known by their keys
+    (protocol/worker/kv.py). Thread-safe.
+
+    layout   that of the blocks
+    states   that of the states; None: the model has none
 
     Raises OSError if the directory is not private to this user, or cannot be created, and
-    ValueError if `max_bytes` is less than one block.
+    ValueError if `max_bytes` is less than one block or state.
     """
 
     def __init__(
         self,
         root: Path,
-        layout: bytes,
+        layout: StoredLayout,
+        states: StoredLayout | None = None,
         *,
-        payload_bytes: int,
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.file_bytes = HEADER_BYTES + payload_bytes
-        if max_bytes < self.file_bytes:
-            raise ValueError(
-                f"{max_bytes:,} bytes are less than one block ({self.file_bytes:,} bytes)"
-            )
+        for each, name in ((layout, "block"), (states, "state")):
+            if each is not None and max_bytes < each.file_bytes:
+                raise ValueError(
+                    f"{max_bytes:,} bytes are less than one {name} ({each.file_bytes:,} bytes)"
+                )
         self._root = root.resolve()
-        self._layout = layout
+        self._blocks, self._states = layout, states
         self._clock = clock
         self._lock = Lock()  # guards all fields below; never held during file I/O
-        self._index = DiskIndex(layout, max_bytes)
+        state_layout = b"" if states is None else states.digest
+        self._index = DiskIndex(layout.digest, max_bytes, state_layout)
         self._paused_until = 0.0
         self._is_failing = False
         self._max_new_bytes = max_bytes // SCAN_SHARE
@@ -208,9 +234,9 @@ class DiskTier:
         self._scan_at = 0.0
         self.scan()
 
-    def __contains__(self, content: bytes) -> bool:
+    def __contains__(self, key: bytes) -> bool:
         with self._lock:
-            return BlockKey(self._layout, content) in self._index
+            return self._file_key(key) in self._index
 
     @property
     def num_bytes(self) -> int:
@@ -220,91 +246,100 @@ class DiskTier:
             return self._index.num_bytes
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the contents (added, removed) since the last call. The first call returns all
-        existing blocks of this layout as added."""
+        """Return the keys (added, removed) since the last call. The first call returns all existing
+        blocks and states of this model as added."""
         with self._lock:
             return self._index.changes.drain()
 
-    def touch(self, content: bytes) -> None:
+    def touch(self, key: bytes) -> None:
         """Mark a block as used, for all servers that share the directory."""
-        key = BlockKey(self._layout, content)
-        if content in self:
+        if key in self:
+            file_key = self._file_key(key)
             with contextlib.suppress(OSError):  # if this fails, the block may be evicted earlier
-                os.utime(self._path(key))
+                os.utime(self._path(file_key))
             with self._lock:
-                self._index.touch(key)
+                self._index.touch(file_key)
 
-    # ---- a block
+    # ---- a block, or a state
 
-    def store(self, content: bytes, payload: memoryview) -> bool:
+    def store(self, key: bytes, payload: Payload) -> bool:
         """Store a block. Return False if it cannot be written, or if storing pauses after a failed
         write."""
-        key = BlockKey(self._layout, content)
+        file_key, size = self._file_key(key), self._layout_of(key).file_bytes
         with self._lock:
-            if key in self._index:
+            if file_key in self._index:
                 return True
             if self._clock() < self._paused_until:
                 return False
-            evicted = self._index.evict_for(self.file_bytes)
+            evicted = self._index.evict_for(size)
         try:
             self._unlink(evicted)
-            self._write(self._path(key), make_header(self._layout, content, payload), payload)
+            self._write(self._path(file_key), make_header(*file_key, payload), payload)
         except OSError as error:
             self._pause(error)
             return False
         with self._lock:
-            self._index.add(key, self.file_bytes)
-            self._num_new_bytes += self.file_bytes
+            self._index.add(file_key, size)
+            self._num_new_bytes += size
             if self._is_failing:
                 log.info("blocks are stored in %s again", self._root)
                 self._is_failing = False
         return True
 
-    def load(self, content: bytes, into: memoryview) -> None:
-        """Read a block into `into` [payload_bytes]. Raises BlockLost or DamagedBlockFile; the
-        contents of `into` are undefined then. A damaged file is deleted."""
-        key = BlockKey(self._layout, content)
-        path = self._path(key)
+    def load(self, key: bytes, into: Payload) -> None:
+        """Read a block into `into`, whose parts have payload_bytes together. Raises BlockLost or
+        DamagedBlockFile; the contents of `into` are undefined then. A damaged file is deleted."""
+        file_key = self._file_key(key)
+        path = self._path(file_key)
         try:
-            header = self._read(path, into)
-            check_block_file(header, into, self._layout, content)
+            header = self._read(path, into, self._layout_of(key).file_bytes)
+            check_block_file(header, into, *file_key)
         except FileNotFoundError:
-            self._forget(key)
+            self._forget(file_key)
             raise BlockLost("its file no longer exists") from None
         except DamagedBlockFile:
-            self._forget(key)
+            self._forget(file_key)
             with contextlib.suppress(OSError):  # if this fails, a later scan may find the file
-                self._unlink([key])
+                self._unlink([file_key])
             raise
         except OSError as error:
-            self._forget(key)  # until the next scan
+            self._forget(file_key)  # until the next scan
             raise BlockLost(f"its file cannot be read: {error.strerror}") from error
-        self.touch(content)
+        self.touch(key)
 
-    def _read(self, path: Path, into: memoryview) -> bytearray:
+    def _layout_of(self, key: bytes) -> StoredLayout:
+        if not is_state_key(key):
+            return self._blocks
+        assert self._states is not None, "the model has no states"
+        return self._states
+
+    def _file_key(self, key: bytes) -> BlockKey:
+        return BlockKey(self._layout_of(key).digest, block_hash(key))
+
+    def _read(self, path: Path, into: Payload, expected: int) -> bytearray:
         """Read a file's payload into `into`, and return its header. Raises DamagedBlockFile if the
-        file has the wrong size."""
+        file has not the `expected` size."""
         header = bytearray(HEADER_BYTES)
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             size = os.fstat(file).st_size
-            if size != self.file_bytes or os.readv(file, [header, into]) != size:
-                raise DamagedBlockFile(f"it has {size:,} bytes instead of {self.file_bytes:,}")
+            if size != expected or _move(os.readv, file, header, into) != size:
+                raise DamagedBlockFile(f"it has {size:,} bytes instead of {expected:,}")
         finally:
             os.close(file)
         return header
 
-    def _write(self, path: Path, header: bytes, payload: memoryview) -> None:
+    def _write(self, path: Path, header: bytes, payload: Payload) -> None:
         """Write a file, and rename it when complete. The file is not synced: a power cut may damage
         it, and the checksum detects that."""
         part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
             file = os.open(part, _CREATE, 0o600)
             try:
-                written = os.writev(file, [header, payload])
+                written = _move(os.writev, file, header, payload)
             finally:
                 os.close(file)
-            if written != self.file_bytes:  # the disk is full (man 2 write)
+            if written != HEADER_BYTES + sum(map(len, payload)):  # the disk is full (man 2 write)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             part.rename(path)
         except OSError:
@@ -324,7 +359,9 @@ class DiskTier:
     def scan(self) -> None:
         """Read the directory, which other servers may have changed, and delete files until it is
         within its limit. Raises OSError if it cannot be read."""
-        sockets.make_private(self._root / self._layout.hex())
+        for each in (self._blocks, self._states):
+            if each is not None:
+                sockets.make_private(self._root / each.digest.hex())
         found = dict(self._list_blocks())
         with self._lock:
             self._index.replace(found)
@@ -377,6 +414,21 @@ class DiskTier:
     def _forget(self, key: BlockKey) -> None:
         with self._lock:
             self._index.remove(key)
+
+
+def _move(
+    move: Callable[[int, list[Any]], int], file: int, header: Buffer, payload: Payload
+) -> int:
+    """Read or write a header and a payload with `move`, which is os.readv or os.writev. Return the
+    number of bytes until the first call that moved less than it should."""
+    moved, parts = 0, [header, *payload]
+    for start in range(0, len(parts), MAX_PARTS):
+        some = parts[start : start + MAX_PARTS]
+        count = move(file, some)
+        moved += count
+        if count != sum(map(len, some)):
+            break
+    return moved
 
 
 def _decode_name(name: str, num_bytes: int) -> bytes | None:

@@ -1,24 +1,36 @@
-"""Loads blocks from host memory or disk into the cache, one job after another.
+"""Loads blocks and states from host memory or disk into the cache, one job after another.
 
-Nothing else uses the cache blocks of a job until the job ends (protocol/worker/kv.py). A failed job
-leaves them with arbitrary contents and reports a reason; the engine then computes their K/V
-instead.
+Nothing else uses the blocks and the checkpoint of a job until the job ends
+(protocol/worker/kv.py). A failed job leaves them with arbitrary contents and reports a reason; the
+engine then computes their K/V instead.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
-from protocol.worker.kv import KVFailure, KVFetch, KVFetched, TierSource
+import numpy as np
+
+from protocol.worker.kv import (
+    KVFailure,
+    KVFetch,
+    KVFetched,
+    TierSource,
+    block_hash,
+    is_state_key,
+    state_key,
+)
 from worker.device.staging import integers
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import Counts
 from worker.kv.tiers.disk import BlockLost, DamagedBlockFile, DiskTier
-from worker.kv.tiers.host import HostMemory, HostTier
+from worker.kv.tiers.host import HostTier, Places
+from worker.kv.tiers.writer import TierMemories
 from worker.kv.transfer.exports import Ids
 
 MOVER = "tier"
@@ -34,34 +46,36 @@ class TierReadEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierOrder:
-    """A queued job. Its blocks may be written only after `fence` (CacheBlocks.fence)."""
+    """A queued job. Its memories may be written only after `fences` (CacheBlocks.fence)."""
 
     fetch: KVFetch
     source: TierSource
-    fence: object
+    fences: list[object]
     deadline: float
 
 
 class TierReader:
     """Thread that runs the jobs in the order in which they were queued.
 
-    blocks    the cache's blocks
-    host      None: blocks are read from disk only, and are not kept in host memory
-    scratch   a place of `memory` that `host` does not use, for blocks that get no place in `host`
+    targets    the cache's blocks, and the checkpoints if the model has a recurrent state
+    memories   the same, with their places
+    host       None: contents are read from disk only, and are not kept in host memory
+    scratch    places that `host` does not use, for contents that get no places in `host`
     """
 
     def __init__(
         self,
-        blocks: CacheBlocks,
+        targets: Sequence[CacheBlocks],
+        memories: TierMemories,
         host: HostTier | None,
-        memory: HostMemory,
-        scratch: int,
+        scratch: Places,
         disk: DiskTier | None,
         counts: Counts,
         reports: ReportQueue,
     ) -> None:
-        self._blocks = blocks
-        self._host, self._memory, self._disk = host, memory, disk
+        self._targets = targets
+        self._memories = memories
+        self._host, self._disk = host, disk
         self._scratch = scratch
         self._counts = counts
         self._reports = reports
@@ -76,7 +90,8 @@ class TierReader:
         """Queue the job of `fetch`, whose source is `source`."""
         self._open.add(fetch.job)
         deadline = time.monotonic() + fetch.timeout_s
-        self._orders.put(TierOrder(fetch, source, self._blocks.fence(), deadline))
+        fences = [target.fence() for target in self._targets]
+        self._orders.put(TierOrder(fetch, source, fences, deadline))
 
     def cancel(self, job: int) -> None:
         """Request the end of a job. The thread may write the job's blocks until it reports the
@@ -94,58 +109,71 @@ class TierReader:
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             started = time.perf_counter()
-            job, source = order.fetch.job, order.source
+            job = order.fetch.job
             try:
                 self._load_all(order)
             except TierReadEnded as error:
                 self._reports.add_result(KVFailure(job, error.kind, str(error)))
             else:
-                num_bytes = len(source.hashes) * self._memory.block_bytes
+                num_bytes = sum(self._memories.of(key).block_bytes for key, _ in _contents(order))
                 seconds = time.perf_counter() - started
                 self._reports.add_result(KVFetched(job, num_bytes, seconds, MOVER))
             self._open.discard(job)
 
     def _load_all(self, order: TierOrder) -> None:
-        self._blocks.wait_for(order.fence)
-        ids = integers(order.fetch.blocks.data)
-        for index, content in enumerate(order.source.hashes):
+        for target, fence in zip(self._targets, order.fences, strict=True):
+            target.wait_for(fence)
+        for key, number in _contents(order):
             if order.fetch.job not in self._open:
                 raise TierReadEnded("cancelled", "cancelled by the engine")
             if time.monotonic() > order.deadline:
                 raise TierReadEnded("timeout", f"it took longer than {order.fetch.timeout_s:g} s")
-            self._load(content, ids[index : index + 1])
+            self._load(key, number)
 
-    def _load(self, content: bytes, block: Ids) -> None:
-        if self._host is not None and (place := self._host.hold(content)) is not None:
-            self._put(place, block)
-            self._host.release(content)
+    def _load(self, key: bytes, number: Ids) -> None:
+        """Load a block or a state to the block or checkpoint `number` [1]."""
+        if self._host is not None and (places := self._host.hold(key)) is not None:
+            self._memories.of(key).put(places, number)
+            self._host.release(key)
             self._counts.add("host", "loaded")
         elif self._disk is not None:
-            self._load_from_disk(self._disk, content, block)
+            self._load_from_disk(self._disk, key, number)
             self._counts.add("disk", "loaded")
         else:
             self._counts.add("host", "failed")
-            raise TierReadEnded("lost", f"block {content.hex()[:12]} is no longer in host memory")
+            raise TierReadEnded("lost", f"{_name(key)} is no longer in host memory")
 
-    def _load_from_disk(self, disk: DiskTier, content: bytes, block: Ids) -> None:
-        """Load a block from disk through host memory. Keep the block there if there is a host tier
-        with a place for it."""
-        place = None if self._host is None else self._host.reserve()
-        via = self._scratch if place is None else place
+    def _load_from_disk(self, disk: DiskTier, key: bytes, number: Ids) -> None:
+        """Load a content from disk through host memory. Keep it there if there is a host tier with
+        places for it."""
+        memory, places = self._memories.of(key), None
+        if self._host is not None:
+            places = self._host.reserve(memory.num_places)
+        via = self._scratch[: memory.num_places] if places is None else places
         try:
-            disk.load(content, self._memory.payload(via))
+            disk.load(key, memory.payload(via))
         except (BlockLost, DamagedBlockFile) as error:
-            if self._host is not None and place is not None:
-                self._host.give_back(place)
+            if self._host is not None and places is not None:
+                self._host.give_back(places)
             self._counts.add("disk", "failed")
             kind = "lost" if isinstance(error, BlockLost) else "damaged"
-            raise TierReadEnded(kind, f"block {content.hex()[:12]}: {error}") from None
-        self._put(via, block)
-        if self._host is not None and place is not None:
-            self._host.publish(content, place)
+            raise TierReadEnded(kind, f"{_name(key)}: {error}") from None
+        memory.put(via, number)
+        if self._host is not None and places is not None:
+            self._host.publish(key, places)
 
-    def _put(self, place: int, block: Ids) -> None:
-        """Copy a place to a block of the cache. Wait for the copy, so that `place` may be
-        reused."""
-        self._blocks.put(0, self._blocks.num_rows, block, self._memory.pieces(place))
-        self._blocks.synchronize()
+
+def _contents(order: TierOrder) -> Iterator[tuple[bytes, Ids]]:
+    """Yield the key of each block and state of a job, and the number [1] of the block or checkpoint
+    that it is loaded to."""
+    ids, hashes = integers(order.fetch.blocks.data), order.source.hashes
+    for index, content in enumerate(hashes):
+        yield content, ids[index : index + 1]
+    if order.fetch.checkpoint is not None:
+        yield state_key(hashes[-1]), np.array([order.fetch.checkpoint])
+
+
+def _name(key: bytes) -> str:
+    """Return the name of a content in error messages."""
+    kind = "the state after block" if is_state_key(key) else "block"
+    return f"{kind} {block_hash(key).hex()[:12]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -20,26 +21,45 @@ from worker.device.device import free_bytes
 from worker.kv.blocks import CacheBlocks
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import KINDS, Counts, Kind, Tier
-from worker.kv.tiers.disk import DiskTier
-from worker.kv.tiers.host import HostMemory, HostTier
+from worker.kv.tiers.disk import DiskTier, StoredLayout
+from worker.kv.tiers.host import HostMemory, HostTier, PlacedMemory, num_parts
 from worker.kv.tiers.reader import TierReader
-from worker.kv.tiers.writer import TierWriter, max_unwritten
+from worker.kv.tiers.writer import TierMemories, TierWriter, max_unwritten
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMemory:
+    """Memory whose blocks are stored: the K/V cache, or the checkpoints of recurrent states.
+
+    rows     its bytes (PagedCache.rows)
+    blocks   the same, for copies into it
+    layout   digest for the files of its blocks (worker/kv/layout.py)
+    """
+
+    rows: Tensor
+    blocks: CacheBlocks
+    layout: bytes
+
+    @property
+    def stored_layout(self) -> StoredLayout:
+        return StoredLayout(self.layout, self.blocks.block_bytes)
 
 
 class TierStore:
     """The host tier and the disk tier, with their two threads.
 
-    rows         the cache's bytes (PagedCache.rows)
+    cache        the K/V cache
+    states       the checkpoints; None: the model has no recurrent state
     host_bytes   size of the host tier; 0: there is none, and host memory only buffers disk writes
     disk         None: there is no disk tier
 
-    Raises ValueError if `host_bytes` is neither 0 nor enough for one block.
+    Raises ValueError if `host_bytes` is neither 0 nor enough for one block, and for one state.
     """
 
     def __init__(
         self,
-        rows: Tensor,
-        blocks: CacheBlocks,
+        cache: StoredMemory,
+        states: StoredMemory | None,
         disk: DiskTier | None,
         host_bytes: int,
         reports: ReportQueue,
@@ -47,27 +67,52 @@ class TierStore:
         self._has_host = host_bytes > 0
         self._disk = disk
         self._counts = Counts()
-        self._block_bytes = blocks.num_rows * blocks.piece_bytes
-        places = host_bytes // self._block_bytes if host_bytes else max_unwritten(self._block_bytes)
-        self._host = HostTier(places)
-        memory = HostMemory(rows, places + 1)
-        self._writer = TierWriter(self._host, memory, disk, self._counts, self.names, reports)
-        host = self._host if host_bytes else None
-        self._reader = TierReader(blocks, host, memory, places, disk, self._counts, reports)
+        self._place_bytes = cache.blocks.block_bytes
+        num_places = self._num_state_places(states)
+        capacity = host_bytes // self._place_bytes
+        if not host_bytes:
+            capacity = max_unwritten(self._place_bytes, num_places)
+        if states is not None and capacity <= num_places:
+            raise ValueError(
+                f"{host_bytes:,} bytes of host memory are less than one block and one recurrent "
+                f"state ({self._place_bytes + states.blocks.block_bytes:,} bytes)"
+            )
+        self._host = HostTier(capacity)
+        num_scratch = max(num_places, 1)
+        memory = HostMemory(self._place_bytes, capacity + num_scratch, cache.rows.device)
+        memories = TierMemories(
+            PlacedMemory(cache.rows, cache.blocks, memory),
+            None if states is None else PlacedMemory(states.rows, states.blocks, memory),
+        )
+        self._writer = TierWriter(
+            self._host, memory, memories, disk, self._counts, self.names, reports
+        )
+        self._reader = TierReader(
+            [each.blocks for each in (cache, states) if each is not None],
+            memories,
+            self._host if host_bytes else None,
+            tuple(range(capacity, capacity + num_scratch)),
+            disk,
+            self._counts,
+            reports,
+        )
         reports.set_tier_reports(self._drain_reports)
+
+    def _num_state_places(self, states: StoredMemory | None) -> int:
+        """Return how many places a state takes; 0: the model has none."""
+        return 0 if states is None else num_parts(states.blocks, self._place_bytes)
 
     @classmethod
     def from_config(
         cls,
         config: WorkerConfig,
-        layout: bytes,
-        rows: Tensor,
-        blocks: CacheBlocks,
+        cache: StoredMemory,
+        states: StoredMemory | None,
         reports: ReportQueue,
     ) -> Self | None:
         """Return the configured tiers, or None if none is configured. Raises OSError if the
         directory cannot be used. Raises ValueError if the configured memory or disk space is less
-        than a block, or if the memory is more than is free."""
+        than a block or a state, or if the memory is more than is free."""
         if not config.kv_host_gib and not config.kv_disk:
             return None
         host_bytes = int(config.kv_host_gib * GIB)
@@ -79,11 +124,11 @@ class TierStore:
         if config.kv_disk:
             disk = DiskTier(
                 Path(config.kv_disk),
-                layout,
-                payload_bytes=blocks.num_rows * blocks.piece_bytes,
+                cache.stored_layout,
+                None if states is None else states.stored_layout,
                 max_bytes=int(config.kv_disk_gib * GIB),
             )
-        return cls(rows, blocks, disk, host_bytes, reports)
+        return cls(cache, states, disk, host_bytes, reports)
 
     @property
     def names(self) -> Sequence[Tier]:
@@ -92,10 +137,10 @@ class TierStore:
         return [tier for tier in is_there if is_there[tier]]
 
     def store(self, message: KVStore) -> None:
-        self._writer.store(message.blocks.tolist(), message.hashes)
+        self._writer.store(message)
 
     def touch(self, message: KVUsed) -> None:
-        self._writer.touch(message.hashes)
+        self._writer.touch(message.keys)
 
     def fetch(self, message: KVFetch, source: TierSource) -> None:
         self._reader.fetch(message, source)
@@ -105,7 +150,7 @@ class TierStore:
         self._reader.cancel(job)
 
     def close(self) -> None:
-        """Stop both threads. Blocks that wait for the disk are still written, for at most
+        """Stop both threads. Contents that wait for the disk are still written, for at most
         CLOSE_S."""
         self._reader.close()
         self._writer.close()
@@ -114,7 +159,7 @@ class TierStore:
         counts = self._counts.drain()
         reports = []
         if self._has_host:
-            num_bytes = len(self._host) * self._block_bytes
+            num_bytes = self._host.num_published * self._place_bytes
             reports.append(_tier_report("host", self._host.drain_changes(), num_bytes, counts))
         if self._disk is not None:
             changes, num_bytes = self._disk.drain_changes(), self._disk.num_bytes

@@ -34,12 +34,14 @@ class ExportedLease:
 
     blocks        [B] ids, in the order of the sequence
     num_readers   number of readers that the lease waits for
+    checkpoint    the checkpoint of the state after the last block; None: there is none
     opened        reader -> [first, end), indexes of the blocks that the reader reads
     done          readers that have finished
     """
 
     blocks: Ids
     num_readers: int
+    checkpoint: int | None = None
     opened: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     done: set[bytes] = field(default_factory=set)
 
@@ -51,12 +53,14 @@ class Exports:
         self._lock = Lock()
         self._leases: dict[bytes, ExportedLease] = {}
 
-    def add(self, lease: bytes, blocks: Ids, num_readers: int) -> None:
+    def add(
+        self, lease: bytes, blocks: Ids, num_readers: int, checkpoint: int | None = None
+    ) -> None:
         """Add a lease. Raises ValueError if it exists already."""
         with self._lock:
             if lease in self._leases:
                 raise ValueError(f"lease {lease.hex()} is already exported")
-            self._leases[lease] = ExportedLease(blocks, num_readers)
+            self._leases[lease] = ExportedLease(blocks, num_readers, checkpoint)
 
     def withdraw(self, lease: bytes) -> None:
         """End a lease. An unknown lease is ignored."""
@@ -76,6 +80,22 @@ class Exports:
                 )
             found.opened[reader] = first, end
             return found.blocks[first:end]
+
+    def open_state(self, lease: bytes, reader: bytes) -> int | None:
+        """Return the checkpoint of the state after the blocks that this reader has opened. Return
+        None if it has not opened the lease, or the lease has ended. Raises ValueError if the lease
+        has no state after these blocks."""
+        with self._lock:
+            found = self._leases.get(lease)
+            if found is None or reader not in found.opened:
+                return None
+            if found.checkpoint is None or found.opened[reader][1] != len(found.blocks):
+                raise ValueError(
+                    f"a state was requested after block {found.opened[reader][1]} of a lease with "
+                    f"{len(found.blocks)}, and with "
+                    f"{'no state' if found.checkpoint is None else 'one after the last of them'}"
+                )
+            return found.checkpoint
 
     def opened(self, lease: bytes, reader: bytes) -> Ids | None:
         """Return the ids of the blocks that this reader has opened; None if it has not opened the

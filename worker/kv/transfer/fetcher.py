@@ -1,4 +1,6 @@
-"""Fetches blocks from other workers: one thread runs all transfers of this worker concurrently.
+"""Fetches blocks, and the states after them, from other workers.
+
+One thread runs all transfers of this worker concurrently.
 
 Every queued fetch ends in exactly one report, once nothing writes into its blocks any more. Only
 `close` drops fetches without a report: those that have not started. The thread starts with the
@@ -9,11 +11,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 
+import numpy as np
 import zmq
 
 from protocol.wire import codec, sockets
@@ -32,6 +37,7 @@ from protocol.worker.kv_peers import (
     KVOpened,
     KVRead,
     KVUnlike,
+    Offer,
 )
 from worker.device.staging import integers
 from worker.kv.blocks import CacheBlocks
@@ -54,13 +60,35 @@ class TransferContext:
 
     key        cluster key, for peers on other hosts
     endpoint   describes this worker's cache
+    cache      fills blocks of the cache
+    states     fills checkpoints; None: the model has no recurrent state
     """
 
     context: zmq.Context[zmq.Socket[bytes]]
     key: ClusterKey | None
     endpoint: KVEndpoint
-    blocks: CacheBlocks
+    cache: MoverFactory
+    states: MoverFactory | None
+
+    @property
+    def memories(self) -> list[CacheBlocks]:
+        """The blocks of the cache, and the checkpoints if there are any."""
+        return [each.blocks for each in (self.cache, self.states) if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPart:
+    """A part of a transfer, which one mover copies: the K/V, or the state.
+
+    ids      where it is written
+    theirs   where the peer has it
+    """
+
     movers: MoverFactory
+    ids: Ids
+    theirs: Ids
+    offers: list[Offer]
+    is_state: bool
 
 
 class Transfer:
@@ -71,7 +99,7 @@ class Transfer:
     start to connect.
 
     source     the source of `fetch`
-    fence      the blocks may be written only after it (CacheBlocks.fence)
+    fences     the memories of `shared` may be written only after them (CacheBlocks.fence)
     deadline   time of the clock `monotonic` at which the transfer fails
     """
 
@@ -80,7 +108,7 @@ class Transfer:
         shared: TransferContext,
         fetch: KVFetch,
         source: PeerSource,
-        fence: object,
+        fences: Sequence[object],
         deadline: float,
     ) -> None:
         self.deadline = deadline
@@ -92,10 +120,12 @@ class Transfer:
         self._ids: Ids = integers(fetch.blocks.data)
         self._reader = os.urandom(READER_BYTES)
         self._mover: Mover | None = None
+        self._parts: deque[TransferPart] = deque()  # those that follow the present mover's
         self._was_connected = False
         self._started = monotonic()
         self._decoder: codec.Decoder[FromExporter] = codec.Decoder(FromExporter)
-        shared.blocks.wait_for(fence)
+        for memory, fence in zip(shared.memories, fences, strict=True):
+            memory.wait_for(fence)
         self.socket, self.watcher = sockets.connect_monitored(
             shared.context, source.address, shared.key
         )
@@ -107,6 +137,7 @@ class Transfer:
                 layout_text=shared.endpoint.layout_text,
                 first=source.first,
                 count=len(self._ids),
+                needs_state=fetch.checkpoint is not None,
             )
         )
 
@@ -158,10 +189,24 @@ class Transfer:
         theirs = integers(message.blocks.data)
         if len(theirs) != len(self._ids):
             raise DamagedTransfer(f"{len(theirs)} blocks were opened instead of {len(self._ids)}")
-        try:
-            self._mover = self._shared.movers.create(
-                self._ids, theirs, message.offers, self._request_chunk
+        cache, states, checkpoint = self._shared.cache, self._shared.states, self._fetch.checkpoint
+        self._parts.append(TransferPart(cache, self._ids, theirs, message.offers, is_state=False))
+        if checkpoint is not None:
+            if states is None or message.checkpoint is None:
+                raise DamagedTransfer("no state was opened")
+            ids, theirs = np.array([checkpoint]), np.array([message.checkpoint])
+            self._parts.append(
+                TransferPart(states, ids, theirs, message.state_offers, is_state=True)
             )
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Start the mover of the next part. Raises DamagedTransfer or TransferLost."""
+        part = self._parts.popleft()
+        request = partial(self._request_chunk, is_state=part.is_state)
+        self._mover = None
+        try:
+            self._mover = part.movers.create(part.ids, part.theirs, part.offers, request)
         except NoCommonMover as error:
             self._fail(FetchJobEvent.UNLIKE, str(error))
 
@@ -191,6 +236,9 @@ class Transfer:
         if self._job.state is FetchJobState.MOVING and self._mover is not None:
             try:
                 self.poll_hint = self._mover.advance()
+                if self.poll_hint is PollHint.DONE and self._parts:
+                    self._start_next()
+                    self.poll_hint = PollHint.NOW
             except DamagedTransfer as error:
                 self._fail(FetchJobEvent.DAMAGED, str(error))
             except TransferLost as error:
@@ -211,15 +259,18 @@ class Transfer:
         if self._job.state is FetchJobState.FAILED:
             return KVFailure(self._fetch.job, self._job.failure, self._job.reason)
         assert self._mover is not None
-        num_bytes = len(self._ids) * self._shared.blocks.num_rows * self._shared.blocks.piece_bytes
+        num_bytes = len(self._ids) * self._shared.cache.blocks.block_bytes
+        if self._shared.states is not None and self._fetch.checkpoint is not None:
+            num_bytes += self._shared.states.blocks.block_bytes
         seconds = monotonic() - self._started
         return KVFetched(self._fetch.job, num_bytes, seconds, self._mover.name)
 
     def _done(self, *, is_read: bool) -> KVDone:
         return KVDone(lease=self._source.lease, reader=self._reader, is_read=is_read)
 
-    def _request_chunk(self, chunk: int) -> None:
-        self._send(KVRead(lease=self._source.lease, reader=self._reader, chunk=chunk))
+    def _request_chunk(self, chunk: int, *, is_state: bool) -> None:
+        lease, reader = self._source.lease, self._reader
+        self._send(KVRead(lease=lease, reader=reader, chunk=chunk, is_state=is_state))
 
     def _send(self, message: FromReader) -> None:
         self.socket.send_multipart(codec.encode(message))
@@ -227,10 +278,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """A queued fetch. Its blocks may be written only after `fence` (CacheBlocks.fence)."""
+    """A queued fetch. The memories of `TransferContext` may be written only after `fences`
+    (CacheBlocks.fence)."""
 
     fetch: KVFetch
-    fence: object
+    fences: list[object]
     deadline: float
 
 
@@ -250,7 +302,8 @@ class Fetcher:
         self._poller = zmq.Poller()
 
     def fetch(self, fetch: KVFetch) -> None:
-        order = FetchOrder(fetch, self._shared.blocks.fence(), monotonic() + fetch.timeout_s)
+        fences = [memory.fence() for memory in self._shared.memories]
+        order = FetchOrder(fetch, fences, monotonic() + fetch.timeout_s)
         if self._thread is None:
             self._poller.register(self._wake, zmq.POLLIN)
             work = self._reports.guard(self._run)
@@ -322,7 +375,7 @@ class Fetcher:
             self._reports.add_result(KVFailure(job, "lost", "this worker has no tiers"))
             return
         try:
-            transfer = Transfer(self._shared, order.fetch, source, order.fence, order.deadline)
+            transfer = Transfer(self._shared, order.fetch, source, order.fences, order.deadline)
         except (ValueError, zmq.ZMQError) as error:
             self._reports.add_result(KVFailure(job, "unreachable", str(error)))
             return
