@@ -225,7 +225,7 @@ def _layer_norm(key: str) -> Callable[[Metadata], Config]:
     return lambda metadata: {key: metadata.number("attention.layer_norm_epsilon")}
 
 
-def _pattern(metadata: Metadata, interval: int) -> Config:
+def windows_pattern(metadata: Metadata, interval: int) -> Config:
     """Return `layer_types`: which layers have windows.
 
     interval   used if the metadata have no pattern: every `interval`-th layer has no window
@@ -241,13 +241,13 @@ def _pattern(metadata: Metadata, interval: int) -> Config:
     return {"layer_types": [SLIDING if is_sliding else FULL for is_sliding in slides]}
 
 
-def _windows(metadata: Metadata, interval: int) -> Config:
+def windows(metadata: Metadata, interval: int) -> Config:
     if metadata.window is None:
         return {"sliding_window": None, "layer_types": [FULL] * metadata.num_layers}
-    return {"sliding_window": metadata.window, **_pattern(metadata, interval)}
+    return {"sliding_window": metadata.window, **windows_pattern(metadata, interval)}
 
 
-def _ropes(metadata: Metadata, sliding_theta: float) -> Config:
+def ropes_by_kind(metadata: Metadata, sliding_theta: float) -> Config:
     """Return `rope_parameters` with an object for each kind of layer. Only the frequencies of
     layers without windows are scaled."""
     return {
@@ -331,93 +331,10 @@ def gpt_oss(metadata: Metadata) -> Config:
     rope = rope_parameters(metadata)
     return {
         **rms(metadata),
-        **_windows(metadata, 2),
+        **windows(metadata, 2),
         **_experts(metadata),
         "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
     }
-
-
-def gemma2(metadata: Metadata) -> Config:
-    return {
-        **rms(metadata),
-        "query_pre_attn_scalar": _gemma_scale(metadata, largest=46),
-        "sliding_window": metadata.window or 4096,
-        **_pattern(metadata, 2),
-        "attn_logit_softcapping": metadata.positive("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.positive("final_logit_softcapping", 30.0),
-    }
-
-
-def gemma3(metadata: Metadata) -> Config:
-    return {
-        **rms(metadata),
-        **_ropes(metadata, 10000.0),
-        "query_pre_attn_scalar": _gemma_scale(metadata, largest=62),
-        **_windows(metadata, 6),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
-    }
-
-
-def gemma4(metadata: Metadata) -> Config:
-    """Return the keys of Gemma 4 besides those of `of_whole_model`. Heads without a window have the
-    key `attention.key_length`, the others `attention.key_length_swa`. The factors of rotary
-    frequencies are in the tensor ROPE_FREQS."""
-    tensors, count = metadata.file.tensors, metadata.num_layers
-    found = {
-        **rms(metadata),
-        **_ropes(metadata, 10000.0),
-        "sliding_window": metadata.window or 512,
-        **_pattern(metadata, 6),
-        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
-    }
-    first_shared = count - found["num_kv_shared_layers"]
-    full = [index for index, kind in enumerate(found["layer_types"]) if kind == FULL]
-    owners = [index for index in full if index < first_shared]
-    found["attention_k_eq_v"] = bool(owners) and f"blk.{owners[0]}.attn_v.weight" not in tensors
-    widths = metadata.by_layer("feed_forward_length")
-    found["intermediate_size"], found["use_double_wide_mlp"] = widths[0], widths[-1] != widths[0]
-    heads, changes = metadata.by_layer("attention.head_count_kv"), {}
-    windowed = next((heads[index] for index in range(count) if index not in full), heads[0])
-    dims = {"": metadata.integer("attention.key_length"), "_swa": 0}
-    dims["_swa"] = metadata.integer("attention.key_length_swa", dims[""])
-    for index in range(count):
-        wide = widths[0] * (2 if found["use_double_wide_mlp"] and index >= first_shared else 1)
-        if widths[index] != wide or (index not in full and heads[index] != windowed):
-            raise UnusableModel(
-                f"the sizes of layer {index} are not those of a Gemma 4: "
-                f"{metadata.key('feed_forward_length')} or "
-                f"{metadata.key('attention.head_count_kv')}"
-            )
-    for index in full:
-        changes[str(index)] = {"head_dim": dims[""], "num_key_value_heads": heads[index]}
-    found |= {"num_key_value_heads": windowed, "head_dim": dims["_swa"]}
-    found["per_layer_config"] = changes
-    if table := tensors.get("per_layer_token_embd.weight"):
-        found["vocab_size_per_layer_input"] = table.shape[0]
-    if experts := metadata.integer("expert_count", 0):
-        found |= {
-            "enable_moe_block": True,
-            "num_experts": experts,
-            "top_k_experts": metadata.integer("expert_used_count"),
-            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        }
-    return found
-
-
-def _gemma_scale(metadata: Metadata, *, largest: int) -> float:
-    """Return `query_pre_attn_scalar`. Attention scores are divided by its square root.
-
-    The value is the head dimension, except in the largest model of a family, which has
-    embedding_length divided by the number of heads. A GGUF file does not store the value, so the
-    largest model is recognised by its number of layers.
-
-    largest   number of layers of the family's largest model
-    """
-    if metadata.num_layers == largest:
-        return metadata.integer("embedding_length") // max(metadata.num_heads, 1)
-    return metadata.head_dim
 
 
 def phi3(metadata: Metadata) -> Config:
@@ -431,11 +348,11 @@ def olmo2(metadata: Metadata) -> Config:
     if metadata.window is None:
         return config
     theta = metadata.number("rope.freq_base", 10000.0)
-    return config | _windows(metadata, 4) | _ropes(metadata, theta)
+    return config | windows(metadata, 4) | ropes_by_kind(metadata, theta)
 
 
 def exaone4(metadata: Metadata) -> Config:
-    return rms(metadata) | _windows(metadata, 4)
+    return rms(metadata) | windows(metadata, 4)
 
 
 def granite(metadata: Metadata) -> Config:
@@ -527,7 +444,7 @@ def cohere2(metadata: Metadata) -> Config:
     return {
         **_layer_norm("layer_norm_eps")(metadata),
         "sliding_window": metadata.integer("attention.sliding_window"),
-        **_pattern(metadata, 4),
+        **windows_pattern(metadata, 4),
         "logit_scale": metadata.number("logit_scale"),
     }
 

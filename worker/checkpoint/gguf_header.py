@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from worker.checkpoint import gguf_config
+from worker.checkpoint import gguf_config, gguf_gemma
 from worker.checkpoint.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
@@ -192,19 +192,19 @@ FAMILIES = {
     ),
     "gemma2": GGUFFamily(
         families=("Gemma2ForCausalLM",),
-        config=gguf_config.gemma2,
+        config=gguf_gemma.gemma2,
         roles=POST_NORMS,
         has_whole_norms=True,
     ),
     "gemma3": GGUFFamily(
         families=("Gemma3ForCausalLM",),
-        config=gguf_config.gemma3,
+        config=gguf_gemma.gemma3,
         roles=POST_NORMS,
         has_whole_norms=True,
     ),
     "gemma4": GGUFFamily(
         families=("Gemma4ForCausalLM",),
-        config=gguf_config.gemma4,
+        config=gguf_gemma.gemma4,
         common=gguf_config.of_whole_model,
         roles=GEMMA4_ROLES,
     ),

@@ -29,9 +29,10 @@ from worker.kv.rounding import ROUNDED, choose_kv_dtype
 from worker.layers.group import Group
 from worker.loading.encoder import pair_score_head, vector_head
 from worker.loading.header import ModelHeader, read_header, with_pooling
+from worker.loading.layouts import DenseLayout, WeightSource
 from worker.loading.transformers_header import TransformersHeader
 from worker.loading.weight_layout import fitting, layout, rounds_inputs, settle
-from worker.loading.weights import DenseLayout, WeightSource, load_weights
+from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.spec.architectures import TransformersSpec
 from worker.spec.model_spec import ModelSpec

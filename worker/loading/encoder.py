@@ -25,7 +25,8 @@ from worker.encoders.tensors import EncoderLayerTensors, EncoderTensors
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
-from worker.loading.weights import WeightSource, read_box, read_part
+from worker.loading.layouts import WeightSource
+from worker.loading.weights import read_box, read_part
 from worker.spec.layer_tensors import FusedMatrix, NormTensor
 from worker.spec.share import Box
 from worker.spec.tensors import ModelTensors

@@ -28,7 +28,7 @@ from worker.kv.budget import FREE_SHARE
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, Linear
-from worker.loading.weights import DenseLayout, Matrix, WeightLayout
+from worker.loading.layouts import DenseLayout, Matrix, WeightLayout
 from worker.models.autotune import dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times
 from worker.models.compiled import is_fitting

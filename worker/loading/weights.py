@@ -7,26 +7,25 @@ of a tensor parallel group reads only its parts of the tensors, if the source ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
-from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.layer_inputs import InputGate, InputTable
-from worker.layers.linear import Dense, Linear
+from worker.layers.linear import Linear
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
+from worker.loading.layouts import DenseLayout, Matrix, PartSource, WeightLayout, WeightSource
 from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights, TokenMixer
 from worker.spec.layer_tensors import (
     AttentionTensors,
@@ -49,84 +48,6 @@ from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker.spec.share import Box, MatrixCut, VectorCut
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors
-
-
-class WeightSource(Protocol):
-    def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
-        """Copy the tensor `name` of the files, or its item `index` of the first axis, into
-        `target`, which has the same shape. Convert dtype and device."""
-        ...
-
-    def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
-        """Return the quantised matrix `name`, or its item `index` of the first axis, in blocks that
-        the kernels compute with; None if the tensor cannot be read as such blocks."""
-        ...
-
-
-@runtime_checkable
-class PartSource(Protocol):
-    """A `WeightSource` that can read parts of some tensors without reading the rest."""
-
-    def read_box(self, name: str, target: Tensor, box: Box) -> bool:
-        """Copy a part of the tensor `name` into `target`, as `read_into` does. Return False, and
-        copy nothing, if the tensor can only be read whole."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A matrix of the model whose weights have not been read yet. It is one tensor of the files, or
-    several parts stacked by rows, each of another tensor."""
-
-    #: Rows of each part.
-    rows: tuple[int, ...]
-    #: Reads each part as quantised blocks; None for a part that cannot be read as blocks.
-    blocks: Callable[[], list[QuantBlocks | None]]
-    #: Reads all parts as numbers [out, in].
-    values: Callable[[], Tensor]
-    #: [out]
-    bias: Tensor | None
-
-
-class WeightLayout(Protocol):
-    """Reads matrices and makes layers with them. An implementation decides in which form the layers
-    keep their weights."""
-
-    def linear(self, matrix: Matrix) -> Linear: ...
-
-    def plain(self, matrix: Matrix) -> Linear:
-        """Return a small linear whose weights stay plain numbers: a router, or gates."""
-        ...
-
-    def head(self, matrix: Matrix) -> Linear:
-        """Return the output head, whose results are the logits."""
-        ...
-
-    def embedding(self, matrix: Matrix) -> Embedding: ...
-
-    def tied_embedding(self, head: Linear) -> Embedding:
-        """Return an embedding that shares the matrix of `head`, which this layout has made."""
-        ...
-
-
-class DenseLayout:
-    """Keeps all weights as tensors of the model's dtype."""
-
-    def linear(self, matrix: Matrix) -> Linear:
-        return Dense(matrix.values(), matrix.bias)
-
-    def plain(self, matrix: Matrix) -> Linear:
-        return self.linear(matrix)
-
-    def head(self, matrix: Matrix) -> Linear:
-        return self.linear(matrix)
-
-    def embedding(self, matrix: Matrix) -> Embedding:
-        return DenseEmbedding(matrix.values())
-
-    def tied_embedding(self, head: Linear) -> Embedding:
-        assert isinstance(head, Dense)
-        return DenseEmbedding(head.weight)
 
 
 def load_weights(

@@ -32,7 +32,7 @@ from worker.errors import UnusableModel
 from worker.layers.rope import inverse_frequencies
 from worker.loading.decoder import open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.weights import WeightSource
+from worker.loading.layouts import WeightSource
 from worker.quantize.metadata import architecture_of, check_spec, metadata, rope_of
 from worker.quantize.tensors import OutputTensor, output_tensors
 from worker.quantize.tokens import tokenizer_metadata
