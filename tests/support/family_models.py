@@ -184,6 +184,10 @@ DENSE_GRANITE: dict[str, Any] = {
 }
 """The keys of a dense Granite 4, which is computed like a Granite 3."""
 
+DENSE_NEMOTRON = {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]}
+SPARSE_NEMOTRON = {"layers_block_type": [MAMBA, "moe", FULL, "moe", MAMBA, "moe"]}
+"""A Nemotron-H whose layers without a token mixer are MLPs, or mixtures of experts."""
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "tied": TIED,
@@ -268,20 +272,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
     "nemotron_h": {
-        "dense": {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]},
+        "dense": DENSE_NEMOTRON,
+        "experts": SPARSE_NEMOTRON,
         "no state": {"layers_block_type": [FULL, "mlp"] * 3},
         "attention first": {"layers_block_type": [FULL, MAMBA, "moe"] * 2},
         "MLP first": {"layers_block_type": ["mlp", "moe", MAMBA, "mlp", FULL, FULL]},
-        "biases": {"use_bias": True, "use_conv_bias": False},
+        "biases": {"use_bias": True},
+        "no bias of convolutions": DENSE_NEMOTRON | {"use_conv_bias": False},
         "biases of MLPs": {"layers_block_type": [MAMBA, "mlp", FULL] * 2, "mlp_bias": True},
-        "many groups": {"n_groups": 6},
+        "many groups": SPARSE_NEMOTRON | {"n_groups": 6},
         "limits": {"time_step_min": 0.6, "time_step_limit": [0.6, float("inf")]},
         "silu": {"mlp_hidden_act": "silu"},
-        "latent experts": {"moe_latent_size": 64},
-        "groups of experts": {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
-        "not renormalised": {"norm_topk_prob": False},
-        "scaled": {"routed_scaling_factor": 2.5},
-        "long convolution": {"conv_kernel": 6},
+        "latent experts": SPARSE_NEMOTRON | {"moe_latent_size": 64},
+        "groups of experts": SPARSE_NEMOTRON
+        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+        "not renormalised": SPARSE_NEMOTRON | {"norm_topk_prob": False},
+        "scaled": SPARSE_NEMOTRON | {"routed_scaling_factor": 2.5},
+        "long convolution": DENSE_NEMOTRON | {"conv_kernel": 6},
     },
     "lfm2": {
         "untied": UNTIED,
