@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(
 def test_the_layer_for_drafts_of_a_nemotron_h_is_left_out(tmp_path: Path) -> None:
     """It follows the layers of the model, and has attention and experts."""
     theirs, tokens = random_model("nemotron_h", **SPARSE_NEMOTRON), some_tokens(NUM_TOKENS)
-    metadata = {
+    metadata: dict[str, int | list[int]] = {
         "nextn_predict_layers": 1,
         "block_count": 7,
         "feed_forward_length": [0, 48, 0, 48, 0, 48, 48],
