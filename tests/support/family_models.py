@@ -13,7 +13,7 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1"),
 ]
 """Model types some of whose layers are recurrent."""
 FULL, SLIDING, MAMBA = "full_attention", "sliding_attention", "linear_attention"
@@ -126,6 +126,22 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "moe_shared_expert_intermediate_size": 80,
+        "initializer_range": 0.08,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 144,
+        "mamba_n_heads": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 20,
+        "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 3.0,
+        "mlp_multipliers": [0.7, 0.4],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.9, 0.7, 1.1, 0.8, 0.6],
         "initializer_range": 0.08,
     },
     "gpt2": {"n_inner": 160},
@@ -289,6 +305,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "not renormalised": SPARSE_NEMOTRON | {"norm_topk_prob": False},
         "scaled": SPARSE_NEMOTRON | {"routed_scaling_factor": 2.5},
         "long convolution": DENSE_NEMOTRON | {"conv_kernel": 6},
+    },
+    "falcon_h1": {
+        "tied": TIED,
+        "biases of MLPs": {"mlp_bias": True},
+        "biases of attention": BIASED | {"attention_in_multiplier": 1.0},
+        "biases of Mamba": {
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "ssm_in_multiplier": 1.0,
+            "mamba_conv_bias": False,
+        },
+        "norm before the gate": {"mamba_rms_norm": True},
+        "norm after the gate": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        "limits": {"time_step_limit": [0.4, 1.1]},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        "wide heads": {"head_dim": 32},
+        "by expansion": {"mamba_d_ssm": None},
+        **ROPES,
     },
     "lfm2": {
         "untied": UNTIED,

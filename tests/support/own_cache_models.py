@@ -84,7 +84,7 @@ ARCHITECTURES = (
     # latent attention
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
-    *("BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
+    *("BambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
     "OlmoHybridForCausalLM",
     "RwkvForCausalLM",
