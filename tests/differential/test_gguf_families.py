@@ -30,6 +30,10 @@ UNSTORED = {
     "qwen3_moe": {"window", "dense layers", "every second layer"},
     "lfm2_moe": {"untied", "not renormalised", "scaled"},
     "nemotron_h": {"plain", "MLP first", "biases", "limits", "silu"},
+    "falcon_h1": {
+        *("tied", "biases of Mamba", "norm before the gate", "limits", "by expansion"),
+        *("linear rope", "llama3 rope", "yarn rope"),
+    },
     "qwen2_moe": {"renormalised", "dense layers", "windows"},
     "qwen3_next": {"not renormalised", "dense layers"},
     "gemma2": {"untied", "no caps", "all full"},

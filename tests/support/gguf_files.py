@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "lfm2": MODEL_ARCH.LFM2,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
@@ -257,6 +258,12 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_ssm_time_step_rank(config.mamba_n_heads)
         case "nemotron_h":
             _add_nemotron(writer, config)
+        case "falcon_h1":
+            writer.add_ssm_conv_kernel(config.mamba_d_conv)
+            writer.add_ssm_state_size(config.mamba_d_state)
+            writer.add_ssm_group_count(config.mamba_n_groups)
+            writer.add_ssm_inner_size(config.mamba_d_ssm)
+            writer.add_ssm_time_step_rank(config.mamba_n_heads)
         case "cohere2":
             writer.add_logit_scale(config.logit_scale)
             writer.add_sliding_window(config.sliding_window)
@@ -424,6 +431,10 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
     if config.model_type == "granitemoehybrid" and ".mamba." in name:
         yield _mamba(name, data, config.mamba_n_groups)
         return
+    if config.model_type == "falcon_h1":
+        data = data * _falcon_factor(config, name)
+        yield _mamba(name, data, config.mamba_n_groups) if ".mamba." in name else (name, data)
+        return
     if config.model_type == "nemotron_h":
         if name.endswith("e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
@@ -454,6 +465,30 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _falcon_factor(config: Any, name: str) -> Any:
+    """Return what the converter multiplies a tensor of Falcon-H1 by."""
+    attention_in = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "q_proj": attention_in,
+        "k_proj": attention_in * config.key_multiplier,
+        "v_proj": attention_in,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    part = name.split(".")[-2]
+    if part != "in_proj":
+        return np.float32(factors.get(part, 1.0))
+    width, groups = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    widths = (width, width, groups, groups, config.mamba_n_heads)
+    scales = np.repeat(np.array(config.ssm_multipliers, np.float32), widths)
+    return scales[:, None] * np.float32(config.ssm_in_multiplier)
 
 
 def _gemma4(name: str) -> str:

@@ -20,7 +20,7 @@ from worker.checkpoint.gguf_config import (
     Metadata,
 )
 from worker.checkpoint.gguf_file import GGUFFile
-from worker.checkpoint.gguf_nemotron import nemotron_h
+from worker.checkpoint.gguf_mamba import falcon_h1, nemotron_h
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
@@ -137,6 +137,8 @@ class GGUFFamily:
     common: Callable[[Metadata], Config] = gguf_config.common
     #: Roles whose names differ from ROLES.
     roles: Mapping[str, str] = field(default_factory=dict)
+    #: Roles whose names have no ending, besides WITHOUT_ENDING.
+    without_ending: tuple[str, ...] = ()
     #: Whether the rows of each query and key head alternate between the head's two halves, because
     #: llama.cpp's rotary embedding rotates neighbouring items.
     is_interleaved: bool = False
@@ -256,6 +258,12 @@ FAMILIES = {
             roles=NEMOTRON_ROLES,
         ),
     ),
+    "falcon-h1": GGUFFamily(
+        families=("FalconH1ForCausalLM",),
+        config=falcon_h1,
+        roles=MAMBA_ROLES,
+        without_ending=("mlp_norm",),
+    ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
     ),
@@ -337,7 +345,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         {**ROLES, **family.roles},
         orders=orders,
         computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS),
-        endings=dict.fromkeys(WITHOUT_ENDING, ("", "")),
+        endings=dict.fromkeys((*WITHOUT_ENDING, *family.without_ending), ("", "")),
         stores_decay_factors=True,
         # The layers for drafts follow those of the model.
         unused=(*([f"blk.{spec.num_layers}."] if spec.state_items else []), *_unread(spec)),

@@ -256,7 +256,7 @@ class _Loader:
 
     def _own_norm(self, tensor: NormTensor, eps: float) -> Norm:
         """Read a norm of a token mixer, whose weight is float32 and has no offset."""
-        weight = self._vector(VectorTensor(f"{tensor.name}.weight", tensor.size))
+        weight = self._vector(VectorTensor(tensor.weight, tensor.size))
         return Norm(NormSpec(eps=eps), weight)
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
@@ -301,7 +301,7 @@ class _Loader:
     def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
         dtype = torch.float32 if spec.offset else self._dtype
         weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
-        self._read_vector(f"{tensor.name}.weight", weight, tensor.cut)
+        self._read_vector(tensor.weight, weight, tensor.cut)
         bias = None
         if tensor.has_bias:
             bias = self._empty(tensor.size)

@@ -92,16 +92,23 @@ class FusedMatrix:
 class NormTensor:
     """A norm's weight [size], and its bias if it has one.
 
-    cut   the items that are read; None: all. A norm with a bias is never cut
+    cut      the items that are read; None: all. A norm with a bias is never cut
+    ending   end of the name of the weight
     """
 
     name: str
     size: int
     has_bias: bool = False
     cut: VectorCut | None = None
+    ending: str = ENDINGS[0]
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.name + self.ending
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.size if self.cut is None else self.cut.whole,)
+        yield self.weight, (self.size if self.cut is None else self.cut.whole,)
         if self.has_bias:
             yield f"{self.name}.bias", (self.size,)
 

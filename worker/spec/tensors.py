@@ -328,7 +328,8 @@ class ModelTensors:
 
     def _norm(self, role: str, index: int) -> NormTensor:
         name = self.names.roles[role].format(i=index)
-        return NormTensor(name, self.spec.hidden, self.spec.norm.bias)
+        ending = self.names.endings.get(role, ENDINGS)[0]
+        return NormTensor(name, self.spec.hidden, self.spec.norm.bias, ending=ending)
 
     def _qk_norm(
         self, role: str, index: int, heads: int, head_dim: int, by_head: bool

@@ -1,12 +1,13 @@
-"""Translates the metadata of a GGUF file of Nemotron-H to the keys of config.json. Needs no torch.
+"""Translates the metadata of GGUF files of Nemotron-H and Falcon-H1 to the keys of config.json.
+Needs no torch.
 
-llama.cpp has two architectures: `nemotron_h_moe` has experts in all layers without a token mixer,
-`nemotron_h` has MLPs there.
+llama.cpp has two architectures for Nemotron-H: `nemotron_h_moe` has experts in all layers without a
+token mixer, `nemotron_h` has MLPs there.
 """
 
 from __future__ import annotations
 
-from worker.checkpoint.gguf_config import Config, Metadata
+from worker.checkpoint.gguf_config import Config, Metadata, rms
 from worker.spec.families.family import FULL, LINEAR
 from worker.spec.families.nemotron import EXPERTS, MLP
 
@@ -61,3 +62,23 @@ def _experts(metadata: Metadata, count: int) -> Config:
             "topk_group": metadata.integer("expert_group_used_count"),
         }
     return found
+
+
+def falcon_h1(metadata: Metadata) -> Config:
+    """Return the keys of Falcon-H1 besides those of `common`. The converter multiplies the weights
+    by the factors of the config, so none are left. As in llama.cpp, a norm follows the gate."""
+    tensors = metadata.file.tensors
+    inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
+    return rms(metadata) | {
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(heads, 1),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
+        "projectors_bias": any(name.endswith(".ssm_out.bias") for name in tensors),
+        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
+        "mamba_norm_before_gate": False,
+    }
