@@ -89,8 +89,7 @@ ARCHITECTURES = (
     "OlmoHybridForCausalLM",
     "RwkvForCausalLM",
     # shared keys and values
-    *("Gemma3nForCausalLM", "Gemma4ForCausalLM", "MiMoV2FlashForCausalLM"),
-    "Gemma4ForConditionalGeneration",
+    *("Gemma3nForCausalLM", "MiMoV2FlashForCausalLM"),
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
