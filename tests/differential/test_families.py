@@ -102,6 +102,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "lfm2": [{}, {"conv_bias": True}, {"layer_types": ["full_attention"] * 4}],
     "lfm2_moe": [{"moe_intermediate_size": 64}],
     "nemotron_h": [{}, {"moe_latent_size": 64}, {"layers_block_type": [FULL, "mlp"] * 3}],
+    "falcon_h1": [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "exaone4": [WINDOW],

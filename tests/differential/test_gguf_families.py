@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf import MODEL_ARCH_NAMES
 
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
-from tests.support.family_models import CASES, random_model
-from tests.support.gguf_files import ARCHITECTURES, GRANITE_HYBRID, write_gguf
+from tests.support.family_models import CASES, SPARSE_NEMOTRON, random_model
+from tests.support.gguf_files import ARCHITECTURES, GRANITE_HYBRID, NEMOTRON_MOE, write_gguf
 from worker.checkpoint.gguf_header import FAMILIES
 
 NUM_TOKENS = 61
@@ -28,6 +29,11 @@ UNSTORED = {
     "qwen3": {"windows", "llama3 rope"},
     "qwen3_moe": {"window", "dense layers", "every second layer"},
     "lfm2_moe": {"untied", "not renormalised", "scaled"},
+    "nemotron_h": {"plain", "MLP first", "biases", "limits", "silu"},
+    "falcon_h1": {
+        *("tied", "biases of Mamba", "norm before the gate", "limits", "by expansion"),
+        *("linear rope", "llama3 rope", "yarn rope"),
+    },
     "qwen2_moe": {"renormalised", "dense layers", "windows"},
     "qwen3_next": {"not renormalised", "dense layers"},
     "gemma2": {"untied", "no caps", "all full"},
@@ -60,7 +66,7 @@ Their files have the keys and tensors of this type, and the sections of M-RoPE."
 
 def test_every_architecture_is_tried() -> None:
     written = {MODEL_ARCH_NAMES[ARCHITECTURES[model_type]] for model_type, _, _ in STORED}
-    assert written | VISION.keys() | {GRANITE_HYBRID} == FAMILIES.keys()
+    assert written | VISION.keys() | {GRANITE_HYBRID, NEMOTRON_MOE} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("architecture", VISION)
@@ -84,6 +90,26 @@ def test_logits_are_those_of_transformers(
     logits = expected(theirs, tokens)
     atol = 1e-4 * max(1.0, float(logits.abs().max()) / 10)
     assert_same(EagerStepper(loaded, [tokens]).run([(30,), (1,), (30,)])[0], logits, atol)
+
+
+def test_the_layer_for_drafts_of_a_nemotron_h_is_left_out(tmp_path: Path) -> None:
+    """It follows the layers of the model, and has attention and experts."""
+    theirs, tokens = random_model("nemotron_h", **SPARSE_NEMOTRON), some_tokens(NUM_TOKENS)
+    metadata: dict[str, int | list[int]] = {
+        "nextn_predict_layers": 1,
+        "block_count": 7,
+        "feed_forward_length": [0, 48, 0, 48, 0, 48, 48],
+        "attention.head_count_kv": [0, 0, 2, 0, 0, 0, 2],
+    }
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        theirs,
+        metadata={f"{NEMOTRON_MOE}.{key}": value for key, value in metadata.items()},
+        more={"blk.6.attn_norm.weight": np.ones(96, np.float32)},
+    )
+    assert_same(
+        EagerStepper(load(path), [tokens]).run([(NUM_TOKENS,)])[0], expected(theirs, tokens)
+    )
 
 
 def test_older_files_with_a_tensor_for_each_expert_are_read(tmp_path: Path) -> None:

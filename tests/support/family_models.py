@@ -13,7 +13,7 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1"),
 ]
 """Model types some of whose layers are recurrent."""
 FULL, SLIDING, MAMBA = "full_attention", "sliding_attention", "linear_attention"
@@ -128,6 +128,22 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 80,
         "initializer_range": 0.08,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 144,
+        "mamba_n_heads": 12,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 20,
+        "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 3.0,
+        "mlp_multipliers": [0.7, 0.4],
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.9, 0.7, 1.1, 0.8, 0.6],
+        "initializer_range": 0.08,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -183,6 +199,10 @@ DENSE_GRANITE: dict[str, Any] = {
     "position_embedding_type": "rope",
 }
 """The keys of a dense Granite 4, which is computed like a Granite 3."""
+
+DENSE_NEMOTRON = {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]}
+SPARSE_NEMOTRON = {"layers_block_type": [MAMBA, "moe", FULL, "moe", MAMBA, "moe"]}
+"""A Nemotron-H whose layers without a token mixer are MLPs, or mixtures of experts."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -268,20 +288,41 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen3_5_moe_text": {"tied": TIED, "one expert": {"num_experts_per_tok": 1}},
     "nemotron_h": {
-        "dense": {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]},
+        "dense": DENSE_NEMOTRON,
+        "experts": SPARSE_NEMOTRON,
         "no state": {"layers_block_type": [FULL, "mlp"] * 3},
         "attention first": {"layers_block_type": [FULL, MAMBA, "moe"] * 2},
         "MLP first": {"layers_block_type": ["mlp", "moe", MAMBA, "mlp", FULL, FULL]},
-        "biases": {"use_bias": True, "use_conv_bias": False},
+        "biases": {"use_bias": True},
+        "no bias of convolutions": DENSE_NEMOTRON | {"use_conv_bias": False},
         "biases of MLPs": {"layers_block_type": [MAMBA, "mlp", FULL] * 2, "mlp_bias": True},
-        "many groups": {"n_groups": 6},
+        "many groups": SPARSE_NEMOTRON | {"n_groups": 6},
         "limits": {"time_step_min": 0.6, "time_step_limit": [0.6, float("inf")]},
         "silu": {"mlp_hidden_act": "silu"},
-        "latent experts": {"moe_latent_size": 64},
-        "groups of experts": {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
-        "not renormalised": {"norm_topk_prob": False},
-        "scaled": {"routed_scaling_factor": 2.5},
-        "long convolution": {"conv_kernel": 6},
+        "latent experts": SPARSE_NEMOTRON | {"moe_latent_size": 64},
+        "groups of experts": SPARSE_NEMOTRON
+        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+        "not renormalised": SPARSE_NEMOTRON | {"norm_topk_prob": False},
+        "scaled": SPARSE_NEMOTRON | {"routed_scaling_factor": 2.5},
+        "long convolution": DENSE_NEMOTRON | {"conv_kernel": 6},
+    },
+    "falcon_h1": {
+        "tied": TIED,
+        "biases of MLPs": {"mlp_bias": True},
+        "biases of attention": BIASED | {"attention_in_multiplier": 1.0},
+        "biases of Mamba": {
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "ssm_in_multiplier": 1.0,
+            "mamba_conv_bias": False,
+        },
+        "norm before the gate": {"mamba_rms_norm": True},
+        "norm after the gate": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        "limits": {"time_step_limit": [0.4, 1.1]},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        "wide heads": {"head_dim": 32},
+        "by expansion": {"mamba_d_ssm": None},
+        **ROPES,
     },
     "lfm2": {
         "untied": UNTIED,

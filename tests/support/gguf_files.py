@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "lfm2": MODEL_ARCH.LFM2,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
+    "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
@@ -65,6 +67,8 @@ ARCHITECTURES = {
 """model_type -> architecture of the GGUF file."""
 GRANITE_HYBRID = "granitehybrid"
 """The architecture of a Granite 4 some of whose layers have Mamba-2."""
+NEMOTRON_MOE = "nemotron_h_moe"
+"""The architecture of a Nemotron-H with experts."""
 PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3"})
 """Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
@@ -102,6 +106,8 @@ def write_gguf(
     usual = ARCHITECTURES[config.model_type]
     if config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types:
         usual = MODEL_ARCH.GRANITE_HYBRID
+    if config.model_type == "nemotron_h" and "moe" in config.layer_types:
+        usual = MODEL_ARCH.NEMOTRON_H_MOE
     writer = GGUFWriter(path, architecture or MODEL_ARCH_NAMES[usual])
     _add_facts(writer, config)
     _add_own_facts(writer, config)
@@ -250,11 +256,47 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_ssm_group_count(config.mamba_n_groups)
                 writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
                 writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        case "nemotron_h":
+            _add_nemotron(writer, config)
+        case "falcon_h1":
+            writer.add_ssm_conv_kernel(config.mamba_d_conv)
+            writer.add_ssm_state_size(config.mamba_d_state)
+            writer.add_ssm_group_count(config.mamba_n_groups)
+            writer.add_ssm_inner_size(config.mamba_d_ssm)
+            writer.add_ssm_time_step_rank(config.mamba_n_heads)
         case "cohere2":
             writer.add_logit_scale(config.logit_scale)
             writer.add_sliding_window(config.sliding_window)
         case "stablelm" | "gpt_neox":
             writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def _add_nemotron(writer: GGUFWriter, config: Any) -> None:
+    has_experts = "moe" in config.layer_types
+    width = config.moe_intermediate_size if has_experts else config.intermediate_size
+    is_mlp = [kind in ("mlp", "moe") for kind in config.layer_types]
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_feed_forward_length([width * each for each in is_mlp])
+    writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    if has_experts:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(width)
+        shared = config.moe_shared_expert_intermediate_size
+        writer.add_expert_shared_feed_forward_length(shared)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def _add_gemma4(writer: GGUFWriter, config: Any) -> None:
@@ -358,6 +400,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
         if found := EXPERT.fullmatch(name):
             block, _, projection = found.groups()
             block = re.sub(r".*layers\.(\d+)\.block_sparse_moe", r"layers.\1.feed_forward", block)
+            if config.model_type == "nemotron_h":
+                block = re.sub(r".*layers\.(\d+)\.mixer", r"model.layers.\1.mlp", block)
             if config.model_type == "lfm2_moe":
                 projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[projection]
             experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
@@ -385,7 +429,16 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield _gemma4(name), data
         return
     if config.model_type == "granitemoehybrid" and ".mamba." in name:
-        yield _mamba(config, name, data)
+        yield _mamba(name, data, config.mamba_n_groups)
+        return
+    if config.model_type == "falcon_h1":
+        data = data * _falcon_factor(config, name)
+        yield _mamba(name, data, config.mamba_n_groups) if ".mamba." in name else (name, data)
+        return
+    if config.model_type == "nemotron_h":
+        if name.endswith("e_score_correction_bias"):
+            name = name.removesuffix("_bias") + ".bias"
+        yield _mamba(name, data, config.n_groups) if ".mixer." in name else (name, data)
         return
     if "block_sparse_moe.input_linear" in name:
         block = name.partition("block_sparse_moe")[0] + "mlp."
@@ -412,6 +465,30 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         yield name.replace("gate_up_proj", "up_proj"), data[:, 1::2]
     else:
         yield name, data
+
+
+def _falcon_factor(config: Any, name: str) -> Any:
+    """Return what the converter multiplies a tensor of Falcon-H1 by."""
+    attention_in = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "q_proj": attention_in,
+        "k_proj": attention_in * config.key_multiplier,
+        "v_proj": attention_in,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    part = name.split(".")[-2]
+    if part != "in_proj":
+        return np.float32(factors.get(part, 1.0))
+    width, groups = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    widths = (width, width, groups, groups, config.mamba_n_heads)
+    scales = np.repeat(np.array(config.ssm_multipliers, np.float32), widths)
+    return scales[:, None] * np.float32(config.ssm_in_multiplier)
 
 
 def _gemma4(name: str) -> str:
@@ -449,7 +526,7 @@ def lfm2_width(config: Any) -> int:
     return -(-scaled // multiple) * multiple
 
 
-def _mamba(config: Any, name: str, data: Array) -> tuple[str, Array]:
+def _mamba(name: str, data: Array, groups: int) -> tuple[str, Array]:
     """Return a tensor of a Mamba-2 layer."""
     if name.endswith("A_log"):
         return name, -np.exp(data)[:, None]
@@ -460,7 +537,7 @@ def _mamba(config: Any, name: str, data: Array) -> tuple[str, Array]:
     if name.endswith("conv1d.weight"):
         return name, data.squeeze(1)
     if name.endswith("norm.weight"):
-        return name, data.reshape(config.mamba_n_groups, -1)
+        return name, data.reshape(groups, -1)
     return name, data
 
 

@@ -84,13 +84,12 @@ ARCHITECTURES = (
     # latent attention
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
-    *("BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
+    *("BambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
     "OlmoHybridForCausalLM",
     "RwkvForCausalLM",
     # shared keys and values
-    *("Gemma3nForCausalLM", "Gemma4ForCausalLM", "MiMoV2FlashForCausalLM"),
-    "Gemma4ForConditionalGeneration",
+    *("Gemma3nForCausalLM", "MiMoV2FlashForCausalLM"),
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),

@@ -38,7 +38,7 @@ CONV = ShortConvSpec(width=HIDDEN, kernel=3)
     ("layer", "reason"),
     [
         (LayerSpec(), "neither a token mixer nor an MLP"),
-        (LayerSpec(attention=attention(), recurrent=CONV), "several token mixers"),
+        (LayerSpec(attention=attention(), recurrent=CONV, order="post"), "two token mixers"),
         (LayerSpec(mlp=mlp(), order="parallel"), "norms or experts for two"),
         (LayerSpec(attention=attention(), order="both"), "norms or experts for two"),
         (LayerSpec(attention=attention(), beside=mlp()), "norms or experts for two"),

@@ -20,6 +20,7 @@ from worker.checkpoint.gguf_config import (
     Metadata,
 )
 from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_mamba import falcon_h1, nemotron_h
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
@@ -79,6 +80,14 @@ MAMBA_ROLES = {
     "mamba_norm": LAYER + "ssm_norm",
     "mamba_output": LAYER + "ssm_out",
 }
+NEMOTRON_ROLES = {
+    **MAMBA_ROLES,
+    **SHARED_ROLES,
+    "mlp_norm": LAYER + "attn_norm",
+    "choice_bias": LAYER + "exp_probs_b.bias",
+    "latent_in": LAYER + "ffn_latent_down",
+    "latent_out": LAYER + "ffn_latent_up",
+}
 CONV_ROLES = {
     "conv_in": LAYER + "shortconv.in_proj",
     "conv": LAYER + "shortconv.conv",
@@ -128,6 +137,8 @@ class GGUFFamily:
     common: Callable[[Metadata], Config] = gguf_config.common
     #: Roles whose names differ from ROLES.
     roles: Mapping[str, str] = field(default_factory=dict)
+    #: Roles whose names have no ending, besides WITHOUT_ENDING.
+    without_ending: tuple[str, ...] = ()
     #: Whether the rows of each query and key head alternate between the head's two halves, because
     #: llama.cpp's rotary embedding rotates neighbouring items.
     is_interleaved: bool = False
@@ -238,6 +249,21 @@ FAMILIES = {
     "lfm2moe": GGUFFamily(
         families=("Lfm2MoeForCausalLM",), config=gguf_config.lfm2, roles=CONV_ROLES
     ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        GGUFFamily(
+            families=("NemotronHForCausalLM",),
+            config=nemotron_h,
+            common=gguf_config.of_whole_model,
+            roles=NEMOTRON_ROLES,
+        ),
+    ),
+    "falcon-h1": GGUFFamily(
+        families=("FalconH1ForCausalLM",),
+        config=falcon_h1,
+        roles=MAMBA_ROLES,
+        without_ending=("mlp_norm",),
+    ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
     ),
@@ -319,7 +345,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         {**ROLES, **family.roles},
         orders=orders,
         computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS),
-        endings=dict.fromkeys(WITHOUT_ENDING, ("", "")),
+        endings=dict.fromkeys((*WITHOUT_ENDING, *family.without_ending), ("", "")),
         stores_decay_factors=True,
         # The layers for drafts follow those of the model.
         unused=(*([f"blk.{spec.num_layers}."] if spec.state_items else []), *_unread(spec)),
@@ -371,10 +397,12 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
     tensors = metadata.file.tensors
     is_tiled = TILED_ROLES.items() <= gguf_family(metadata.architecture).roles.items()
 
-    first = next(index for index, layer in enumerate(spec.layers) if layer.attention is not None)
+    layers = range(spec.num_layers)
+    attends = next(index for index in layers if spec.layers[index].attention is not None)
+    has_mlp = next((index for index in layers if spec.layers[index].mlp is not None), 0)
 
-    def has_bias(*names: str) -> bool:
-        return any(f"blk.{first}.{name}.bias" in tensors for name in names)
+    def has_bias(*names: str, layer: int) -> bool:
+        return any(f"blk.{layer}.{name}.bias" in tensors for name in names)
 
     def changed(layer: LayerSpec) -> LayerSpec:
         attention, mlp = layer.attention, layer.mlp
@@ -383,11 +411,11 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
             attention = replace(
                 attention,
                 rope=attention.rope and _with_rope_factors(attention.rope, metadata, has_factors),
-                qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv"),
-                output_bias=attention.output_bias or has_bias("attn_output"),
+                qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv", layer=attends),
+                output_bias=attention.output_bias or has_bias("attn_output", layer=attends),
             )
         if mlp is not None:
-            mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate"))
+            mlp = replace(mlp, bias=mlp.bias or has_bias("ffn_up", "ffn_gate", layer=has_mlp))
         recurrent = layer.recurrent
         if isinstance(recurrent, GatedDeltaSpec) and is_tiled:
             recurrent = replace(recurrent, tiled=True)

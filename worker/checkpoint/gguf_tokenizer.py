@@ -44,6 +44,11 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANKS
 _WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 LLAMA3_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _REST
 QWEN2_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}" + _REST
+QWEN35_SPLIT = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    + _BLANKS
+)
 SEED_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -100,6 +105,7 @@ COHERE = replace(DIGITS, normalizer={"type": "NFC"})
 LLAMA3 = Family((_split(LLAMA3_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
 DBRX = replace(LLAMA3, ignore_merges=False, adds_bos=False)
 QWEN2 = Family((_split(QWEN2_SPLIT), _bytes(use_regex=False)), normalizer={"type": "NFC"})
+QWEN35 = replace(QWEN2, steps=(_split(QWEN35_SPLIT), _bytes(use_regex=False)))
 SEED = Family((_split(SEED_SPLIT), _bytes(use_regex=False)))
 TEKKEN = Family((_split(TEKKEN_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
 GPT4O = Family((_split(GPT4O_SPLIT), _bytes(use_regex=False)))
@@ -108,9 +114,12 @@ FAMILIES = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "exaone4", "granite-docling"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), DIGITS),
     "command-r": COHERE,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"), LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), DBRX),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2),
+    "qwen35": QWEN35,
     "seed-coder": SEED,
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),

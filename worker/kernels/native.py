@@ -148,6 +148,7 @@ def mamba2_weights_struct(spec: Mamba2Spec, weights: Mamba2Weights) -> structs.C
     assert weights.conv.shape == (spec.kernel, width)
     assert weights.conv_bias is None or weights.conv_bias.shape == (width,)
     assert weights.decay.shape == weights.bias.shape == weights.skip.shape == (heads,)
+    assert weights.norm is not None
     assert weights.norm.shape == (spec.output_width,)
     assert {each.dtype for each in weights.tensors()} == {torch.float32}
     return structs.CMamba2Weights(
@@ -325,6 +326,8 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
+        if spec.norm != "after gate":
+            return self._torch.mamba2(spec, weights, inputs, states, offset)
         tokens = len(inputs)
         assert inputs.shape == (tokens, spec.input_width)
         assert inputs.stride(1) == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from worker.kernels.base import Kernels
@@ -31,6 +32,7 @@ class Mamba2:
     inputs: Linear
     weights: Mamba2Weights
     output: Linear
+    scales: Tensor | None = None
 
     def __call__(
         self,
@@ -45,10 +47,14 @@ class Mamba2:
         offset   index of the layer's first number in a state
         """
         inputs = adapted(adapters, "qkv", x, self.inputs(x)).float()
+        if self.scales is not None:
+            inputs = inputs * self.scales
         compute = partial(kernels.mamba2, self.spec, self.weights, inputs)
         result = compute(states, offset).to(x.dtype)
         states.on_accepted(lambda accepted: compute(accepted, offset))
-        return adapted(adapters, "output", result, self.output(result))
+        result = adapted(adapters, "output", result, self.output(result))
+        scale = self.spec.result_scale
+        return result if scale == 1.0 else result.mul_(scale)
 
     @property
     def linears(self) -> list[tuple[Any, str]]:
@@ -59,3 +65,13 @@ class Mamba2:
         for linear in (self.inputs, self.output):
             yield from linear.tensors()
         yield from self.weights.tensors()
+        if self.scales is not None:
+            yield self.scales
+
+
+def input_scales(spec: Mamba2Spec, device: torch.device) -> Tensor | None:
+    """Return the factor of each projected number; None if there are none."""
+    if spec.input_scales is None:
+        return None
+    widths = torch.tensor(spec.input_widths, device=device)
+    return torch.tensor(spec.input_scales, device=device).repeat_interleave(widths)

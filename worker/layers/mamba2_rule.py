@@ -28,7 +28,7 @@ class Mamba2Weights:
     decay       [H] the factor A, below zero
     bias        [H] is added to the projected dt
     skip        [H] the factor D
-    norm        [H * P] weight of the norm over each group of the result
+    norm        [H * P] weight of the norm over each group of the result; None: it is not normed
     """
 
     conv: Tensor
@@ -36,13 +36,15 @@ class Mamba2Weights:
     decay: Tensor
     bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.conv
         if self.conv_bias is not None:
             yield self.conv_bias
-        yield from (self.decay, self.bias, self.skip, self.norm)
+        yield from (self.decay, self.bias, self.skip)
+        if self.norm is not None:
+            yield self.norm
 
 
 def mamba2(
@@ -56,9 +58,18 @@ def mamba2(
     out = torch.zeros_like(gate)
     step = softplus(step + weights.bias).clamp(*spec.limits)
     advance(states, offset, spec.state_items, _Mamba2Rule(spec, weights, mixed, step, out))
-    groups = (out * silu(gate)).view(len(out), spec.num_groups, -1)
+    if weights.norm is None:
+        return out * silu(gate)
+    if spec.norm == "before gate":
+        return _normed(spec, out, weights.norm) * silu(gate)
+    return _normed(spec, out * silu(gate), weights.norm)
+
+
+def _normed(spec: Mamba2Spec, result: Tensor, weight: Tensor) -> Tensor:
+    """Return the norm over each group of result [T, H * P]."""
+    groups = result.view(len(result), spec.num_groups, -1)
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.eps)
-    return (groups * scale).flatten(1) * weights.norm
+    return (groups * scale).flatten(1) * weight
 
 
 class _Mamba2Rule:

@@ -35,8 +35,12 @@ class Mlp:
     ) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]."""
         inner = adapted(adapters, "gate_up", x, self.gate_up(x))
-        active = kernels.activate(inner, self.spec)
-        return adapted(adapters, "down", active, self.down(active))
+        spec = self.spec
+        if spec.gate_scale != 1.0:
+            inner[:, : spec.intermediate].mul_(spec.gate_scale)
+        active = kernels.activate(inner, spec)
+        result = adapted(adapters, "down", active, self.down(active))
+        return result if spec.result_scale == 1.0 else result.mul_(spec.result_scale)
 
     @property
     def experts(self) -> Sequence[Mlp]:

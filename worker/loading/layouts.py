@@ -1,5 +1,5 @@
-"""What the loader of weights needs: a source that reads tensors, and a layout that makes layers with
-them. The layout with dense layers is here; the one with packed layers is in weight_layout.py."""
+"""What the loader of weights needs: a source that reads tensors, and a layout that makes layers.
+The layout with dense layers is here; the one with packed layers is in weight_layout.py."""
 
 from __future__ import annotations
 

@@ -203,9 +203,10 @@ def settle(
 
 
 def is_typical(layer: LayerSpec) -> bool:
-    """Return whether the linears of a layer are a measure of those of all layers: it has a token
+    """Return whether the linears of a layer are a measure of those of all layers: it has one token
     mixer and an MLP without experts."""
-    return not layer.has_one_block and all(mlp.num_experts == 1 for mlp in layer.mlps)
+    is_plain = not (layer.has_one_block or layer.has_two_mixers)
+    return is_plain and all(mlp.num_experts == 1 for mlp in layer.mlps)
 
 
 def may_be_dense(layer: Sequence[HybridLinear], dtype: torch.dtype, layers: int) -> bool:

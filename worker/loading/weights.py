@@ -19,14 +19,20 @@ from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
-from worker.layers.mamba2 import Mamba2
+from worker.layers.mamba2 import Mamba2, input_scales
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
 from worker.loading.layouts import DenseLayout, Matrix, PartSource, WeightLayout, WeightSource
-from worker.models.decoder import AttentionBlock, DecoderLayer, DecoderWeights, TokenMixer
+from worker.models.decoder import (
+    AttentionBlock,
+    DecoderLayer,
+    DecoderWeights,
+    Recurrence,
+    TokenMixer,
+)
 from worker.spec.layer_tensors import (
     AttentionTensors,
     BesideTensors,
@@ -128,6 +134,9 @@ class _Loader:
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
             beside=self._beside(layer.beside, tensors.beside),
             inputs=self._input_gate(tensors.inputs),
+            recurrence=None
+            if tensors.recurrence is None
+            else self._recurrence(layer, tensors.recurrence),
             factor=1.0 if tensors.factor is None else float(self._vector(tensors.factor)),
         )
 
@@ -164,6 +173,12 @@ class _Loader:
         )
 
     def _mixer(self, layer: LayerSpec, tensors: MixerTensors) -> TokenMixer:
+        if layer.attention is None:
+            return self._recurrence(layer, tensors)
+        assert isinstance(tensors, AttentionTensors)
+        return self._attention(layer.attention, tensors)
+
+    def _recurrence(self, layer: LayerSpec, tensors: MixerTensors) -> Recurrence:
         match layer.recurrent, tensors:
             case GatedDeltaSpec() as delta, GatedDeltaTensors():
                 return self._gated_delta(delta, tensors)
@@ -171,9 +186,7 @@ class _Loader:
                 return self._mamba2(mamba, tensors)
             case ShortConvSpec() as conv, ShortConvTensors():
                 return self._short_conv(conv, tensors)
-        assert layer.attention is not None
-        assert isinstance(tensors, AttentionTensors)
-        return self._attention(layer.attention, tensors)
+        raise AssertionError("the layer has no recurrence")
 
     def _attention(self, attention: AttentionSpec, tensors: AttentionTensors) -> AttentionBlock:
         norm = self._tensors.spec.norm
@@ -205,6 +218,7 @@ class _Loader:
         )
 
     def _mamba2(self, spec: Mamba2Spec, tensors: Mamba2Tensors) -> Mamba2:
+        norm = None if tensors.norm is None else self._own_norm(tensors.norm, spec.eps)
         return Mamba2(
             spec=spec,
             inputs=self._fused(tensors.inputs),
@@ -214,9 +228,10 @@ class _Loader:
                 decay=self._decay(tensors),
                 bias=self._vector(tensors.bias),
                 skip=self._vector(tensors.skip),
-                norm=self._own_norm(tensors.norm, spec.eps).weight,
+                norm=None if norm is None else norm.weight,
             ),
             output=self._fused(tensors.output),
+            scales=input_scales(spec, self._device),
         )
 
     def _short_conv(self, spec: ShortConvSpec, tensors: ShortConvTensors) -> ShortConv:
@@ -241,7 +256,7 @@ class _Loader:
 
     def _own_norm(self, tensor: NormTensor, eps: float) -> Norm:
         """Read a norm of a token mixer, whose weight is float32 and has no offset."""
-        weight = self._vector(VectorTensor(f"{tensor.name}.weight", tensor.size))
+        weight = self._vector(VectorTensor(tensor.weight, tensor.size))
         return Norm(NormSpec(eps=eps), weight)
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
@@ -286,7 +301,7 @@ class _Loader:
     def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
         dtype = torch.float32 if spec.offset else self._dtype
         weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
-        self._read_vector(f"{tensor.name}.weight", weight, tensor.cut)
+        self._read_vector(tensor.weight, weight, tensor.cut)
         bias = None
         if tensor.has_bias:
             bias = self._empty(tensor.size)

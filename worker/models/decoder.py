@@ -70,7 +70,8 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
-TokenMixer = AttentionBlock | GatedDelta | Mamba2 | ShortConv
+Recurrence = GatedDelta | Mamba2 | ShortConv
+TokenMixer = AttentionBlock | Recurrence
 
 
 @dataclass(slots=True)
@@ -86,6 +87,8 @@ class DecoderLayer:
     post_mlp_norm: Norm | None
     beside: ExpertsBeside | None = None
     inputs: InputGate | None = None
+    #: The recurrence beside the attention, if the layer has both.
+    recurrence: Recurrence | None = None
     #: What the hidden states are multiplied by at the end.
     factor: float = 1.0
 
@@ -100,13 +103,13 @@ class DecoderLayer:
         """Return (owner, name of the attribute) for each linear layer except those that stay dense,
         so that the caller can replace it."""
         beside = self.beside.experts if self.beside else None
-        parts = (self.mixer, self.mlp, beside, self.inputs)
+        parts = (self.mixer, self.recurrence, self.mlp, beside, self.inputs)
         return [linear for part in parts if part is not None for linear in part.linears]
 
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
-        for part in (self.mixer, self.mlp, self.beside, self.inputs):
+        for part in (self.mixer, self.recurrence, self.mlp, self.beside, self.inputs):
             if part is not None:
                 yield from part.tensors()
 
@@ -213,8 +216,10 @@ class DecoderModel:
                         mixer, normed, turn, batch, cache, place, attention, plan, terms
                     )
                 else:
-                    assert states is not None, "a model with recurrent layers needs states"
-                    delta = mixer(normed, self.kernels, states, self._offsets[index], terms)
+                    delta = mixer(normed, self.kernels, _some(states), self._offsets[index], terms)
+                if layer.recurrence is not None:  # adapters change only the attention
+                    beside = layer.recurrence
+                    delta += beside(normed, self.kernels, _some(states), self._offsets[index])
                 post_norm = layer.post_attention_norm
                 if spec.order in ("parallel", "parallel_one_norm"):
                     assert layer.mlp is not None
@@ -284,7 +289,8 @@ class DecoderModel:
         ).flatten(1)
         if gate is not None:
             seen = seen * gate.sigmoid()
-        return adapted(terms, "output", seen, block.output(seen))
+        result = adapted(terms, "output", seen, block.output(seen))
+        return result if spec.result_scale == 1.0 else result.mul_(spec.result_scale)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the final norm of hidden [S, hidden], in float32."""
@@ -327,6 +333,11 @@ class DecoderModel:
         residual scale. Return the norm of x; x itself without a norm."""
         scale = self.spec.residual_scale
         return self.kernels.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+
+
+def _some(states: StepStates | None) -> StepStates:
+    assert states is not None, "a model with recurrent layers needs states"
+    return states
 
 
 def _state_offsets(spec: ModelSpec) -> list[int]:

@@ -93,7 +93,7 @@ def _plain(name: str, source: str, shape: Shape, offset: float = 0.0) -> OutputT
 
 
 def _norm(ours: NormTensor, gguf: NormTensor, offset: float) -> Iterator[OutputTensor]:
-    yield _plain(f"{gguf.name}.weight", f"{ours.name}.weight", (ours.size,), offset)
+    yield _plain(gguf.weight, ours.weight, (ours.size,), offset)
     if ours.has_bias:
         yield _plain(f"{gguf.name}.bias", f"{ours.name}.bias", (ours.size,))
 

@@ -119,7 +119,7 @@ _OWN_CACHE: dict[str, str] = {
         HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
-        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+        BailingHybridForCausalLM BambaForCausalLM FalconMambaForCausalLM
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM

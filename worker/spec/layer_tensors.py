@@ -92,16 +92,23 @@ class FusedMatrix:
 class NormTensor:
     """A norm's weight [size], and its bias if it has one.
 
-    cut   the items that are read; None: all. A norm with a bias is never cut
+    cut      the items that are read; None: all. A norm with a bias is never cut
+    ending   end of the name of the weight
     """
 
     name: str
     size: int
     has_bias: bool = False
     cut: VectorCut | None = None
+    ending: str = ENDINGS[0]
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.name + self.ending
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.size if self.cut is None else self.cut.whole,)
+        yield self.weight, (self.size if self.cut is None else self.cut.whole,)
         if self.has_bias:
             yield f"{self.name}.bias", (self.size,)
 
@@ -223,7 +230,8 @@ class Mamba2Tensors:
     decay       the factor of the decay if `is_factor`, or else the logarithm of its amount
     bias        is added to the projected dt
     skip        the factor of x in the result
-    norm        over the result. Its weight has no offset
+    norm        over the result; None: it is not normed. Its weight has no offset
+    num_scales  number of the factors of the projected inputs, which are not in the files
     """
 
     inputs: FusedMatrix
@@ -232,10 +240,11 @@ class Mamba2Tensors:
     decay: VectorTensor
     bias: VectorTensor
     skip: VectorTensor
-    norm: NormTensor
+    norm: NormTensor | None
     output: FusedMatrix
     conv_shape: Shape
     is_factor: bool
+    num_scales: int = 0
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -248,7 +257,8 @@ class Mamba2Tensors:
 
     @property
     def float_items(self) -> int:
-        vectors = sum(vector.size for vector in self.vectors) + self.norm.size
+        vectors = sum(vector.size for vector in self.vectors) + self.num_scales
+        vectors += 0 if self.norm is None else self.norm.size
         return math.prod(self.conv_shape) + vectors
 
     @property
@@ -259,7 +269,8 @@ class Mamba2Tensors:
         yield self.conv, self.conv_shape
         for vector in self.vectors:
             yield vector.name, (vector.size,)
-        yield from self.norm.tensors()
+        if self.norm is not None:
+            yield from self.norm.tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +402,7 @@ class LayerTensors:
     inputs        what reads its per-layer inputs
     factor        [1] what the hidden states are multiplied by at the end
     latent        the linears around the experts
+    recurrence    the recurrence beside the attention
     """
 
     attention_norm: NormTensor | None
@@ -406,6 +418,11 @@ class LayerTensors:
     inputs: LayerInputTensors | None = None
     factor: VectorTensor | None = None
     latent: LatentTensors | None = None
+    recurrence: MixerTensors | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerTensors, ...]:
+        return tuple(mixer for mixer in (self.mixer, self.recurrence) if mixer is not None)
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -415,14 +432,15 @@ class LayerTensors:
         inner = (matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down))
         latent = (self.latent.inputs, self.latent.outputs) if self.latent else ()
         inputs = (self.inputs.gate, self.inputs.project) if self.inputs else ()
-        return *(self.mixer.matrices if self.mixer else ()), *inner, *latent, *inputs
+        mixed = (matrix for mixer in self.mixers for matrix in mixer.matrices)
+        return *mixed, *inner, *latent, *inputs
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
         """Return the matrices that stay dense: some of the mixer's, those of the routers, and that
         of the shared expert's score."""
         routers = (self.router, self.beside.router if self.beside else None)
-        mixed = self.mixer.dense if self.mixer else ()
+        mixed = (matrix for mixer in self.mixers for matrix in mixer.dense)
         found = (*mixed, *routers, self.shared.gate if self.shared else None)
         return tuple(matrix for matrix in found if matrix is not None)
 
@@ -448,15 +466,15 @@ class LayerTensors:
     def float_items(self) -> int:
         """Return how many numbers are kept as float32 whatever the dtype is, without norms."""
         kept = (vector.size for vector in self.vectors if vector is not self.factor)
-        return (self.mixer.float_items if self.mixer else 0) + sum(kept)
+        return sum(mixer.float_items for mixer in self.mixers) + sum(kept)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """Yield the name and shape of each tensor in the file. A tensor that holds all experts is
         yielded once for each of them."""
         for norm in self.norms:
             yield from norm.tensors()
-        if self.mixer is not None:
-            yield from self.mixer.others()
+        for mixer in self.mixers:
+            yield from mixer.others()
         for vector in self.vectors:
             yield vector.name, (vector.size,)
         for matrix in (*self.matrices, *self.dense):

@@ -121,6 +121,8 @@ class AttentionSpec:
     value_norm: bool = False
     #: Index of the earlier layer whose keys and values this one reads. None: it makes its own.
     kv_of: int | None = None
+    #: Factor of the result.
+    result_scale: float = 1.0
 
     @property
     def q_width(self) -> int:
@@ -180,6 +182,9 @@ class MlpSpec:
     router_norm: bool = False
     #: Whether the weight of each chosen expert is multiplied by a learned factor of the expert.
     expert_factors: bool = False
+    #: Factors of the gate, before the activation, and of the result. Experts have none.
+    gate_scale: float = 1.0
+    result_scale: float = 1.0
 
     def check(self) -> None:
         """Raise UnusableModel if the experts cannot be chosen so."""
@@ -197,7 +202,8 @@ class MlpSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: two blocks, a token mixer and an MLP, or only one of them. The mixer is attention
-    or a recurrence. `order` says where the norms of the blocks are.
+    or a recurrence, or both side by side: they read the same norm, and their results are added.
+    `order` says where the norms of the blocks are.
 
     pre                 norm before each block
     post                norm after each block, before its result is added
@@ -226,14 +232,18 @@ class LayerSpec:
         return tuple(mlp for mlp in (self.mlp, self.beside) if mlp is not None)
 
     @property
+    def has_two_mixers(self) -> bool:
+        return self.attention is not None and self.recurrent is not None
+
+    @property
     def has_one_block(self) -> bool:
         """Return whether the token mixer or the MLP is missing."""
         return not self.has_mixer or self.mlp is None
 
     def check(self) -> None:
         """Raise UnusableModel if the layer's blocks are not supported together."""
-        if self.attention is not None and self.recurrent is not None:
-            raise UnusableModel("a layer has several token mixers")
+        if self.has_two_mixers and self.order != "pre":
+            raise UnusableModel("a layer has two token mixers, and norms for one")
         if not self.has_mixer and self.mlp is None:
             raise UnusableModel("a layer has neither a token mixer nor an MLP")
         if self.has_one_block and (self.order != "pre" or self.beside is not None):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from worker.errors import UnusableModel
 
@@ -161,7 +162,7 @@ class Mamba2Spec(ConvolvedSpec):
         S = exp(dt * A) * S + dt * x B^T;  output = S C + D * x
 
     Each of `num_groups` pairs of B and C serves consecutive heads. The result is multiplied by the
-    SiLU of a gate, and then normed over each group. Source: arXiv 2405.21060.
+    SiLU of a gate, and then normed over each group (`norm`). Source: arXiv 2405.21060.
     """
 
     num_heads: int
@@ -176,6 +177,12 @@ class Mamba2Spec(ConvolvedSpec):
     bias: bool = False
     #: Smallest and largest dt.
     limits: tuple[float, float] = (0.0, inf)
+    #: Whether the result is normed: after it is multiplied by the gate, or before. None: it is not.
+    norm: Literal["after gate", "before gate"] | None = "after gate"
+    #: Factors of the projected gate, x, B, C and dt. None: there are none.
+    input_scales: tuple[float, float, float, float, float] | None = None
+    #: Factor of the result.
+    result_scale: float = 1.0
 
     @property
     def output_width(self) -> int:
@@ -190,6 +197,12 @@ class Mamba2Spec(ConvolvedSpec):
     def input_width(self) -> int:
         """Return the width of the first projection: the gate, the convolution's input, and dt."""
         return self.output_width + self.conv_width + self.num_heads
+
+    @property
+    def input_widths(self) -> tuple[int, int, int, int, int]:
+        """Return the widths of the gate, x, B, C and dt."""
+        width, groups = self.output_width, self.num_groups * self.state
+        return width, width, groups, groups, self.num_heads
 
     @property
     def work_width(self) -> int:

@@ -109,6 +109,7 @@ class ModelTensors:
         return LayerTensors(
             attention_norm=norms.get("attention_norm"),
             mixer=self._mixer(layer, index) if layer.has_mixer else None,
+            recurrence=self._recurrence(layer, index) if layer.has_two_mixers else None,
             post_attention_norm=norms.get("post_attention_norm"),
             mlp_norm=norms.get("mlp_norm"),
             router=None if mlp is None else self._router(mlp, index),
@@ -165,6 +166,12 @@ class ModelTensors:
         )
 
     def _mixer(self, layer: LayerSpec, index: int) -> MixerTensors:
+        """Return the tensors of a layer's token mixer; if it has two, those of its attention."""
+        if layer.attention is None:
+            return self._recurrence(layer, index)
+        return self._attention(layer.attention, index)
+
+    def _recurrence(self, layer: LayerSpec, index: int) -> MixerTensors:
         match layer.recurrent:
             case GatedDeltaSpec() as delta:
                 return self._gated_delta(delta, index)
@@ -172,8 +179,7 @@ class ModelTensors:
                 return self._mamba2(mamba, index)
             case ShortConvSpec() as conv:
                 return self._short_conv(conv, index)
-        assert layer.attention is not None
-        return self._attention(layer.attention, index)
+        raise AssertionError("the layer has no recurrence")
 
     def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
@@ -240,12 +246,15 @@ class ModelTensors:
             decay=VectorTensor(self._name("mamba_decay", index), heads),
             bias=VectorTensor(self._name("mamba_bias", index), heads),
             skip=VectorTensor(self._name("mamba_skip", index), heads),
-            norm=NormTensor(self.names.roles["mamba_norm"].format(i=index), mamba.output_width),
+            norm=None
+            if mamba.norm is None
+            else NormTensor(self.names.roles["mamba_norm"].format(i=index), mamba.output_width),
             output=FusedMatrix(
                 (self._part("mamba_output", hidden, index),), mamba.output_width, mamba.bias
             ),
             conv_shape=(mamba.conv_width, 1, mamba.kernel),
             is_factor=self.names.stores_decay_factors,
+            num_scales=0 if mamba.input_scales is None else mamba.input_width,
         )
 
     def _short_conv(self, conv: ShortConvSpec, index: int) -> ShortConvTensors:
@@ -319,7 +328,8 @@ class ModelTensors:
 
     def _norm(self, role: str, index: int) -> NormTensor:
         name = self.names.roles[role].format(i=index)
-        return NormTensor(name, self.spec.hidden, self.spec.norm.bias)
+        ending = self.names.endings.get(role, ENDINGS)[0]
+        return NormTensor(name, self.spec.hidden, self.spec.norm.bias, ending=ending)
 
     def _qk_norm(
         self, role: str, index: int, heads: int, head_dim: int, by_head: bool

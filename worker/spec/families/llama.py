@@ -143,7 +143,7 @@ MULTIPLIERS = {
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
 }
-GRANITE_4_NAMES = {
+MAMBA_NAMES = {
     "mamba_inputs": "model.layers.{i}.mamba.in_proj",
     "mamba_conv": "model.layers.{i}.mamba.conv1d",
     "mamba_decay": "model.layers.{i}.mamba.A_log",
@@ -151,6 +151,11 @@ GRANITE_4_NAMES = {
     "mamba_skip": "model.layers.{i}.mamba.D",
     "mamba_norm": "model.layers.{i}.mamba.norm",
     "mamba_output": "model.layers.{i}.mamba.out_proj",
+}
+MAMBA_WITHOUT_ENDING = ("mamba_decay", "mamba_bias", "mamba_skip")
+"""Roles whose names have no ending."""
+GRANITE_4_NAMES = {
+    **MAMBA_NAMES,
     "router": "model.layers.{i}.block_sparse_moe.router.layer",
     "expert_gate_up": "model.layers.{i}.block_sparse_moe.input_linear",
     "expert_down": "model.layers.{i}.block_sparse_moe.output_linear",
@@ -164,7 +169,7 @@ def granite_hybrid_names(spec: ModelSpec) -> TensorNames:
         f"{prefix}gate_up": "model.layers.{i}.shared_mlp.input_linear",
         f"{prefix}down": "model.layers.{i}.shared_mlp.output_linear",
     }
-    endings = dict.fromkeys(("mamba_decay", "mamba_bias", "mamba_skip"), ("", ""))
+    endings = dict.fromkeys(MAMBA_WITHOUT_ENDING, ("", ""))
     return names_of(GRANITE_4_NAMES, shared, endings=endings)
 
 

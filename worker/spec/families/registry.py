@@ -7,6 +7,7 @@ from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families import (
+    falcon,
     gemma,
     gemma4,
     gpt,
@@ -21,10 +22,12 @@ from worker.spec.families import (
 )
 from worker.spec.families.family import ModelFamily
 
+MODULES = (
+    *(llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm),
+    *(nemotron, falcon),
+)
 FAMILIES: tuple[ModelFamily, ...] = tuple(
-    family
-    for module in (llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm, nemotron)
-    for family in module.FAMILIES
+    family for module in MODULES for family in module.FAMILIES
 )
 
 AND_OTHERS = (

@@ -1,0 +1,84 @@
+"""Translates the metadata of GGUF files of Nemotron-H and Falcon-H1 to the keys of config.json.
+Needs no torch.
+
+llama.cpp has two architectures for Nemotron-H: `nemotron_h_moe` has experts in all layers without a
+token mixer, `nemotron_h` has MLPs there.
+"""
+
+from __future__ import annotations
+
+from worker.checkpoint.gguf_config import Config, Metadata, rms
+from worker.spec.families.family import FULL, LINEAR
+from worker.spec.families.nemotron import EXPERTS, MLP
+
+
+def nemotron_h(metadata: Metadata) -> Config:
+    """Return the keys of Nemotron-H besides those of `of_whole_model`. A layer without key/value
+    heads and without an MLP has Mamba-2. The layer for drafts follows those of the model."""
+    tensors, experts = metadata.file.tensors, metadata.integer("expert_count", 0)
+    count = metadata.num_layers - metadata.integer("nextn_predict_layers", 0)
+    widths = metadata.by_layer("feed_forward_length")[:count]
+    heads = metadata.by_layer("attention.head_count_kv")[:count]
+    inner = EXPERTS if experts else MLP
+    kinds = [
+        inner if width else FULL if kv_heads else LINEAR
+        for width, kv_heads in zip(widths, heads, strict=True)
+    ]
+    mamba_heads = metadata.integer("ssm.time_step_rank")
+    norms = [f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", "")]
+    found: Config = {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max([*heads, 1]),
+        "head_dim": metadata.head_dim,
+        "intermediate_size": max([*widths, 1]),
+        "layer_norm_epsilon": metadata.number(norms[norms[0] not in metadata]),
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": metadata.integer("ssm.inner_size") // max(mamba_heads, 1),
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "use_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
+    }
+    return found | _experts(metadata, experts) if experts else found
+
+
+def _experts(metadata: Metadata, count: int) -> Config:
+    groups = metadata.integer("expert_group_count", 1)
+    found = {
+        "n_routed_experts": count,
+        "num_experts_per_tok": metadata.shared("expert_used_count"),
+        "moe_intermediate_size": metadata.shared("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.integer(
+            "expert_shared_feed_forward_length"
+        ),
+        "moe_latent_size": metadata.integer("moe_latent_size", 0) or None,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+    }
+    if groups > 1:
+        return found | {
+            "n_group": groups,
+            "topk_group": metadata.integer("expert_group_used_count"),
+        }
+    return found
+
+
+def falcon_h1(metadata: Metadata) -> Config:
+    """Return the keys of Falcon-H1 besides those of `common`. The converter multiplies the weights
+    by the factors of the config, so none are left. As in llama.cpp, a norm follows the gate."""
+    tensors = metadata.file.tensors
+    inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
+    return rms(metadata) | {
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // max(heads, 1),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
+        "projectors_bias": any(name.endswith(".ssm_out.bias") for name in tensors),
+        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
+        "mamba_norm_before_gate": False,
+    }
