@@ -58,8 +58,8 @@ class Schedule:
     new_blocks: list[int] = field(default_factory=list)
     #: The checkpoints that `admitted` requests start with.
     checkpoints: dict[Request, int] = field(default_factory=dict)
-    #: Checkpoints that requests start with, in the order of `checkpoints` or for a fetch. The step
-    #: holds them until its saves are planned, so that no fetch of the same step reuses them.
+    #: Checkpoints that requests of the step start with, or would start with if their fetch failed.
+    #: The step holds them until its saves are planned, so that no fetch of this step reuses one.
     reads: list[int] = field(default_factory=list)
     #: (request, number of leading positions, checkpoint) of each recurrent state to save.
     saves: list[tuple[Request, int, int]] = field(default_factory=list)

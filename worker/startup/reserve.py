@@ -228,10 +228,12 @@ def _slot_table(
     device: torch.device,
     *others: object,
 ) -> SlotTable:
-    """Return the slot table with `sizes`: (slots, checkpoints). `states` is new memory for the
-    checkpoints; None: the table allocates it. The number of rows of a poisoned
-    table equals no dimension of the tensors in `others`, so that a search can recognise per-slot
-    tensors (step/slot_registry.py)."""
+    """Return the slot table with `sizes`: (slots, checkpoints).
+
+    states   new memory for the checkpoints; None: the table allocates it
+    others   hold tensors. The number of rows of a poisoned table equals none of their dimensions,
+             so that a search can recognise per-slot tensors (step/slot_registry.py)
+    """
     max_slots, num_checkpoints = sizes
     memory = None if states is None else states.states
     if poisoning == "off":

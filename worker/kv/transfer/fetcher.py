@@ -237,8 +237,8 @@ class Transfer:
             try:
                 self.poll_hint = self._mover.advance()
                 if self.poll_hint is PollHint.DONE and self._parts:
-                    self._start_next()
                     self.poll_hint = PollHint.NOW
+                    self._start_next()
             except DamagedTransfer as error:
                 self._fail(FetchJobEvent.DAMAGED, str(error))
             except TransferLost as error:
