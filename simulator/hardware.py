@@ -92,11 +92,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_state: int = 0
     mamba_d_conv: int = 0
     mamba_expand: int = 2
+    #: Width of Mamba-2 beside the attention of every layer, as in Falcon-H1.
+    mamba_d_ssm: int | None = None
     #: Short convolutions, as in LFM2.
     conv_L_cache: int = 0
 
     @property
+    def has_both(self) -> bool:
+        """Whether each layer has attention and a recurrence beside it."""
+        return self.mamba_d_ssm is not None
+
+    @property
     def recurrent_layers(self) -> int:
+        if self.has_both:
+            return self.num_hidden_layers
         if self.layer_types is not None:
             return sum(kind not in ATTENTION for kind in self.layer_types)
         if not self.linear_num_value_heads:
@@ -105,7 +114,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention_layers(self) -> int:
-        return self.num_hidden_layers - self.recurrent_layers
+        return self.num_hidden_layers - (0 if self.has_both else self.recurrent_layers)
 
     @property
     def recurrent_sizes(self) -> tuple[int, int]:
@@ -119,7 +128,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             tail = (self.linear_conv_kernel_dim - 1) * convolved
             return state + tail, hidden * (convolved + 2 * values + 2 * heads)
         if heads := self.mamba_n_heads:
-            width = self.mamba_expand * hidden
+            width = self.mamba_d_ssm or self.mamba_expand * hidden
             convolved = width + 2 * self.mamba_n_groups * self.mamba_d_state
             state = width * self.mamba_d_state + (self.mamba_d_conv - 1) * convolved
             return state, hidden * (2 * width + convolved + heads)

@@ -43,10 +43,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 CASES = [
     (kind, changes)
     for kind in MODEL_TYPES
-    if kind not in (*HYBRIDS, "qwen2_moe")
+    if kind not in (*HYBRIDS, "qwen2_moe", "gemma4_text")
     for changes in VARIANTS.get(kind, [{}])
 ]
-"""Model types and changes of their configs. Recurrent layers are not divided."""
+"""Model types and changes of their configs. Recurrent layers, shared experts, and shared keys and
+values are not divided."""
 
 
 def logits_of_ranks(path: Path, size: int, tokens: list[int]) -> list[Tensor]:

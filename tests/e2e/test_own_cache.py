@@ -18,7 +18,7 @@ from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
 
-ARCHITECTURE = "Gemma4ForConditionalGeneration"
+ARCHITECTURE = "Gemma4UnifiedForConditionalGeneration"
 """Layers that share keys and values, beside a part for images."""
 OPTIONS = (
     "--served-name",

@@ -28,18 +28,15 @@ class PagedCache(ABC):
     block_tokens   tokens of a block
     is_rounded     whether heads are rounded to eight bits
     entries        `LayerPlace.entry` of each layer of the model
+    num_entries    number of blocks in a column of a block table
     shared         the memory, if other processes can map it
     """
 
     block_tokens: int
     is_rounded: bool
     entries: tuple[int, ...]
+    num_entries: int
     shared: SharedMemory | None
-
-    @property
-    def num_entries(self) -> int:
-        """Return the number of blocks in a column of a block table."""
-        return 1 + max(self.entries)
 
     @property
     @abstractmethod
@@ -87,17 +84,14 @@ class PagedCache(ABC):
             slot_mapping, is_padding = slot_mapping.clamp(min=0), is_padding[:, None, None]
             k = torch.where(is_padding, keys[0, :1], k)
             v = torch.where(is_padding, values[0, :1], v)
-        self._store(keys, k, slot_mapping)
-        self._store(values, v, slot_mapping)
-
-    def _store(self, stored: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
-        """Store new [T, H_kv, W] in a layer's keys or values."""
-        if stored.is_contiguous():
-            stored.flatten(0, 1).index_copy_(0, slot_mapping, new)
-        else:
-            size = self.block_tokens
-            blocks = slot_mapping.div(size, rounding_mode="floor")
-            stored.index_put_((blocks, slot_mapping.remainder(size)), new)
+        if keys.is_contiguous():
+            keys.flatten(0, 1).index_copy_(0, slot_mapping, k)
+            values.flatten(0, 1).index_copy_(0, slot_mapping, v)
+            return
+        blocks = slot_mapping.div(self.block_tokens, rounding_mode="floor")
+        places = (blocks, slot_mapping.remainder(self.block_tokens))
+        keys.index_put_(places, k)
+        values.index_put_(places, v)
 
 
 class KVCache(PagedCache):
@@ -139,6 +133,7 @@ class KVCache(PagedCache):
         self._heads = KVHeads(num_kv_heads, head_dim)
         self._layers = [(self.k[place.row], self.v[place.row]) for place in places]
         self.entries = tuple(place.entry for place in places)
+        self.num_entries = 1 + max(self.entries)
 
     @property
     def num_blocks(self) -> int:
@@ -182,6 +177,7 @@ class MixedCache(PagedCache):
         self.is_rounded = dtype == ROUNDED
         self.shared = shared
         self.entries = tuple(place.entry for place in layers.places)
+        self.num_entries = layers.num_entries
         size = block_tokens * layers.token_bytes(lambda dim: head_bytes(dim, dtype))
         self._memory = _memory(num_blocks * size, device, shared)
         self._blocks = self._memory.view(dtype).view(num_blocks, -1)
