@@ -172,13 +172,21 @@ def test_a_state_arrives_bit_by_bit_and_no_other_checkpoint_is_changed(
 
 
 def test_transfers_run_concurrently_and_a_lease_with_two_readers_is_taken_once(context, address):
-    with Peer(BIG, address, "zmq") as peer, reader(context, empty(BIG), "zmq") as worker:
+    """The proxy holds the large transfers back until the small one has its result."""
+    with (
+        Peer(BIG, address, "zmq") as peer,
+        Proxy(context, f"{address}p", address) as proxy,
+        reader(context, empty(BIG), "zmq") as worker,
+    ):
         peer.export(LEASE, list(range(1, 60)), readers=2)
-        worker.fetch(1, peer.source(LEASE), list(range(1, 60)))
-        worker.fetch(2, peer.source(LEASE), list(range(60, 119)))
+        proxy.holds = lambda message: isinstance(message, KVChunk) and message.chunk == 2
+        worker.fetch(1, through(proxy, LEASE), list(range(1, 60)))
+        worker.fetch(2, through(proxy, LEASE), list(range(60, 119)))
+        assert eventually(lambda: proxy.num_held)
         worker.fetch(3, peer.source(b"unknown"), [119])
         assert worker.result_of(3) == KVFailure(3, "expired", "the lease has ended")
-        assert {1, 2} - worker.results.keys(), "a small transfer does not wait for the large ones"
+        assert not {1, 2} & worker.results.keys()
+        proxy.release()
         assert isinstance(worker.result_of(1), KVFetched)
         assert isinstance(worker.result_of(2), KVFetched)
         peer.program.line_with("taken")
