@@ -21,6 +21,7 @@ from protocol.process.exit_codes import ExitCode
 from protocol.shared.watch import WatchFrame
 from tests.support.checkpoints import write_directory
 from tests.support.http import metric_of
+from tests.support.ports import free_port
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
@@ -140,9 +141,13 @@ def test_the_memory_of_states_is_shown_to_clients_and_operators(
     assert frame.engines[0].stats.total_checkpoints == 16
 
 
+def serve_command(directory: Path) -> list[str]:
+    return ["-P", "-m", "tools", "serve", str(directory), "--port", str(free_port())]
+
+
 def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:
-    words = ("serve", str(directory), "--speculation", "model", "--draft-model", str(directory))
-    with Program(["-P", "-m", "tools", *words]) as program:
+    words = ("--speculation", "model", "--draft-model", str(directory))
+    with Program([*serve_command(directory), *words]) as program:
         assert program.end(timeout_s=300) == ExitCode.BAD_MODEL
         assert "recurrent layers, so it cannot be a draft model" in program.output
 
@@ -164,8 +169,7 @@ def test_a_split_server_gives_the_answers_of_the_plain_one(directory: Path, clie
 def test_states_without_checkpoints_are_refused_with_an_option_that_moves_keys_and_values(
     directory: Path,
 ) -> None:
-    words = ("serve", str(directory), "--split", "--no-prefix-cache")
-    with Program(["-P", "-m", "tools", *words]) as program:
+    with Program([*serve_command(directory), "--split", "--no-prefix-cache"]) as program:
         assert program.end(timeout_s=300) == ExitCode.USAGE
         assert "--no-prefix-cache is set: serve it without --split" in program.output
 

@@ -14,6 +14,7 @@ from openai import BadRequestError, OpenAI
 from protocol.process.exit_codes import ExitCode
 from tests.support.checkpoints import write_directory
 from tests.support.own_cache_models import random_own_cache
+from tests.support.ports import free_port
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
@@ -101,6 +102,7 @@ def test_an_image_is_refused_with_its_path(client: OpenAI) -> None:
 def test_an_option_that_needs_blocks_is_refused_by_name(
     directory: Path, option: str, words: tuple[str, ...]
 ) -> None:
-    with Program(["-P", "-m", "tools", "serve", str(directory), *words]) as program:
+    command = ["-P", "-m", "tools", "serve", str(directory), "--port", str(free_port())]
+    with Program([*command, *words]) as program:
         assert program.end(timeout_s=300) == ExitCode.BAD_MODEL
         assert f"keeps a cache of its own, so {option} is not possible" in program.output

@@ -246,7 +246,7 @@ def test_a_stop_string_ends_the_text_and_aborts_at_the_engine(
 ) -> None:
     for size in (1, 2, 3, 50):
         engine.script = lambda generate, size=size: text_reply(  # type: ignore[misc]
-            "one two END three" * 50 * size,  # long enough to be aborted
+            "one two END three" * 2_000 * size,  # 17 seconds, so it cannot end before its abort
             size=size,
         )
         body = {"messages": HI, "stop": ["END"], "max_tokens": 400}

@@ -98,8 +98,10 @@ def test_an_engine_alone_logs_no_client_while_its_model_loads(model: Path, tmp_p
 def test_the_progress_of_a_download_is_json(command: str, tmp_path: Path) -> None:
     key = str(tmp_path / "cluster.key")
     write_cluster_key(key)
-    where = ["--role", "decode", "--address", f"tcp://127.0.0.1:{free_port()}"]
-    options = [*where, "--cluster-key", key] if command == "engine" else []
+    options = ["--port", str(free_port())]
+    if command == "engine":
+        where = ["--role", "decode", "--address", f"tcp://127.0.0.1:{free_port()}"]
+        options = [*where, "--cluster-key", key]
     environment = {"TIDEGATE_HOME": str(tmp_path / "home"), "PIP_NO_INDEX": "1"}
     words = ["-P", "-m", "tools", command, *options, "--log-format", "json"]
     with Program(words, environment=environment) as program:

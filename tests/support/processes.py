@@ -47,6 +47,9 @@ class Program:
         has_stdin: bool = False,
         program: str = sys.executable,
     ) -> None:
+        environment = environment or {}
+        if "serve" in arguments and "XDG_RUNTIME_DIR" not in environment:
+            assert "--port" in arguments, "two tests may use the default port at the same time"
         self.process = subprocess.Popen(
             [program, *arguments],
             cwd=cwd,
@@ -54,7 +57,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=_audited({**os.environ, **(environment or {})}),
+            env=_audited({**os.environ, **environment}),
             start_new_session=True,
         )
         self.out: list[str] = []
