@@ -245,9 +245,9 @@ def test_a_stop_string_ends_the_text_and_aborts_at_the_engine(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     for size in (1, 2, 3, 50):
+        engine.step_s = 0.02 * size  # the answer takes 8 s, so it does not end before its abort
         engine.script = lambda generate, size=size: text_reply(  # type: ignore[misc]
-            "one two END three" * 2_000 * size,  # 17 seconds, so it cannot end before its abort
-            size=size,
+            "one two END three" * 50, size=size
         )
         body = {"messages": HI, "stop": ["END"], "max_tokens": 400}
         choice = fold_stream(stream(gateway, CHAT, body))[0]
