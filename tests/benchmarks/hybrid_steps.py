@@ -84,6 +84,28 @@ def granite(hidden: int, heads: tuple[int, int, int], mlp: MlpSpec) -> ModelSpec
     return hybrid(mamba, mlp, hidden=hidden, heads=heads, num_recurrent=4)
 
 
+def qwen(
+    hidden: int, heads: tuple[int, int, int], *, value_heads: int, intermediate: int
+) -> ModelSpec:
+    delta = GatedDeltaSpec(
+        num_key_heads=16,
+        num_value_heads=value_heads,
+        key_dim=128,
+        value_dim=128,
+        kernel=4,
+        eps=1e-6,
+    )
+    return hybrid(
+        delta,
+        MlpSpec(intermediate=intermediate),
+        hidden=hidden,
+        heads=heads,
+        num_recurrent=3,
+        qk_norm="head",
+        gated=True,
+    )
+
+
 def experts(intermediate: int, num_experts: int, top_k: int, shared: int) -> MlpSpec:
     return MlpSpec(
         intermediate=intermediate,
@@ -105,19 +127,11 @@ MODELS: dict[str, Callable[[], ModelSpec]] = {
         num_recurrent=2,
         qk_norm="head",
     ),
-    "qwen3.5": lambda: hybrid(
-        GatedDeltaSpec(
-            num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, kernel=4, eps=1e-6
-        ),
-        MlpSpec(intermediate=6144),
-        hidden=2048,
-        heads=(8, 2, 256),
-        num_recurrent=3,
-        qk_norm="head",
-        gated=True,
-    ),
+    "qwen3.5": lambda: qwen(2048, (8, 2, 256), value_heads=32, intermediate=6144),
+    "qwen3.6-27b": lambda: qwen(5120, (24, 4, 256), value_heads=48, intermediate=17408),
 }
-"""Shapes of Granite 4 H Tiny and Micro, LFM2 1.2B, and of a Qwen3.5 of two billion weights."""
+"""Shapes of Granite 4 H Tiny and Micro, LFM2 1.2B, a Qwen3.5 of two billion weights, and Qwen3.6
+27B."""
 
 
 class WatchedKernels:

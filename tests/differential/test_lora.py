@@ -3,6 +3,7 @@ that can have them, give the same logprobs, on torch's kernels and on the compil
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.kernels import NAMES, native_kernels
 from tests.support.same_bits import DENSE, small_model
 from worker.attention.select import select_attention
 from worker.loading.decoder import LoadedModel, load_model
+from worker.lora.table import StepAdapters
 from worker.lora.targets import find_targets
 from worker.models.compiled import why_not
 from worker.models.whole_step import WholePass
@@ -165,9 +167,14 @@ def test_an_adapter_of_the_checkpoint_fits_its_gguf_file(tmp_path: Path, kernels
     ids=str,
 )
 def test_the_compiled_terms_are_those_of_torch(
-    tmp_path: Path, kind: str, dtype: torch.dtype, instructions: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    dtype: torch.dtype,
+    instructions: str,
 ) -> None:
-    """One of the adapters has a rank and outputs that are no multiple of a vector's width."""
+    """In one call for the whole step, and in one for each operation. One of the adapters has a rank
+    and outputs that are no multiple of a vector's width."""
     loaded = small_model(tmp_path, kind, dtype, instructions)
     table = new_table(
         loaded, [random_adapter(loaded, seed=seed, rank=3 + 6 * seed) for seed in range(3)]
@@ -175,17 +182,22 @@ def test_the_compiled_terms_are_those_of_torch(
     requests = [some_tokens(count, seed=count) for count in (40, 7, 25, 1)]
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=loaded.model.kernels)
     steps = [(30, 7, 1, 0), (1, 0, 24, 1), (9, 0, 0, 0)]
-    results = []
-    for whole in (loaded.model.whole, None):
-        loaded.model.whole = whole
+
+    def run() -> torch.Tensor:
         eager = EagerStepper(
             loaded, requests, attention, dtype=dtype, table=table, adapters=[2, -1, 0, 1]
         )
-        results.append(torch.cat(eager.run(steps)))
-    compiled, eager_results = map(logprobs, results)
-    assert_same(compiled, eager_results, 1e-4 if dtype == torch.float32 else 0.3)
-    if dtype == torch.bfloat16:
-        assert (compiled - eager_results).abs().mean() < 0.06
+        return logprobs(torch.cat(eager.run(steps)))
+
+    in_one_call = run()
+    loaded.model.whole = None
+    one_by_one = run()
+    monkeypatch.setattr(StepAdapters, "for_layer", lambda self, layer, _: partial(self.add, layer))
+    expected = run()
+    for compiled in (in_one_call, one_by_one):
+        assert_same(compiled, expected, 1e-4 if dtype == torch.float32 else 0.3)
+        if dtype == torch.bfloat16:
+            assert (compiled - expected).abs().mean() < 0.06
 
 
 @pytest.mark.parametrize("kernels", ["whole", "eager"])

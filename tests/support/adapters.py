@@ -75,7 +75,7 @@ def random_adapter(
         return values.to(dtype)
 
     by_linear: dict[tuple[int, AdaptedLinear], list[Target]] = {}
-    for target in find_targets(loaded.spec).values():
+    for target in dict.fromkeys(find_targets(loaded.spec).values()):  # some have two names
         by_linear.setdefault((target.layer, target.linear), []).append(target)
     terms = {}
     for place, targets in by_linear.items():

@@ -12,13 +12,19 @@ from math import inf
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from tests.support.kernels import randn
 from worker.kernels.base import Kernels
+from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from worker.spec.recurrent import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    NormPlace,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 
 OFFSET, REST = 5, 3
 """Numbers of other layers in a state, before and after those of the layer."""
@@ -63,7 +69,7 @@ def delta_layer(
     *,
     tiled: bool = False,
 ) -> RecurrentLayer:
-    """Return a gated delta net. The decays of its inputs are between about 0.3 and 1."""
+    """Return a gated delta net. The decays of its inputs are between about 0.1 and 1."""
     spec = GatedDeltaSpec(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
@@ -74,20 +80,24 @@ def delta_layer(
         tiled=tiled,
     )
     spec.check()
-    weights = {"conv": numbers(kernel, spec.conv_width, seed=6)}
+    weights = {
+        "conv": numbers(kernel, spec.conv_width, seed=6),
+        "decay": -numbers(value_heads, seed=8).abs() - 0.1,
+        "bias": numbers(value_heads, seed=11) - 1,
+        "norm": numbers(value_dim, seed=13),
+    }
 
     def make_inputs(tokens: int, seed: int) -> Inputs:
         return (
-            numbers(tokens, spec.conv_width, seed=seed),
-            numbers(tokens, value_heads, seed=seed + 1).sigmoid(),
-            -softplus(numbers(tokens, value_heads, seed=seed + 2) - 1),
+            numbers(tokens, spec.conv_width + spec.value_width, seed=seed),
+            numbers(tokens, 2 * value_heads, seed=seed + 1),
         )
 
     def rule(
         kernels: Kernels, weights: Weights, inputs: Inputs, states: StepStates, offset: int
     ) -> Tensor:
-        qkv, beta, decay = inputs
-        return kernels.gated_delta(spec, weights["conv"], qkv, beta, decay, states, offset)
+        made, gates = inputs
+        return kernels.gated_delta(spec, DeltaWeights(**weights), made, gates, states, offset)
 
     sizes = f"{key_heads}-{value_heads}x{key_dim}x{value_dim}-{kernel}"
     name = f"delta-{sizes}{'-tiled' * tiled}"
@@ -103,6 +113,7 @@ def mamba_layer(
     *,
     conv_bias: bool = True,
     limits: tuple[float, float] = (0.0, inf),
+    norm: NormPlace = "after gate",
 ) -> RecurrentLayer:
     """Return a Mamba-2 layer. The decays of its inputs are between about 0.1 and 1."""
     spec = Mamba2Spec(
@@ -114,6 +125,7 @@ def mamba_layer(
         eps=1e-5,
         conv_bias=conv_bias,
         limits=limits,
+        norm=norm,
     )
     spec.check()
     weights = {
@@ -121,8 +133,9 @@ def mamba_layer(
         "decay": -numbers(num_heads, seed=8).abs() - 0.1,
         "bias": numbers(num_heads, seed=11),
         "skip": numbers(num_heads, seed=12),
-        "norm": numbers(spec.output_width, seed=13),
     }
+    if norm is not None:
+        weights["norm"] = numbers(spec.output_width, seed=13)
     if conv_bias:
         weights["conv_bias"] = numbers(spec.conv_width, seed=7)
 
@@ -138,11 +151,13 @@ def mamba_layer(
             decay=weights["decay"],
             bias=weights["bias"],
             skip=weights["skip"],
-            norm=weights["norm"],
+            norm=weights.get("norm"),
         )
         return kernels.mamba2(spec, named, inputs[0], states, offset)
 
     name = f"mamba-{num_heads}x{head_dim}x{state}-{num_groups}-{kernel}{'-bias' * conv_bias}"
+    if norm != "after gate":
+        name += f"-{norm or 'no norm'}".replace(" ", "-")
     return RecurrentLayer(name, spec, weights, make_inputs, rule)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED
 from worker.layers.norm import Norm
 from worker.layers.rope import inverse_frequencies, rotation
-from worker.spec.model_spec import MlpSpec, NormSpec
+from worker.spec.model_spec import Activation, MlpSpec, NormSpec
 from worker.spec.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
@@ -79,12 +80,25 @@ def test_a_scaled_result_is_normalised_before_it_is_added(
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(1, 16), (4, 1536), (9, 272)])
-def test_silu_and_product_equal_their_reference(
-    native: NativeKernels, dtype: torch.dtype, rows: int, inner: int
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "not gated"])
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_equal_their_reference(
+    native: NativeKernels,
+    dtype: torch.dtype,
+    activation: Activation,
+    is_gated: bool,
+    rows: int,
+    inner: int,
 ) -> None:
-    gate_up, mlp = randn(rows, 2 * inner, dtype=dtype, scale=4.0), MlpSpec(intermediate=inner)
-    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # e^x underflows and overflows
-    assert_near(native.activate(gate_up, mlp), TorchKernels().activate(gate_up, mlp))
+    if activation == "clamped_swiglu" and not is_gated:
+        pytest.skip("this activation has a gate")
+    mlp = MlpSpec(
+        intermediate=inner, activation=activation, is_gated=is_gated, alpha=1.7, limit=7.0
+    )
+    made = randn(rows, (1 + is_gated) * inner, dtype=dtype, scale=4.0)
+    made[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # e^x underflows and overflows
+    expected = TorchKernels().activate(made.clone(), mlp)
+    assert_near(native.activate(made, mlp), expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (5, 1, 128)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.layers.delta_rule import gated_delta
+from worker.layers.delta_rule import DeltaWeights, gated_delta
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.recurrence import advance
 from worker.layers.short_conv_rule import short_conv
@@ -74,25 +74,31 @@ def counter() -> Mixer:
     return Mixer(2, compute)
 
 
+def some_numbers(seed: int) -> Callable[..., Tensor]:
+    """Return a function that makes random tensors of a shape."""
+    random = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=random)
+
+
 def delta() -> Mixer:
-    random = torch.Generator().manual_seed(2)
-    qkv = torch.randn(400, DELTA.conv_width, generator=random)
-    beta, decay = (torch.rand(400, DELTA.num_value_heads, generator=random) for _ in range(2))
-    conv = torch.randn(DELTA.kernel, DELTA.conv_width, generator=random)
+    some = some_numbers(2)
+    weights = DeltaWeights(
+        conv=some(DELTA.kernel, DELTA.conv_width),
+        decay=-some(DELTA.num_value_heads).abs(),
+        bias=some(DELTA.num_value_heads),
+        norm=some(DELTA.value_dim),
+    )
+    inputs = some(400, DELTA.conv_width + DELTA.value_width)
+    gates = some(400, 2 * DELTA.num_value_heads)
 
     def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
-        inputs = qkv[tokens], beta[tokens], -decay[tokens]
-        return gated_delta(DELTA, conv, *inputs, states, offset).flatten(1)
+        return gated_delta(DELTA, weights, inputs[tokens], gates[tokens], states, offset)
 
     return Mixer(DELTA.state_items, compute, is_exact=False)
 
 
 def mamba() -> Mixer:
-    random = torch.Generator().manual_seed(4)
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random)
-
+    some = some_numbers(4)
     weights = Mamba2Weights(
         conv=some(MAMBA.kernel, MAMBA.conv_width),
         conv_bias=some(MAMBA.conv_width),

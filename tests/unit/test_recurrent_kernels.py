@@ -53,6 +53,8 @@ MAMBAS = [
     mamba_layer(2, 64, 1, 128, 4, limits=(0.2, 0.9)),
     mamba_layer(2, 35, 1, 16, 5),
     mamba_layer(6, 98, 3, 64, 4, conv_bias=False, limits=(0.5, 0.5)),
+    mamba_layer(4, 20, 2, 12, 4, norm=None),
+    mamba_layer(4, 20, 2, 12, 4, norm="before gate"),
 ]
 CONVS = [
     conv_layer(1, 2),

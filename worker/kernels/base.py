@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.kv.cache import PagedCache
+from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
@@ -92,26 +93,33 @@ class Kernels(Protocol):
         """
         ...
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return the sigmoid of each number of x [T, N], in x's dtype."""
+        ...
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """Make each number of logits [S, V] float32 `cap * tanh(x / cap)`, and return them."""
+        ...
+
     def gated_delta(
         self,
         spec: GatedDeltaSpec,
-        conv: Tensor,
-        qkv: Tensor,
-        beta: Tensor,
-        decay: Tensor,
+        weights: DeltaWeights,
+        inputs: Tensor,
+        gates: Tensor,
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        """Compute the convolution and the recurrence of a gated delta net (layers/gated_delta.py):
-        return the results of all value heads, change the states, and save those that the step
-        saves. All numbers are float32.
+        """Compute what a gated delta net does between its linears (layers/delta_rule.py): the
+        convolution, the recurrence, the norm and the gate. Return the results, change the states,
+        and save those that the step saves. All numbers are float32.
 
-        conv      [kernel, C], oldest token first
-        qkv       [T, C] queries, keys and values before the convolution
-        beta      [T, value heads]
-        decay     [T, value heads] logarithm of the decay
+        inputs    [T, C + value heads * value dim] queries, keys and values before the convolution,
+                  then the gates of the results
+        gates     [T, 2 * value heads] what beta is made of, then what the decay is made of
         offset    index of the layer's first number in a state
-        returns   [T, value heads, value dim]
+        returns   [T, value heads * value dim]. If a token belongs to no row of `states`, its
+                  result has any value
         """
         ...
 

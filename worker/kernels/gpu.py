@@ -11,6 +11,7 @@ from torch import Tensor
 from worker.kernels.reference import TorchKernels, heads_of
 from worker.kernels.triton import layers
 from worker.kv.cache import PagedCache
+from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
@@ -109,17 +110,22 @@ class TritonKernels:
         )
         return out
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return self._torch.sigmoid(x)
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        return self._torch.cap_logits(logits, cap)
+
     def gated_delta(
         self,
         spec: GatedDeltaSpec,
-        conv: Tensor,
-        qkv: Tensor,
-        beta: Tensor,
-        decay: Tensor,
+        weights: DeltaWeights,
+        inputs: Tensor,
+        gates: Tensor,
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        return self._torch.gated_delta(spec, conv, qkv, beta, decay, states, offset)
+        return self._torch.gated_delta(spec, weights, inputs, gates, states, offset)
 
     def mamba2(
         self,

@@ -20,13 +20,13 @@ from worker.kernels import structs
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import PagedCache
 from worker.kv.rounding import ROUNDED, stored_width
-from worker.layers.delta_rule import NORM_EPS
+from worker.layers.delta_rule import UNIT_EPS, DeltaWeights
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
-from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.model_spec import Activation, MlpSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, NormPlace, ShortConvSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -34,8 +34,11 @@ DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
 SIGNATURES = {
     "time_parts": "p",
     "add_norm": "iiiippppd",
-    "silu_mul": "iiiipp",
-    "gated_delta": "ippippippp",
+    "activate": "iiiippp",
+    "add_low_rank": "iipiiiipipi",
+    "sigmoids": "iiiipip",
+    "cap_logits": "iiipd",
+    "gated_delta": "ipppipipp",
     "mamba2": "ipppipip",
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
@@ -54,6 +57,12 @@ SIGNATURES = {
 RETURNS_INT = {"packed_bytes", "decode", "gated_delta", "mamba2", "short_conv"}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
+
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2")
+"""In the order of ActivationKind in activation.h."""
+NORM_PLACES: tuple[NormPlace, ...] = (None, "after gate", "before gate")
+"""In the order of NormPlace in mamba2.h."""
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -125,8 +134,24 @@ def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
         spec.value_dim,
         spec.kernel,
         spec.tiled,
-        NORM_EPS,
+        UNIT_EPS,
+        spec.eps,
     )
+
+
+def delta_weights_struct(spec: GatedDeltaSpec, weights: DeltaWeights) -> structs.CDeltaWeights:
+    """Return the struct that describes `weights` to the kernels. It points at them, so it must not
+    outlive them."""
+    assert weights.conv.shape == (spec.kernel, spec.conv_width)
+    assert weights.decay.shape == weights.bias.shape == (spec.num_value_heads,)
+    assert weights.norm.shape == (spec.value_dim,)
+    assert {each.dtype for each in weights.tensors()} == {torch.float32}
+    return structs.CDeltaWeights(*map(address, weights.tensors()))
+
+
+def activation_struct(mlp: MlpSpec) -> structs.CActivation:
+    kind = ACTIVATIONS.index(mlp.activation)
+    return structs.CActivation(kind, mlp.is_gated, mlp.alpha, mlp.limit)
 
 
 def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:
@@ -136,6 +161,7 @@ def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:
         spec.num_groups,
         spec.state,
         spec.kernel,
+        NORM_PLACES.index(spec.norm),
         spec.eps,
         *spec.limits,
     )
@@ -148,8 +174,8 @@ def mamba2_weights_struct(spec: Mamba2Spec, weights: Mamba2Weights) -> structs.C
     assert weights.conv.shape == (spec.kernel, width)
     assert weights.conv_bias is None or weights.conv_bias.shape == (width,)
     assert weights.decay.shape == weights.bias.shape == weights.skip.shape == (heads,)
-    assert weights.norm is not None
-    assert weights.norm.shape == (spec.output_width,)
+    assert weights.norm is None or weights.norm.shape == (spec.output_width,)
+    assert (weights.norm is None) == (spec.norm is None)
     assert {each.dtype for each in weights.tensors()} == {torch.float32}
     return structs.CMamba2Weights(
         *map(
@@ -275,45 +301,81 @@ class NativeKernels:
         return all_heads[:, :heads]
 
     def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
-        if mlp.activation != "silu" or not mlp.is_gated:
-            return self._torch.activate(inner, mlp)
-        out = inner.new_empty(len(inner), inner.shape[1] // 2)
-        self.library.silu_mul(
+        out = inner.new_empty(len(inner), inner.shape[1] // (2 if mlp.is_gated else 1))
+        self.library.activate(
             dtype_code(inner),
             torch.get_num_threads(),
             *out.shape,
+            byref(activation_struct(mlp)),
             address(inner),
             address(out),
         )
         return out
 
+    def add_low_rank(
+        self, adapters: structs.CStepAdapters, place: tuple[int, int, int], x: Tensor, y: Tensor
+    ) -> None:
+        """Add the terms of a step's adapters to the result of a linear, in place.
+
+        place   number of layers, and the numbers of the layer and of its linear
+        x, y    [T, inputs] and [T, outputs], of the model's dtype
+        """
+        assert x.dtype == y.dtype
+        self.library.add_low_rank(
+            dtype_code(x),
+            torch.get_num_threads(),
+            byref(adapters),
+            len(x),
+            *place,
+            address(x),
+            x.shape[1],
+            address(y),
+            y.shape[1],
+        )
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        assert x.stride(1) == 1
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.library.sigmoids(
+            dtype_code(x),
+            torch.get_num_threads(),
+            *x.shape,
+            x.data_ptr(),
+            x.stride(0),
+            address(out),
+        )
+        return out
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        assert logits.dtype == torch.float32
+        self.library.cap_logits(torch.get_num_threads(), *logits.shape, address(logits), cap)
+        return logits
+
     def gated_delta(
         self,
         spec: GatedDeltaSpec,
-        conv: Tensor,
-        qkv: Tensor,
-        beta: Tensor,
-        decay: Tensor,
+        weights: DeltaWeights,
+        inputs: Tensor,
+        gates: Tensor,
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        tokens, heads, width = len(qkv), spec.num_value_heads, spec.conv_width
-        beta, decay = beta.contiguous(), decay.contiguous()
-        assert conv.shape == (spec.kernel, width)
-        assert qkv.shape == (tokens, width)
-        assert beta.shape == decay.shape == (tokens, heads)
-        assert qkv.stride(1) == 1
-        assert {each.dtype for each in (conv, qkv, beta, decay)} == {torch.float32}
-        out = qkv.new_empty(tokens, heads, spec.value_dim)
+        tokens, heads = len(inputs), spec.num_value_heads
+        assert inputs.shape == (tokens, spec.conv_width + spec.value_width)
+        assert inputs.stride(1) == 1
+        gates = gates.contiguous()
+        assert gates.shape == (tokens, 2 * heads)
+        assert inputs.dtype == gates.dtype == torch.float32
+        out = inputs.new_empty(tokens, spec.value_width)
         bad_row = self.library.gated_delta(
             torch.get_num_threads(),
             byref(delta_sizes_struct(spec)),
+            byref(delta_weights_struct(spec, weights)),
             byref(states_struct(states, offset, spec.state_items)),
             tokens,
-            address(conv),
-            qkv.data_ptr(),
-            qkv.stride(0),
-            *map(address, (beta, decay, out)),
+            inputs.data_ptr(),
+            inputs.stride(0),
+            *map(address, (gates, out)),
         )
         check_rows(bad_row)
         return out
@@ -326,8 +388,6 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        if spec.norm != "after gate":
-            return self._torch.mamba2(spec, weights, inputs, states, offset)
         tokens = len(inputs)
         assert inputs.shape == (tokens, spec.input_width)
         assert inputs.stride(1) == 1

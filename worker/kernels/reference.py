@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from worker.kv.cache import PagedCache
-from worker.layers.delta_rule import gated_delta
+from worker.layers.delta_rule import DeltaWeights, gated_delta
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
@@ -90,17 +90,22 @@ class TorchKernels:
         gate, up = inner.chunk(2, dim=-1)
         return act(gate).mul_(up)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
+
     def gated_delta(
         self,
         spec: GatedDeltaSpec,
-        conv: Tensor,
-        qkv: Tensor,
-        beta: Tensor,
-        decay: Tensor,
+        weights: DeltaWeights,
+        inputs: Tensor,
+        gates: Tensor,
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        return gated_delta(spec, conv, qkv, beta, decay, states, offset)
+        return gated_delta(spec, weights, inputs, gates, states, offset)
 
     def mamba2(
         self,

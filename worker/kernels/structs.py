@@ -73,12 +73,26 @@ class CDeltaSizes(Structure):
         ("value_dim", c_int64),
         ("kernel", c_int64),
         ("is_tiled", c_int64),
+        ("unit_eps", c_double),
         ("norm_eps", c_double),
     ]
 
 
+class CDeltaWeights(Structure):
+    """The weights of a gated delta net beside its linears, as in `DeltaWeights`
+    (layers/delta_rule.py)."""
+
+    _fields_ = [
+        ("conv", c_void_p),
+        ("decay", c_void_p),
+        ("bias", c_void_p),
+        ("norm", c_void_p),
+    ]
+
+
 class CMamba2Sizes(Structure):
-    """The dimensions of a Mamba-2 layer, and the smallest and the largest dt."""
+    """The dimensions of a Mamba-2 layer, where its result is normed, and the smallest and the
+    largest dt."""
 
     _fields_ = [
         ("heads", c_int64),
@@ -86,6 +100,7 @@ class CMamba2Sizes(Structure):
         ("groups", c_int64),
         ("state", c_int64),
         ("kernel", c_int64),
+        ("norm_place", c_int64),
         ("eps", c_double),
         ("least_step", c_double),
         ("most_step", c_double),
@@ -216,6 +231,17 @@ class CLowRankTerm(Structure):
     ]
 
 
+class CStepAdapters(Structure):
+    """The adapters of a step's tokens."""
+
+    _fields_ = [
+        ("terms", c_void_p),
+        ("rows", c_void_p),
+        ("shrunk", c_void_p),
+        ("width", c_int64),
+    ]
+
+
 class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
@@ -248,10 +274,7 @@ class CForward(Structure):
         ("embedding_scale", c_double),
         ("residual_scale", c_double),
         ("rounds_kv", c_int64),
-        ("terms", c_void_p),
-        ("adapters", c_void_p),
-        ("shrunk", c_void_p),
-        ("shrunk_width", c_int64),
+        ("adapters", CStepAdapters),
     ]
 
 

@@ -1,4 +1,5 @@
-"""The recurrence of a gated delta net in torch: the definition of the compiled one, token by token.
+"""What a gated delta net computes between its linears, in torch, token by token: the definition of
+the compiled kernel.
 
 Legend: T tokens of the step, R rows, N tokens of each row, H value heads, K key dim, V value dim, C
 width of the convolution, all as in GatedDeltaSpec.
@@ -6,33 +7,58 @@ width of the convolution, all as in GatedDeltaSpec.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu, softplus
 
 from worker.layers.recurrence import advance, convolved
 from worker.slots.states import StepStates
 from worker.spec.recurrent import GatedDeltaSpec
 
-NORM_EPS = 1e-6
+UNIT_EPS = 1e-6
 """Added to the squares of a query or a key before it is divided by their root."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of a gated delta net beside its linears. All are float32.
+
+    conv    [kernel, C], oldest token first
+    decay   [H] factor of the decay, below zero
+    bias    [H] is added to what the decay is made of
+    norm    [V] weight of the norm over the result of each head
+    """
+
+    conv: Tensor
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.conv, self.decay, self.bias, self.norm)
 
 
 def gated_delta(
     spec: GatedDeltaSpec,
-    conv: Tensor,
-    qkv: Tensor,
-    beta: Tensor,
-    decay: Tensor,
+    weights: DeltaWeights,
+    inputs: Tensor,
+    gates: Tensor,
     states: StepStates,
     offset: int,
 ) -> Tensor:
     """Compute a step of one layer and change the states of its rows. Arguments and result are those
     of `Kernels.gated_delta`."""
-    out = qkv.new_empty(len(qkv), spec.num_value_heads, spec.value_dim)
-    rule = _Rule(spec, conv, (qkv, beta, decay), out)
+    qkv, gate = torch.split(inputs, [spec.conv_width, spec.value_width], dim=1)
+    beta, step = gates.chunk(2, dim=1)
+    decay = softplus(step + weights.bias) * weights.decay
+    out = inputs.new_zeros(len(inputs), spec.num_value_heads, spec.value_dim)
+    rule = _Rule(spec, weights.conv, (qkv, beta.sigmoid(), decay), out)
     advance(states, offset, spec.state_items, rule)
-    return out
+    out = rms_norm(out, weights.norm.shape, weights.norm, spec.eps)
+    return out.flatten(1) * silu(gate)
 
 
 class _Rule:
@@ -84,4 +110,4 @@ class _Rule:
 
 def _unit(x: Tensor) -> Tensor:
     """Return vectors [..., K] divided by their length."""
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + UNIT_EPS)

@@ -5,14 +5,15 @@ kernels/packed.py implements the interface with packed weights. Legend: N rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn.functional import linear
 
 
+@runtime_checkable
 class Linear(Protocol):
     """A linear layer. The form of its weights depends on the class."""
 
@@ -57,3 +58,16 @@ class Dense:
         yield self.weight
         if self.bias is not None:
             yield self.bias
+
+
+def linears_in(part: object) -> Iterator[Linear]:
+    """Yield every linear of a part of a model: of a dataclass of parts, of a sequence of them, or a
+    linear itself. Other objects, such as tensors, have none."""
+    if isinstance(part, Linear):
+        yield part
+    elif isinstance(part, Sequence) and not isinstance(part, str):
+        for each in part:
+            yield from linears_in(each)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from linears_in(getattr(part, field.name))

@@ -66,7 +66,7 @@ class SharedExpert:
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the result [N, hidden] for x [N, hidden]."""
         result = self.mlp(x, kernels)
-        return result if self.score is None else result.mul_(self.score(x).sigmoid_())
+        return result if self.score is None else result.mul_(kernels.sigmoid(self.score(x)))
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.mlp.tensors()
@@ -129,7 +129,7 @@ class ExpertMlp:
 
         routed_by   [N, hidden] the input of the router; None: x
         """
-        weights, chosen = self._route(x if routed_by is None else routed_by)
+        weights, chosen = self._route(x if routed_by is None else routed_by, kernels)
         read = x if self.latent is None else self.latent.inputs(x)
         total = torch.zeros_like(read)
         last = self.first + len(self.experts)
@@ -145,12 +145,12 @@ class ExpertMlp:
             total.add_(self.shared(x, kernels))
         return total if self.group is None else self.group.sum(total)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
         spec = self.spec
         scores = self.router(x if self.router_norm is None else self.router_norm(x)).float()
         is_softmax = spec.router == "softmax"
-        weights = softmax(scores, dim=-1) if is_softmax else scores.sigmoid()
+        weights = softmax(scores, dim=-1) if is_softmax else kernels.sigmoid(scores)
         biased = weights if self.choice_bias is None else weights + self.choice_bias
         if spec.num_groups > 1:
             biased = _within_groups(biased, spec)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
+from worker.layers.delta_rule import DeltaWeights
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.layer_inputs import InputGate, InputTable
@@ -210,15 +211,16 @@ class _Loader:
             spec=spec,
             inputs=self._fused(tensors.inputs),
             gates=self._plain(tensors.gates),
-            conv=self._taps(tensors),
-            decay=self._decay(tensors),
-            bias=self._vector(tensors.bias),
-            norm=self._own_norm(tensors.norm, spec.eps),
+            weights=DeltaWeights(
+                conv=self._taps(tensors),
+                decay=self._decay(tensors),
+                bias=self._vector(tensors.bias),
+                norm=self._norm_weight(tensors.norm),
+            ),
             output=self._fused(tensors.output),
         )
 
     def _mamba2(self, spec: Mamba2Spec, tensors: Mamba2Tensors) -> Mamba2:
-        norm = None if tensors.norm is None else self._own_norm(tensors.norm, spec.eps)
         return Mamba2(
             spec=spec,
             inputs=self._fused(tensors.inputs),
@@ -228,7 +230,7 @@ class _Loader:
                 decay=self._decay(tensors),
                 bias=self._vector(tensors.bias),
                 skip=self._vector(tensors.skip),
-                norm=None if norm is None else norm.weight,
+                norm=None if tensors.norm is None else self._norm_weight(tensors.norm),
             ),
             output=self._fused(tensors.output),
             scales=input_scales(spec, self._device),
@@ -254,10 +256,9 @@ class _Loader:
         decay = self._vector(tensors.decay)
         return decay if tensors.is_factor else decay.exp_().neg_()
 
-    def _own_norm(self, tensor: NormTensor, eps: float) -> Norm:
-        """Read a norm of a token mixer, whose weight is float32 and has no offset."""
-        weight = self._vector(VectorTensor(tensor.weight, tensor.size))
-        return Norm(NormSpec(eps=eps), weight)
+    def _norm_weight(self, tensor: NormTensor) -> Tensor:
+        """Read the weight of a norm that a recurrence computes, float32 and without an offset."""
+        return self._vector(VectorTensor(tensor.weight, tensor.size))
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
         if tensors.router is None:

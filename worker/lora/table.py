@@ -4,7 +4,7 @@ The table has a fixed number of rows, which the engine assigns. A row has a gene
 engine increases each time it loads an adapter into the row. A slot names row and generation, so a
 row that was reused can never serve a request of its former adapter.
 
-`StepAdapters.add` is the reference for the terms in compiled steps (kernels/csrc/low_rank.h).
+`StepAdapters.add` is the reference for the compiled terms (kernels/csrc/low_rank.h).
 
 Legend: T tokens in the step, R rows (requests) of the step.
 """
@@ -24,10 +24,13 @@ from torch import Tensor
 from protocol.worker.steps import NO_ADAPTER, SlotInit
 from worker.device.staging import upload
 from worker.kernels import structs
+from worker.kernels.base import Kernels
+from worker.kernels.native import NativeKernels
 from worker.layers.low_rank import LayerAdapters
 from worker.lora.adapter import Adapter, AdapterFiles, LowRankTerm
 from worker.lora.targets import LINEARS
 from worker.slots.table import SlotTable
+from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import AdaptedLinear
 
 Ints = NDArray[np.int64]
@@ -55,7 +58,7 @@ class AdapterTable:
     ) -> None:
         self.num_rows = num_rows
         self.files = files
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._rows: dict[int, LoadedAdapter] = {}
         #: [num_rows] generation of each row; FREE: none.
         self._generations = np.full(num_rows, FREE, np.int64)
@@ -98,7 +101,7 @@ class AdapterTable:
         del self._rows[row]
         self._generations[row] = FREE
         first = self._index(row, 0, LINEARS[0])
-        for index in range(first, first + self._num_layers * len(LINEARS)):
+        for index in range(first, first + self.num_layers * len(LINEARS)):
             self._terms[index] = structs.CLowRankTerm()
 
     def check(self, init: SlotInit) -> None:
@@ -113,7 +116,7 @@ class AdapterTable:
             raise ValueError(f"adapter row {row} holds {held}, not generation {generation}")
 
     def _index(self, row: int, layer: int, linear: AdaptedLinear) -> int:
-        return (row * self._num_layers + layer) * len(LINEARS) + LINEARS.index(linear)
+        return (row * self.num_layers + layer) * len(LINEARS) + LINEARS.index(linear)
 
     # ---- steps
 
@@ -142,8 +145,8 @@ class AdapterTable:
             raise ValueError("a slot names an adapter that is not loaded any more")
         return StepAdapters(self, np.repeat(of_rows, counts), slots.device)
 
-    def fill_in(self, step: structs.CForward, of_tokens: Ints) -> None:
-        """Set the fields of a compiled step that are about adapters.
+    def struct(self, of_tokens: Ints) -> structs.CStepAdapters:
+        """Return the struct that describes the adapters of a step to the kernels.
 
         of_tokens   [T] adapter row of each token. It must live until the step is computed, and so
                     must this object
@@ -151,10 +154,8 @@ class AdapterTable:
         width = self.widest
         if len(self._shrunk) < len(of_tokens) * width:
             self._shrunk = torch.empty(len(of_tokens) * width)
-        step.terms = ctypes.addressof(self._terms)
-        step.adapters = of_tokens.ctypes.data
-        step.shrunk = self._shrunk.data_ptr()
-        step.shrunk_width = width
+        terms, rows = ctypes.addressof(self._terms), of_tokens.ctypes.data
+        return structs.CStepAdapters(terms, rows, self._shrunk.data_ptr(), width)
 
 
 class StepAdapters:
@@ -168,11 +169,14 @@ class StepAdapters:
         self.of_tokens = of_tokens
         self._device = device
 
-    def fill_in(self, step: structs.CForward) -> None:
-        """Set the fields of a compiled step that are about adapters (`AdapterTable.fill_in`)."""
-        self._table.fill_in(step, self.of_tokens)
+    @cached_property
+    def struct(self) -> structs.CStepAdapters:
+        """What the compiled kernels read. It points at this object and at the table."""
+        return self._table.struct(self.of_tokens)
 
-    def for_layer(self, layer: int) -> LayerAdapters:
+    def for_layer(self, layer: int, kernels: Kernels) -> LayerAdapters:
+        if isinstance(kernels, NativeKernels):
+            return partial(self._add_compiled, kernels, layer)
         return partial(self.add, layer)
 
     def add(self, layer: int, linear: AdaptedLinear, x: Tensor, y: Tensor) -> None:
@@ -190,6 +194,15 @@ class StepAdapters:
                 some = shrunk[:, part.start : part.start + part.rank] @ part.up
                 outputs = y[:, part.first : part.first + part.outputs]
                 outputs.index_add_(0, tokens, some, alpha=part.scale)
+
+    def _add_compiled(
+        self, kernels: NativeKernels, layer: int, linear: AdaptedLinear, x: Tensor, y: Tensor
+    ) -> None:
+        """Do what `add` does, with the compiled kernels if they support the linear."""
+        if x.shape[1] % SIZE_MULTIPLE:
+            return self.add(layer, linear, x, y)
+        place = (self._table.num_layers, layer, LINEARS.index(linear))
+        return kernels.add_low_rank(self.struct, place, x, y)
 
     @cached_property
     def _groups(self) -> Sequence[tuple[Adapter, Tensor]]:

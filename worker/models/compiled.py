@@ -10,7 +10,9 @@ def is_fitting(spec: ModelSpec) -> bool:
     """Return whether the compiled kernels support the dimensions of all layers of the model."""
     widths = {spec.hidden}
     for layer in spec.layers:
-        widths |= {mlp.intermediate for mlp in layer.mlps}
+        widths |= {width for mlp in layer.mlps for width in (mlp.intermediate, mlp.shared) if width}
+    if spec.layer_inputs is not None:
+        widths.add(spec.layer_inputs.width)
     return all(
         sizes.fits(
             heads=attention.num_heads,
@@ -33,8 +35,6 @@ def why_not(spec: ModelSpec) -> str:
         return "its attention has gates"
     if any(layer.has_one_block for layer in spec.layers):
         return "some of its layers have only attention or only an MLP"
-    if any(mlp.activation == "relu2" for mlp in spec.mlps):
-        return "its MLPs square the positive part"
     if any(mlp.shared for mlp in spec.mlps):
         return "it has shared experts"
     if any(mlp.num_experts > 1 and not _is_plain(mlp) for mlp in spec.mlps):

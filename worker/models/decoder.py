@@ -17,12 +17,14 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
+from worker.kernels.native import NativeKernels
+from worker.kernels.packed import PackedLinear
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turned
 from worker.kv.cache import PagedCache
 from worker.layers.embedding import Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.layer_inputs import InputGate, InputTable
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, linears_in
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
@@ -167,6 +169,17 @@ class DecoderModel:
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
         self.whole = WholePass.of(spec, weights, self.kernels)
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Return whether a position's result has the same bits in every step: the kernels are
+        compiled, and every linear has packed weights in all steps. What torch computes beside them
+        does not depend on the other rows."""
+        if not isinstance(self.kernels, NativeKernels):
+            return False
+        if self.whole is not None:
+            return self.whole.keeps_bits
+        return all(isinstance(each, PackedLinear) for each in linears_in(self.weights))
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the weights, and the copies of some of them that `whole` has
         made."""
@@ -205,7 +218,7 @@ class DecoderModel:
         post_norm: Norm | None = None
         for index, layer in enumerate(self.weights.layers):
             spec, mixer = layer.spec, layer.mixer
-            terms = None if adapters is None else adapters.for_layer(index)
+            terms = None if adapters is None else adapters.for_layer(index, self.kernels)
             if mixer is not None:
                 normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
                 place = self._places[index]
@@ -288,7 +301,7 @@ class DecoderModel:
             sinks=block.sinks,
         ).flatten(1)
         if gate is not None:
-            seen = seen * gate.sigmoid()
+            seen = seen * self.kernels.sigmoid(gate)
         result = adapted(terms, "output", seen, block.output(seen))
         return result if spec.result_scale == 1.0 else result.mul_(spec.result_scale)
 
@@ -307,7 +320,7 @@ class DecoderModel:
         if self.spec.logits_scale != 1.0:
             logits.mul_(self.spec.logits_scale)
         cap = self.spec.logits_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else self.kernels.cap_logits(logits, cap)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.weights.embedding(token_ids)

@@ -23,7 +23,14 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.base import Kernels
-from worker.kernels.native import DTYPE_CODES, NativeKernels, address, rounds_kv, scoring_struct
+from worker.kernels.native import (
+    DTYPE_CODES,
+    NativeKernels,
+    activation_struct,
+    address,
+    rounds_kv,
+    scoring_struct,
+)
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache, PagedCache
 from worker.layers.embedding import DenseEmbedding, Embedding
@@ -37,7 +44,7 @@ from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
-from worker.spec.model_spec import Activation, ModelSpec
+from worker.spec.model_spec import ModelSpec
 from worker.spec.rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -48,8 +55,6 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 64
 KEPT_BYTES = 64 << 20
 FLOAT_BYTES = 4
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-"""The activations, in the order of csrc/activation.h."""
 
 
 class WholePass:
@@ -118,11 +123,7 @@ class WholePass:
         if not all(isinstance(linear, PackedLinear | HybridLinear) for linear in linears):
             reason = "some of its weights are not packed"
         if reason:
-            log.info(
-                "each operation of a step is a call of its own: %s; this is slower, and an answer "
-                "can depend on how its prompt is cut into chunks",
-                reason,
-            )
+            log.info("each operation of a step is a call of its own, which is slower: %s", reason)
             return None
         return cls(spec, weights, weights.head.matrix, kernels)
 
@@ -167,7 +168,7 @@ class WholePass:
         step.ids, step.positions = address(token_ids), address(batch.positions)
         step.slot_mapping = address(batch.slot_mapping)
         if adapters is not None:
-            adapters.fill_in(step)
+            step.adapters = adapters.struct
         self.kernels.library.forward(self.dtype_code, torch.get_num_threads(), byref(step))
         return hidden
 
@@ -299,9 +300,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
         rope=-1 if attention.rope is None else ropes.index(attention.rope),
-        activation=structs.CActivation(
-            ACTIVATIONS.index(mlp.activation), mlp.is_gated, mlp.alpha, mlp.limit
-        ),
+        activation=activation_struct(mlp),
         is_parallel=layer.spec.order in ("parallel", "parallel_one_norm"),
         num_experts=mlp.num_experts,
         top_k=mlp.top_k,

@@ -14,6 +14,8 @@ from typing import Literal
 
 from worker.errors import UnusableModel
 
+NormPlace = Literal["after gate", "before gate"] | None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolvedSpec(ABC):
@@ -178,7 +180,7 @@ class Mamba2Spec(ConvolvedSpec):
     #: Smallest and largest dt.
     limits: tuple[float, float] = (0.0, inf)
     #: Whether the result is normed: after it is multiplied by the gate, or before. None: it is not.
-    norm: Literal["after gate", "before gate"] | None = "after gate"
+    norm: NormPlace = "after gate"
     #: Factors of the projected gate, x, B, C and dt. None: there are none.
     input_scales: tuple[float, float, float, float, float] | None = None
     #: Factor of the result.

@@ -29,6 +29,8 @@ from worker.models.whole_step import PassMemory, WholePass
 from worker.sampling.sampler import TokenChoice
 from worker.slots.table import SlotTable
 
+NO_ADAPTERS = structs.CStepAdapters()
+
 
 def is_plain(plan: StepPlan, rows: BatchRows) -> bool:
     """Return whether every row computes one position and samples after it, and the draft model has
@@ -120,10 +122,7 @@ class DecodeFastPath:
         step = call.step
         self._whole.use_cache(self._cache)
         step.slots, step.starts = slots.ctypes.data, starts.ctypes.data
-        if adapters is not None:
-            adapters.fill_in(step.forward)
-        else:
-            step.forward.adapters = None
+        step.forward.adapters = NO_ADAPTERS if adapters is None else adapters.struct
         choice = _no_choice(count) if choose else None
         step.tokens, step.finite = (
             (None, None) if choice is None else map(address, (choice.tokens, choice.finite))

@@ -8,7 +8,7 @@
 
 namespace {
 
-enum ActivationKind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3 };
+enum ActivationKind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3, RELU2 = 4 };
 
 // The activation of a layer's MLP.
 struct Activation {
@@ -16,9 +16,22 @@ struct Activation {
     double alpha, limit; // of CLAMPED_SWIGLU
 };
 
+INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
 struct Silu {
     static INLINE Floats of(Floats x) { return x / (1.0f + exponential(-x)); }
 };
+
+// The square of the positive part.
+struct Relu2 {
+    static INLINE Floats of(Floats x) {
+        const Floats positive = x < 0.0f ? splat(0.0f) : x;
+        return positive * positive;
+    }
+};
+
+// Returns the logarithm of 1 + e^x, as torch's softplus computes it.
+INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 // x times the share of a normal distribution below x, which is erfc(-x / sqrt(2)) / 2.
 //
@@ -90,6 +103,7 @@ INLINE void activate_row(const Activation &a, const N *from, N *out, int64_t inn
     if (a.kind == SILU) activate_row_as<Silu>(a.is_gated, from, out, inner);
     else if (a.kind == GELU) activate_row_as<Gelu>(a.is_gated, from, out, inner);
     else if (a.kind == GELU_TANH) activate_row_as<GeluTanh>(a.is_gated, from, out, inner);
+    else if (a.kind == RELU2) activate_row_as<Relu2>(a.is_gated, from, out, inner);
     else clamped_swiglu_row(from, out, inner, (float)a.alpha, (float)a.limit);
 }
 

@@ -67,6 +67,11 @@ struct DecodeRows {
     }
 };
 
+// Makes each number x of a row cap * tanh(x / cap).
+INLINE void cap_row(float *row, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i++) row[i] = cap * std::tanh(row[i] / cap);
+}
+
 // Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this. rounded: has room
 // for the rows.
 template <class N>
@@ -82,9 +87,7 @@ INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t
     team.share(HEAD, rows, [&](int64_t t) {
         float *row = y + t * head.weight.outputs;
         for (int64_t i = 0; i < head.weight.outputs; i++) row[i] *= (float)head.scale;
-        if (head.soft_cap == 0) return;
-        const float cap = (float)head.soft_cap;
-        for (int64_t i = 0; i < head.weight.outputs; i++) row[i] = cap * std::tanh(row[i] / cap);
+        if (head.soft_cap != 0) cap_row(row, head.weight.outputs, (float)head.soft_cap);
     });
 }
 

@@ -86,7 +86,8 @@ template <class N> struct Pass {
     RoundedRows &rounded; // the input of the next linear, if that reads rounded rows
     std::vector<int64_t> adapted; // the tokens that have an adapter
 
-    explicit Pass(const Forward &forward) : f(forward), work(forward.rows), rounded(rounded_rows()) {
+    explicit Pass(const Forward &forward)
+        : f(forward), work(forward.rows), rounded(rounded_rows()), adapted(f.adapters.adapted_tokens(f.tokens)) {
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             for (const Packed *each : {&layer.qkv, &layer.output, &layer.mlps[0].gate_up, &layer.mlps[0].down})
@@ -95,8 +96,6 @@ template <class N> struct Pass {
         partials.resize((size_t)(work.num_partials * f.heads.kv_heads * group_floats(f.heads)));
         for (int64_t i = 0; i < f.num_layers; i++)
             routings.emplace_back(f.tokens, f.layers[i].num_experts, f.layers[i].top_k);
-        for (int64_t t = 0; f.adapters.rows && t < f.tokens; t++)
-            if (f.adapters.rows[t] >= 0) adapted.push_back(t);
     }
 
     // Returns memory of the calling thread for rounded rows, which is kept for the next pass.

@@ -1,4 +1,4 @@
-// The convolution and the recurrence of a gated delta net. worker/layers/delta_rule.py defines both.
+// What a gated delta net computes between its linears. worker/layers/delta_rule.py defines it.
 //
 // Each column of a state's matrix changes independently of the others. So a matrix is computed in tiles of columns,
 // which stay in the first cache while all tokens of a row change them. A token costs one pass over the tile.
@@ -16,7 +16,8 @@ namespace {
 struct DeltaSizes {
     int64_t key_heads, value_heads, key_dim, value_dim, kernel;
     int64_t is_tiled; // whether value head v uses key head v % key_heads
-    double norm_eps; // is added to the sum of squares of a query or key
+    double unit_eps; // is added to the sum of squares of a query or key
+    double norm_eps; // is added to the mean square of a head's result
 
     // Returns the vectors that the convolution makes of a token: queries, keys, then values.
     Vectors vectors() const { return {2 * key_heads, key_dim, value_heads, value_dim}; }
@@ -26,25 +27,43 @@ struct DeltaSizes {
     }
 };
 
+// The weights beside the linears.
+struct DeltaWeights {
+    const float *conv;         // [kernel, C]
+    const float *decay, *bias; // [H]
+    const float *norm;         // [V]
+};
+
 // The tensors of one call.
 struct Delta {
     DeltaSizes sizes;
     States states;
+    DeltaWeights weights;
     Convolution conv;
     Mixed mixed;
-    const float *qkv;          // [T, C]
-    int64_t qkv_stride;        // numbers from token to token of qkv
-    const float *beta, *decay; // [T, H]
-    float *out;                // [T, H, V]
+    const float *inputs;   // [T, C + H * V]: what is convolved, then the gates of the results
+    int64_t stride;        // numbers from token to token of inputs
+    const float *gates;    // [T, 2 H]: what beta is made of, then what the decay is made of
+    float *betas, *decays; // scratch memory [T, H]; of decays: what the state is multiplied by
+    float *out;            // [T, H, V]
 };
 
+// Computes beta and the decay of a token for a head.
+INLINE void make_gates(const Delta &d, int64_t t, int64_t head) {
+    const int64_t heads = d.sizes.value_heads;
+    const float *gates = d.gates + t * 2 * heads;
+    const float step = softplus(gates[heads + head] + d.weights.bias[head]);
+    d.betas[t * heads + head] = sigmoid(splat(gates[head]))[0];
+    d.decays[t * heads + head] = exponential(splat(step * d.weights.decay[head]))[0];
+}
+
 // Computes one vector of all tokens of a row, and the new tails of the vector's channels. Queries and keys are
-// divided by their length, and queries by sqrt(K).
+// divided by their length, and queries by sqrt(K). With the values of a head, computes its betas and decays.
 inline void convolve(const Delta &d, const StateRow &row, int64_t vector) {
     const DeltaSizes &sizes = d.sizes;
     const Vectors &vectors = d.mixed.vectors;
     const int64_t dim = vectors.size(vector);
-    RowChannels<false> channels{d.conv, row, vectors.start(vector), dim, d.qkv, nullptr, d.qkv_stride};
+    RowChannels<false> channels{d.conv, row, vectors.start(vector), dim, d.inputs, nullptr, d.stride};
     for (int64_t n = 0; n < row.count; n++) {
         float *to = d.mixed.at(vector, row.first + n);
         Floats squares = {};
@@ -53,8 +72,11 @@ inline void convolve(const Delta &d, const StateRow &row, int64_t vector) {
             squares = fused(x, x, squares);
             store(to + i, x);
         }
-        if (vector >= 2 * sizes.key_heads) continue;
-        float scale = 1.0f / std::sqrt(sum(squares) + (float)sizes.norm_eps);
+        if (vector >= 2 * sizes.key_heads) {
+            make_gates(d, row.first + n, vector - 2 * sizes.key_heads);
+            continue;
+        }
+        float scale = 1.0f / std::sqrt(sum(squares) + (float)sizes.unit_eps);
         if (vector < sizes.key_heads) scale /= std::sqrt((float)dim);
         for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(to + i) * scale);
     }
@@ -119,10 +141,10 @@ __attribute__((noinline)) void compute_columns(const Delta &d, StateRow row, int
         const int64_t t = row.first + n;
         const float *q = d.mixed.at(key, t), *k = d.mixed.at(sizes.key_heads + key, t);
         const float *v = d.mixed.at(2 * sizes.key_heads + head, t) + column;
-        const float factor = exponential(splat(d.decay[t * num_heads + head]))[0];
+        const float factor = d.decays[t * num_heads + head];
         for (int j = 0; j < COUNT; j++)
             change[j] = fused(known[j], splat(-factor), load_first(v + j * LANES, columns - j * LANES)) *
-                        d.beta[t * num_heads + head];
+                        d.betas[t * num_heads + head];
         if (n + 1 < row.count)
             change_state<COUNT, true>(s, factor, change, k, q, k + d.mixed.vectors.padded(key), key_dim, result, known);
         else change_state<COUNT, false>(s, factor, change, k, q, nullptr, key_dim, result, known);
@@ -141,7 +163,24 @@ INLINE void compute_tile(const Delta &d, const StateRow &row, int64_t head, int6
     compute_columns<COUNT>(d, row, head, column, columns, scratch);
 }
 
-// Computes the step. Calls `share` twice.
+// Norms a token's result of a head, and multiplies it by the SiLU of its gate.
+INLINE void norm_and_gate(const Delta &d, int64_t t, int64_t head) {
+    const int64_t dim = d.sizes.value_dim, heads = d.sizes.value_heads;
+    const float *gate = d.inputs + t * d.stride + d.conv.width + head * dim;
+    float *out = d.out + (t * heads + head) * dim;
+    Floats squares = {};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const Floats x = load_first(out + i, dim - i);
+        squares = fused(x, x, squares);
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + (float)d.sizes.norm_eps);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const Floats x = load_first(out + i, dim - i) * scale * load_first(d.weights.norm + i, dim - i);
+        store_first(out + i, x * Silu::of(load_first(gate + i, dim - i)), dim - i);
+    }
+}
+
+// Computes the step. Calls `share` three times.
 inline void compute_delta(Team &team, const Delta &d) {
     const int64_t vectors = d.mixed.vectors.count(), value_dim = d.sizes.value_dim, width = DELTA_VECTORS * LANES;
     team.share(OTHER_LAYERS, d.states.num_rows * vectors, [&](int64_t item) {
@@ -153,6 +192,9 @@ inline void compute_delta(Team &team, const Delta &d) {
         const int64_t in_row = item % row_tiles, column = in_row % tiles * width;
         compute_tile<DELTA_VECTORS>(d, StateRow(d.states, item / row_tiles), in_row / tiles, column,
                                     std::min(width, value_dim - column), scratch);
+    }, true);
+    team.share(OTHER_LAYERS, d.mixed.tokens * d.sizes.value_heads, [&](int64_t item) {
+        norm_and_gate(d, item / d.sizes.value_heads, item % d.sizes.value_heads);
     }, true);
 }
 

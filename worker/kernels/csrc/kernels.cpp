@@ -60,33 +60,76 @@ EXPORT void add_norm(int64_t numbers, int64_t threads, int64_t rows, int64_t siz
     });
 }
 
-// Writes silu(gate) * up to out [rows, inner]. gate_up: [rows, 2 inner].
-EXPORT void silu_mul(int64_t numbers, int64_t threads, int64_t rows, int64_t inner,
-                     const void *gate_up, void *out) {
+// Writes the activation of each row to out [rows, inner]. from: [rows, 2 inner], the gate and then up; without a gate,
+// [rows, inner].
+EXPORT void activate(int64_t numbers, int64_t threads, int64_t rows, int64_t inner, const Activation *activation,
+                     const void *from, void *out) {
+    const int64_t width = activation->is_gated ? 2 * inner : inner;
     in_numbers(numbers, [&](auto zero) {
         using N = decltype(zero);
         together(threads, 1, [&](Team &team) {
             team.share(OTHER_LAYERS, rows, [&](int64_t t) {
-                gated_row<Silu>((const N *)gate_up + t * 2 * inner, (N *)out + t * inner, inner);
+                activate_row(*activation, (const N *)from + t * width, (N *)out + t * inner, inner);
             });
         });
     });
 }
 
-// Computes the convolution and the recurrence of a gated delta net, changes the states and saves them, and returns -1.
+// Adds the terms of a step's adapters to the result y [tokens, outputs] of one linear of a layer, whose input was
+// x [tokens, inputs].
+EXPORT void add_low_rank(int64_t numbers, int64_t threads, const StepAdapters *adapters, int64_t tokens, int64_t layers,
+                         int64_t layer, int64_t linear, const void *x, int64_t inputs, void *y, int64_t outputs) {
+    const std::vector<int64_t> adapted = adapters->adapted_tokens(tokens);
+    if (adapted.empty()) return;
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        const LowRank<N> terms{*adapters, adapted, layers, layer, (AdaptedLinear)linear};
+        together(threads, 2, [&](Team &team) {
+            team.share(OTHER_LAYERS, terms.shrink_items(), [&](int64_t item) { terms.shrink(item, (const N *)x, inputs); });
+            team.share(OTHER_LAYERS, terms.expand_items(outputs),
+                       [&](int64_t item) { terms.expand(item, (N *)y, outputs, 1.0f); });
+        });
+    });
+}
+
+// Writes the sigmoid of each number of x [rows, width] to out [rows, width]. `stride` numbers from row to row of x.
+EXPORT void sigmoids(int64_t numbers, int64_t threads, int64_t rows, int64_t width, const void *x, int64_t stride,
+                     void *out) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 1, [&](Team &team) {
+            team.share(OTHER_LAYERS, rows, [&](int64_t t) {
+                const N *from = (const N *)x + t * stride;
+                N *to = (N *)out + t * width;
+                for (int64_t i = 0; i < width; i += LANES)
+                    store_first(to + i, sigmoid(load_first(from + i, width - i)), width - i);
+            });
+        });
+    });
+}
+
+// Makes each number x of logits [rows, width] cap * tanh(x / cap).
+EXPORT void cap_logits(int64_t threads, int64_t rows, int64_t width, float *logits, double cap) {
+    together(threads, 1, [&](Team &team) {
+        team.share(HEAD, rows, [&](int64_t t) { cap_row(logits + t * width, width, (float)cap); });
+    });
+}
+
+// Computes what a gated delta net does between its linears, changes the states and saves them, and returns -1.
 // If the states contradict `tokens` or each other, computes nothing and returns the number of a row that does.
 //
-// conv: [kernel, C]. qkv: [T, C], with qkv_stride numbers from token to token. beta, decay: [T, H]. out: [T, H, V].
-EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const States *states, int64_t tokens,
-                           const float *conv, const float *qkv, int64_t qkv_stride, const float *beta,
-                           const float *decay, float *out) {
+// inputs: [T, C + H * V], with `stride` numbers from token to token. gates: [T, 2 H]. out: [T, H, V].
+EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const DeltaWeights *weights, const States *states,
+                           int64_t tokens, const float *inputs, int64_t stride, const float *gates, float *out) {
     const int64_t bad_row = states->bad_row(tokens);
     if (bad_row >= 0) return bad_row;
     const Vectors vectors = sizes->vectors();
-    const Convolution convolution{sizes->kernel, vectors.width(), conv, nullptr};
+    const Convolution convolution{sizes->kernel, vectors.width(), weights->conv, nullptr};
     const MixedMemory mixed(vectors, tokens);
-    const Delta delta{*sizes, *states, convolution, mixed.mixed, qkv, qkv_stride, beta, decay, out};
-    together(threads, 2, [&](Team &team) { compute_delta(team, delta); });
+    std::vector<float> betas((size_t)(sizes->value_heads * tokens)), decays(betas.size());
+    const Delta delta{*sizes, *states, *weights,     convolution,   mixed.mixed, inputs,
+                      stride, gates,   betas.data(), decays.data(), out};
+    together(threads, 3, [&](Team &team) { compute_delta(team, delta); });
     return -1;
 }
 

@@ -40,6 +40,14 @@ struct StepAdapters {
     const int64_t *rows;      // [T]: each token's row of the table, negative: none; null: no token has one
     float *shrunk;            // scratch memory: [T, width], down x of one linear
     int64_t width;            // the largest rank of a term
+
+    // Returns those of the first `count` tokens that have an adapter, ascending.
+    std::vector<int64_t> adapted_tokens(int64_t count) const {
+        std::vector<int64_t> found;
+        for (int64_t t = 0; rows && t < count; t++)
+            if (rows[t] >= 0) found.push_back(t);
+        return found;
+    }
 };
 
 // Returns the sum of x[i] * w[i]. count is a multiple of LANES.

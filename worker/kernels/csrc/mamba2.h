@@ -13,9 +13,13 @@
 
 namespace {
 
+// Where the result is normed: nowhere, after it is multiplied by the gate, or before.
+enum NormPlace : int64_t { NO_NORM = 0, AFTER_GATE = 1, BEFORE_GATE = 2 };
+
 // The dimensions and limits of a layer (worker/spec/recurrent.py). A state's matrices are [H, P, S].
 struct Mamba2Sizes {
     int64_t heads, head_dim, groups, state, kernel;
+    int64_t norm_place;
     double eps, least_step, most_step;
 
     int64_t output_width() const { return heads * head_dim; }
@@ -30,7 +34,7 @@ struct Mamba2Sizes {
 struct Mamba2Weights {
     const float *conv, *conv_bias;    // [kernel, C]; [C], or null
     const float *decay, *bias, *skip; // [H]
-    const float *norm;                // [H * P]
+    const float *norm;                // [H * P]; null if there is no norm
 };
 
 // The tensors of one call.
@@ -51,8 +55,7 @@ struct Mamba2 {
 INLINE float step_of(const Mamba2 &m, int64_t t, int64_t head) {
     const Mamba2Sizes &sizes = m.sizes;
     const float x = m.inputs[t * m.stride + sizes.output_width() + m.conv.width + head] + m.weights.bias[head];
-    const float step = x > 20.0f ? x : std::log1p(std::exp(x)); // as torch's softplus
-    return std::min(std::max(step, (float)sizes.least_step), (float)sizes.most_step);
+    return std::min(std::max(softplus(x), (float)sizes.least_step), (float)sizes.most_step);
 }
 
 // Computes one vector of all tokens of a row, and the new tails of the vector's channels. With the x of a head,
@@ -169,21 +172,27 @@ inline void compute_rows(const Mamba2 &m, StateRow row, int64_t head, int64_t fi
     }
 }
 
-// Multiplies one group of a token's results by the SiLU of the gate, and norms it.
+// Multiplies one group of a token's results by the SiLU of the gate. Norms it before or afterwards, if there is a norm.
 INLINE void gate_and_norm(const Mamba2 &m, int64_t t, int64_t group) {
     const Mamba2Sizes &sizes = m.sizes;
     const int64_t width = sizes.output_width() / sizes.groups, start = group * width;
-    const float *gate = m.inputs + t * m.stride + start, *weight = m.weights.norm + start;
+    const float *gate = m.inputs + t * m.stride + start;
     float *out = m.out + t * sizes.output_width() + start;
+    const bool is_before = sizes.norm_place == BEFORE_GATE;
     Floats squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
-        const Floats x = load_first(out + i, width - i) * Silu::of(load_first(gate + i, width - i));
+        Floats x = load_first(out + i, width - i);
+        if (!is_before) x *= Silu::of(load_first(gate + i, width - i));
         squares = fused(x, x, squares);
         store_first(out + i, x, width - i);
     }
+    if (sizes.norm_place == NO_NORM) return;
     const float scale = 1.0f / std::sqrt(sum(squares) / (float)width + (float)sizes.eps);
-    for (int64_t i = 0; i < width; i += LANES)
-        store_first(out + i, load_first(out + i, width - i) * scale * load_first(weight + i, width - i), width - i);
+    for (int64_t i = 0; i < width; i += LANES) {
+        Floats x = load_first(out + i, width - i) * scale * load_first(m.weights.norm + start + i, width - i);
+        if (is_before) x *= Silu::of(load_first(gate + i, width - i));
+        store_first(out + i, x, width - i);
+    }
 }
 
 // Computes the step. Calls `share` three times.

@@ -70,13 +70,6 @@ INLINE Words widened(Halves x) {
 INLINE Floats load(const float *from) { return load_as<Floats>(from); }
 INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(from)) << 16); }
 
-// Loads the first `count` numbers of a vector, or all if `count` is more, and zeros instead of the others.
-INLINE Floats load_first(const float *from, int64_t count) {
-    if (count >= LANES) return load(from);
-    float all[LANES] = {};
-    memcpy(all, from, (size_t)count * sizeof(float));
-    return load(all);
-}
 
 // Rounds to bfloat16: to nearest, ties to even, as torch does. NaN stays NaN.
 INLINE Halves rounded(Floats x) {
@@ -92,10 +85,20 @@ INLINE Halves rounded(Floats x) {
 INLINE void store(float *to, Floats x) { store_as(to, x); }
 INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
 
+// Loads the first `count` numbers of a vector, or all if `count` is more, and zeros instead of the others.
+template <class N> INLINE Floats load_first(const N *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    N all[LANES] = {};
+    memcpy(all, from, (size_t)count * sizeof(N));
+    return load(all);
+}
+
 // Stores the first `count` lanes of x, or all if `count` is more.
-INLINE void store_first(float *to, Floats x, int64_t count) {
-    if (count >= LANES) store(to, x);
-    else memcpy(to, &x, (size_t)count * sizeof(float));
+template <class N> INLINE void store_first(N *to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    N all[LANES];
+    store(all, x);
+    memcpy(to, all, (size_t)count * sizeof(N));
 }
 
 // Rounds x as if it were stored in the type of the first argument and loaded again.
