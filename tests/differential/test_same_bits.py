@@ -14,7 +14,7 @@ from tests.support.adapters import random_adapter
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import load
-from tests.support.same_bits import DENSE, WAYS, Subject, small_model, together
+from tests.support.same_bits import DENSE, OF_LAYERS, WAYS, Subject, small_model, together, ways_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -72,6 +72,32 @@ def test_it_has_the_same_bits_with_weights_of_every_kind(
     subject = Subject.of(loaded, NUM_PROMPTS, every=EVERY)
     for way in SMALL_WAYS:
         assert_same(subject, way, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_it_has_the_same_bits_in_models_that_one_call_cannot_compute(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """One prompt has no adapter, and the others have one of two."""
+    loaded = small_model(tmp_path, kind, dtype)
+    assert loaded.model.whole is None
+    assert loaded.card.numerics
+    adapters = [random_adapter(loaded, seed=seed, rank=5) for seed in range(2)]
+    subject = Subject.of(loaded, NUM_PROMPTS, every=EVERY, adapters=adapters)
+    for way in ways_for(loaded, (*SMALL_WAYS, "n-gram drafts")):
+        assert_same(subject, way, tmp_path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["hybrid", "shared"])
+def test_a_position_of_such_a_model_has_the_same_bits_however_it_is_computed(
+    kind: str, way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    loaded = small_model(tmp_path_factory.mktemp("model"), kind, torch.float32)
+    if not ways_for(loaded, [way]):
+        pytest.skip("a model with recurrent layers cannot be a draft model")
+    assert_same(Subject.of(loaded, NUM_PROMPTS, every=EVERY), way, tmp_path)
 
 
 ADAPTED_KINDS = [

@@ -26,6 +26,7 @@ from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.sampling import SamplingParams
 from protocol.tools.start_facts import GIB
 from tests.support.checkpoints import random_llama, write_directory
+from tests.support.family_models import random_model
 from tests.support.kernels import native_kernels
 from tests.support.reference import GOLDEN
 from tests.support.replica import Replica, load
@@ -58,21 +59,56 @@ SHAPE = {
     "initializer_range": 0.1,
 }
 """The rows of each matrix have a multiple of 256 numbers, as K-quants need."""
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+EXPERTS = {"moe_intermediate_size": 64}
+DELTA = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 128,
+}
+GRANITE = {
+    "intermediate_size": 64,
+    "shared_intermediate_size": 128,
+    "mamba_n_heads": 16,
+    "mamba_d_state": 32,
+}
+NEMOTRON = {
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 16,
+    "moe_shared_expert_intermediate_size": 128,
+}
+OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hybrid": ("qwen3_5_moe_text", WIDE | EXPERTS | DELTA),
+    "mamba": ("granitemoehybrid", WIDE | GRANITE),
+    "conv": ("lfm2_moe", WIDE | EXPERTS),
+    "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
+    "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
+    "shared": ("gemma4_text", WIDE),
+}
+"""Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
+The layers of the first five are recurrent; those of the last share keys and values."""
 
 
 def small_model(
     folder: Path, kind: str, dtype: torch.dtype, instructions: str | None = None
 ) -> LoadedModel:
-    """Write and load a Llama with random weights on the compiled kernels.
+    """Write and load a model with random weights on the compiled kernels.
 
-    kind           a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`; then
-                   options (INT8, KV8), each after a hyphen
+    kind           of a Llama: a type that `tidegate quantize` writes, or DENSE: numbers of `dtype`.
+                   Or one of OF_LAYERS, with numbers of `dtype`. Then options (INT8, KV8), each
+                   after a hyphen
     instructions   instruction set of the kernels; None: the best one
     """
     form, *options = kind.split("-")
-    model: Any = random_llama(**SHAPE)
+    if form in OF_LAYERS:
+        model_type, sizes = OF_LAYERS[form]
+        model: Any = random_model(model_type, **sizes)
+    else:
+        model = random_llama(**SHAPE)
     path = write_directory(folder / "numbers", model.to(dtype))
-    if form != DENSE:
+    if form not in (DENSE, *OF_LAYERS):
         source, path = path, folder / "small.gguf"
         quantize_model(source, path, form, lambda *_: None)
     return load(
@@ -306,14 +342,20 @@ def with_drafts(kind: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
 
 
 def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[BitCase]:
-    """Fetch the K/V of all prompt tokens but the last from another engine, as with --split."""
+    """Fetch the K/V of all prompt tokens but the last from another engine, as with --split. The
+    states of recurrent layers are fetched at the last boundary between blocks, into checkpoints,
+    which only an engine with a prefix cache has."""
+    has_states = bool(subject.loaded.spec.state_items)
     address = f"ipc://{folder}/kv"
     exporting = WorkerConfig(model="", kv_export=True, kv_address=address, kv_mover=mover)
     p = subject.replica(token_budget=100, moves=exporting)
-    d = subject.replica(moves=WorkerConfig(model="", kv_mover=mover), prefix_cache=False)
+    d = subject.replica(moves=WorkerConfig(model="", kv_mover=mover), prefix_cache=has_states)
+    counts = [len(prompt) - 1 for prompt in subject.prompts]
+    if has_states:
+        counts = [count // BLOCK_TOKENS * BLOCK_TOKENS for count in counts]
     with closing(p), closing(d):
         for number, prompt in enumerate(subject.prompts):
-            if len(prompt) > 1:
+            if counts[number]:
                 name = subject.names[number]
                 answer(p, prompt, GREEDY, kv_readers=1, adapter=name)
                 handle = [*p.outputs.values()][-1][-1].kv_handle
@@ -321,7 +363,7 @@ def from_another_engine(mover: Any, subject: Subject, folder: Path) -> Iterator[
                 yield BitCase(number, found)
                 p.receive_report()
         fetched = d.engine.stats().num_fetched_tokens
-        assert fetched == sum(len(prompt) - 1 for prompt in subject.prompts)
+        assert fetched == sum(counts)
 
 
 def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
@@ -331,7 +373,9 @@ def from_tier(tier: str, subject: Subject, folder: Path) -> Iterator[BitCase]:
     if tier == "disk":
         moves = WorkerConfig(model="", kv_disk=str(folder))
     else:
-        moves = WorkerConfig(model="", kv_host_gib=2 * num_blocks * _block_bytes(subject) / GIB)
+        of_blocks = num_blocks * _block_bytes(subject)
+        num_bytes = of_blocks + len(subject.prompts) * _state_bytes(subject)
+        moves = WorkerConfig(model="", kv_host_gib=2 * num_bytes / GIB)
     new_replica = partial(
         subject.replica,
         block_tokens=BLOCK_TOKENS,
@@ -364,6 +408,10 @@ def _block_bytes(subject: Subject) -> int:
     return cache_bytes(layers, 1, BLOCK_TOKENS, subject.loaded.kv_dtype)
 
 
+def _state_bytes(subject: Subject) -> int:
+    return subject.loaded.spec.state_items * torch.float32.itemsize
+
+
 def _await_stored(replica: Replica, tier: str, num_blocks: int) -> None:
     assert replica.transfers is not None
     while replica.engine.stats().tier_blocks.get(tier, 0) < num_blocks:
@@ -387,3 +435,10 @@ WAYS: dict[str, Way] = {
     "host tier": partial(from_tier, "host"),
     "disk tier": partial(from_tier, "disk"),
 }
+"""Name -> way."""
+
+
+def ways_for(loaded: LoadedModel, ways: Sequence[str]) -> list[str]:
+    """Return those of `ways` in which the model can be computed. A model with recurrent layers
+    cannot be a draft model."""
+    return [way for way in ways if way != "model drafts" or not loaded.spec.state_items]

@@ -3,8 +3,9 @@
     python -m tests.torture.same_bits [--prompts 16] [--models default Q4_K] [--ways "disk tier"]
                                       [--kernels avx2]
 
-The models are the default model and a small random one in several types of weights, each in both
-dtypes. The ways are those of tests/support/same_bits.py: chunks of any length, other requests in
+The models are the default model, a small random one in several types of weights, and small random
+ones with recurrent layers or with shared keys and values, each in both dtypes. The ways are those
+of tests/support/same_bits.py: chunks of any length, other requests in
 the batch, other threads, cached prefixes at each boundary between blocks, preemptions at each step,
 drafts, K/V from another engine and from tiers. A progress bar shows the answers; the table at the
 end has a row for each model and way, and a line for each answer with other bits. The exit code is 1
@@ -27,12 +28,13 @@ from tqdm import tqdm
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import load
-from tests.support.same_bits import DENSE, WAYS, BitCase, Subject, small_model
+from tests.support.same_bits import DENSE, OF_LAYERS, WAYS, BitCase, Subject, small_model, ways_for
 from tests.torture.table import print_table
 from worker.loading.decoder import LoadedModel
 
 DEFAULT = "default"
-MODELS = (DEFAULT, "Q4_1", "Q4_1-int8", "Q8_0", "Q8_0-int8", "Q4_K", "Q4_K-int8", "Q4_1-kv8", DENSE)
+QUANTIZED = ("Q4_1", "Q4_1-int8", "Q8_0", "Q8_0-int8", "Q4_K", "Q4_K-int8", "Q4_1-kv8")
+MODELS = (DEFAULT, *QUANTIZED, DENSE, *OF_LAYERS)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COLUMNS = {"model": 12, "dtype": 10, "way": 24, "answers": 8, "other bits": 0}
 
@@ -88,7 +90,7 @@ def compare(
             with tempfile.TemporaryDirectory(prefix="tidegate-bits-") as folder:
                 loaded = load_model(model, DTYPES[dtype], Path(folder), instructions)
                 subject = Subject.of(loaded, num_prompts)
-                for way in ways:
+                for way in ways_for(loaded, ways):
                     yield compare_way(BitRow(model, dtype, way), subject)
 
 

@@ -232,7 +232,14 @@ def _card(
 def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str]) -> str:
     """Return the fingerprint of all that affects the bits of results (ModelCard.numerics); "" if
     the bits may vary."""
-    whole, kernels = model.whole, model.kernels
-    if whole is None or not whole.keeps_bits or not isinstance(kernels, NativeKernels):
+    kernels = model.kernels
+    if not isinstance(kernels, NativeKernels):
         return ""
-    return fingerprint(kernels.file, str(dtype), rounded=rounded, cpu_flags=cpu_flags())
+    if not model.keeps_bits:
+        log.info(
+            "an answer can depend on how its prompt is cut into chunks and on other requests, "
+            "because some weights are not packed"
+        )
+        return ""
+    others = {} if model.whole is not None else {"torch": torch.__version__}
+    return fingerprint(kernels.file, str(dtype), rounded=rounded, cpu_flags=cpu_flags(), **others)
