@@ -40,6 +40,15 @@ HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
 }
+GRANITE_MOE: dict[str, Any] = {
+    "embedding_multiplier": 2.5,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "intermediate_size": 64,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
@@ -78,6 +87,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.2,
     },
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE | {"shared_intermediate_size": 144},
     "granitemoehybrid": {
         "embedding_multiplier": 2.5,
         "logits_scaling": 3.0,
@@ -214,6 +225,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         **ROPES,
     },
     "granite": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "granitemoe": {"tied": TIED, "biases": BIASED, **ROPES},
+    "granitemoeshared": {
+        "tied": TIED,
+        "biases": BIASED,
+        "no shared": {"shared_intermediate_size": 0},
+    },
     "granitemoehybrid": {
         "tied": TIED,
         "biases": BIASED,

@@ -54,6 +54,8 @@ ARCHITECTURES = {
     "olmo3": MODEL_ARCH.OLMO2,
     "exaone4": MODEL_ARCH.EXAONE4,
     "granite": MODEL_ARCH.GRANITE,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": MODEL_ARCH.GRANITE_MOE,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
     "smollm3": MODEL_ARCH.SMOLLM3,
     "seed_oss": MODEL_ARCH.SEED_OSS,
@@ -69,7 +71,8 @@ GRANITE_HYBRID = "granitehybrid"
 """The architecture of a Granite 4 some of whose layers have Mamba-2."""
 NEMOTRON_MOE = "nemotron_h_moe"
 """The architecture of a Nemotron-H with experts."""
-PERMUTED = frozenset({"llama", "mistral", "mixtral", "granite", "granitemoehybrid", "smollm3"})
+GRANITES = frozenset({"granite", "granitemoe", "granitemoeshared", "granitemoehybrid"})
+PERMUTED = frozenset({"llama", "mistral", "mixtral", "smollm3"}) | GRANITES
 """Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes a list of the layers that have windows."""
@@ -236,11 +239,16 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window(config.sliding_window)
             slides = [kind == "sliding_attention" for kind in config.layer_types]
             writer.add_sliding_window_pattern(slides)
-        case "granite" | "granitemoehybrid":
+        case "granite" | "granitemoe" | "granitemoeshared" | "granitemoehybrid":
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)
             writer.add_residual_scale(config.residual_multiplier)
             writer.add_logit_scale(config.logits_scaling)
+            if config.model_type in ("granitemoe", "granitemoeshared"):
+                writer.add_expert_count(config.num_local_experts)
+                writer.add_expert_used_count(config.num_experts_per_tok)
+                if shared := getattr(config, "shared_intermediate_size", 0):
+                    writer.add_expert_shared_feed_forward_length(shared)
             if config.model_type == "granitemoehybrid":
                 is_linear = [kind == "linear_attention" for kind in config.layer_types]
                 heads = [0 if linear else config.num_key_value_heads for linear in is_linear]

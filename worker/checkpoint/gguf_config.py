@@ -375,6 +375,15 @@ def granite(metadata: Metadata) -> Config:
     }
 
 
+def granite_moe(metadata: Metadata) -> Config:
+    """Return the keys of Granite 3 with experts besides those of `common`. Only some of these
+    models have a shared MLP."""
+    found = granite(metadata) | _experts(metadata)
+    if shared := metadata.integer("expert_shared_feed_forward_length", 0):
+        found["shared_intermediate_size"] = shared
+    return found
+
+
 def _attends(metadata: Metadata) -> list[bool]:
     """Return whether each layer has attention: the others have no key/value heads."""
     kv_heads = metadata.get("attention.head_count_kv")

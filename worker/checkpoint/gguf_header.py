@@ -166,6 +166,11 @@ def _granite_family(metadata: Metadata) -> str:
     return "GraniteForCausalLM" if rotated else "GraniteMoeHybridForCausalLM"
 
 
+def _granite_moe_family(metadata: Metadata) -> str:
+    shared = metadata.integer("expert_shared_feed_forward_length", 0)
+    return "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
+
+
 FAMILIES = {
     "llama": GGUFFamily(
         families=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
@@ -237,6 +242,13 @@ FAMILIES = {
         families=("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"),
         choose=_granite_family,
         config=gguf_config.granite,
+        is_interleaved=True,
+    ),
+    "granitemoe": GGUFFamily(
+        families=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+        choose=_granite_moe_family,
+        config=gguf_config.granite_moe,
+        roles=SHARED_ROLES,
         is_interleaved=True,
     ),
     "granitehybrid": GGUFFamily(

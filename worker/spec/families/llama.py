@@ -1,6 +1,6 @@
 """Llama, and families that differ from it only by biases, factors or layers without positions:
-SmolLM2 and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and 4, and Seed-OSS.
-Granite 4 H also has layers with Mamba-2."""
+SmolLM2 and Falcon 3 (both are Llama in their configs), SmolLM3, Granite 3 and 4, and Seed-OSS. Some
+models of Granite have experts. Granite 4 H also has layers with Mamba-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 
 from worker.errors import UnusableModel
 from worker.spec.families.family import DEFAULTS, FULL, LINEAR, SLIDING, ConfigFields, ModelFamily
-from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from worker.spec.recurrent import Mamba2Spec
 from worker.spec.rope_config import RopeConfig
 from worker.spec.tensor_names import TensorNames, names_of
@@ -38,6 +38,24 @@ def read_granite(config: ConfigFields) -> ModelSpec:
     return _granite(config, [layer] * config.num_layers)
 
 
+def read_granite_moe(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of Granite 3 with experts describes. Some of these models also
+    have a shared MLP, whose size only their configs have."""
+    layer = LayerSpec(
+        attention=_granite_attention(config, config.rope()), mlp=_granite_experts(config)
+    )
+    return _granite(config, [layer] * config.num_layers)
+
+
+def _granite_experts(config: ConfigFields) -> MlpSpec:
+    return config.mlp(
+        num_experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        shared=config.integer("shared_intermediate_size"),
+        scores_shared=False,
+    )
+
+
 def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of Granite 4 describes: some of its layers have Mamba-2, the
     others attention. Raises UnusableModel, naming the field, if a value is not supported.
@@ -47,15 +65,10 @@ def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
     """
     kinds = config.layer_types(lambda index: LINEAR, known=(FULL, LINEAR))
     rope = config.rope() if config.get("position_embedding_type") == "rope" else None
-    shared, experts = (
-        config.integer("shared_intermediate_size"),
-        config.integer("num_local_experts"),
-    )
-    if experts:
-        top_k = config.integer("num_experts_per_tok")
-        mlp = config.mlp(num_experts=experts, top_k=top_k, shared=shared, scores_shared=False)
+    if config.integer("num_local_experts"):
+        mlp = _granite_experts(config)
     else:
-        mlp = config.mlp(intermediate=shared)
+        mlp = config.mlp(intermediate=config.integer("shared_intermediate_size"))
     attention = LayerSpec(attention=_granite_attention(config, rope), mlp=mlp)
     mamba = attention
     if LINEAR in kinds:
@@ -143,6 +156,12 @@ MULTIPLIERS = {
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
 }
+GRANITE_MOE = MULTIPLIERS | {
+    "attention_bias": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 0,
+}
 MAMBA_NAMES = {
     "mamba_inputs": "model.layers.{i}.mamba.in_proj",
     "mamba_conv": "model.layers.{i}.mamba.conv1d",
@@ -188,6 +207,21 @@ FAMILIES = (
         defaults=DEFAULTS | BIASES | MULTIPLIERS,
         read=read_granite,
         names=lambda spec: names_of(),
+    ),
+    ModelFamily(
+        architecture="GraniteMoeForCausalLM",
+        model_type="granitemoe",
+        defaults=DEFAULTS | GRANITE_MOE,
+        read=read_granite_moe,
+        names=granite_hybrid_names,
+    ),
+    ModelFamily(
+        architecture="GraniteMoeSharedForCausalLM",
+        model_type="granitemoeshared",
+        defaults=DEFAULTS | GRANITE_MOE,
+        needed={"shared_intermediate_size": 1024},
+        read=read_granite_moe,
+        names=granite_hybrid_names,
     ),
     ModelFamily(
         architecture="GraniteMoeHybridForCausalLM",
