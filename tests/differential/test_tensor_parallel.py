@@ -21,7 +21,7 @@ from tests.support.eager import (
     load,
     some_tokens,
 )
-from tests.support.family_models import BIASED, HYBRIDS, MODEL_TYPES, TIED, WINDOW, random_model
+from tests.support.family_models import BIASED, MODEL_TYPES, TIED, UNDIVIDED, WINDOW, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.quantized_files import FORMATS, write_quantized
@@ -43,11 +43,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 CASES = [
     (kind, changes)
     for kind in MODEL_TYPES
-    if kind not in (*HYBRIDS, "qwen2_moe", "gemma4_text")
+    if kind not in UNDIVIDED
     for changes in VARIANTS.get(kind, [{}])
 ]
-"""Model types and changes of their configs. Recurrent layers, shared experts, and shared keys and
-values are not divided."""
+"""Model types and changes of their configs."""
 
 
 def logits_of_ranks(path: Path, size: int, tokens: list[int]) -> list[Tensor]:

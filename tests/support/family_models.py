@@ -16,6 +16,13 @@ HYBRIDS = [
     *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1"),
 ]
 """Model types some of whose layers are recurrent."""
+UNDIVIDED = {
+    **dict.fromkeys(HYBRIDS, "has recurrent layers"),
+    **dict.fromkeys(("qwen2_moe", "granitemoeshared"), "shared experts"),
+    "gemma4_text": "share keys",
+}
+"""Model types whose weights ranks of a tensor parallel group cannot share -> words of the
+reason."""
 FULL, SLIDING, MAMBA = "full_attention", "sliding_attention", "linear_attention"
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -15,7 +15,7 @@ from protocol.config.worker import JoinConfig, WorkerConfig
 from protocol.tools.start_facts import ModelPlan
 from protocol.wire.cluster_key import ClusterKey, write_cluster_key
 from protocol.wire.sockets import next_port, with_host_of
-from tests.support.family_models import HYBRIDS, MODEL_TYPES, OWN_SIZES, SIZES
+from tests.support.family_models import MODEL_TYPES, OWN_SIZES, SIZES, UNDIVIDED
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.unit.test_starting import READY
 from tools.__main__ import build_parser
@@ -322,10 +322,6 @@ def test_the_ranks_meet_at_the_port_after_that_of_the_workers() -> None:
 
 def test_every_family_can_be_divided_or_says_why_not() -> None:
     for model_type in MODEL_TYPES:
-        reason = {
-            **dict.fromkeys(HYBRIDS, "has recurrent layers"),
-            **dict.fromkeys(("qwen2_moe", "granitemoeshared"), "shared experts"),
-            "gemma4_text": "share keys",
-        }.get(model_type, "")
+        reason = UNDIVIDED.get(model_type)
         with pytest.raises(UnusableModel, match=reason) if reason else nullcontext():
             tensors_of(model_type).for_rank(0, 2)
