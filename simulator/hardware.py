@@ -80,7 +80,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     #: has recurrent layers.
     layer_types: list[str] | None = None
     full_attention_interval: Size = 4
-    #: Gated delta nets, as in Qwen3-Next and Qwen3.5.
+    #: Read only of OLMo Hybrid: its attention has no gates, unlike that of other models with gated
+    #: delta nets.
+    model_type: str = ""
+    #: Gated delta nets, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -164,7 +167,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Parameters that every token uses: attention, recurrent layers, a dense MLP or the one
         beside experts, and the output matrix."""
         queries = self.num_attention_heads * self.head_size
-        is_gated = self.linear_num_value_heads > 0  # the queries have a gate
+        # Whether the queries have a gate.
+        is_gated = self.linear_num_value_heads > 0 and self.model_type != "olmo_hybrid"
         attention = (2 + is_gated) * queries + 2 * self.kv_heads * self.head_size
         dense = self.shared_expert_intermediate_size or self.shared_intermediate_size
         if not self.experts:

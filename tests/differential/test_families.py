@@ -35,6 +35,7 @@ from tests.support.family_models import (
 from tests.support.kernels import native_kernels
 from worker.attention.reference import ReferenceAttention
 from worker.attention.select import select_attention
+from worker.errors import UnusableModel
 from worker.loading.decoder import load_model
 from worker.loading.header import ModelHeader, read_header
 from worker.models.compiled import why_not
@@ -105,6 +106,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "falcon_h1": [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
+    "olmo_hybrid": [
+        {"initializer_range": 0.05},
+        {"initializer_range": 0.05, "linear_allow_neg_eigval": False},
+    ],
     "exaone4": [WINDOW],
     "gpt2": [{}, {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True}],
     "gpt_neox": [{}, {"use_parallel_residual": False}],
@@ -234,6 +239,54 @@ def test_the_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
     renamed = {name.replace("backbone.", "model."): each for name, each in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors")
     assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], logits)
+
+
+@pytest.mark.parametrize("convolutions", ["one", "of equal sizes", "of queries, keys and values"])
+@pytest.mark.parametrize("norms", ["the same", "other in all layers", "other with delta nets"])
+def test_all_names_of_the_tensors_of_olmo_hybrid_are_found(
+    tmp_path: Path, norms: str, convolutions: str
+) -> None:
+    """Versions of transformers have written several names, and have cut the convolution in two
+    ways."""
+    theirs, tokens = random_model("olmo_hybrid"), some_tokens(61)
+    file = write_directory(tmp_path, theirs) / "model.safetensors"
+    weights = theirs.state_dict()
+    for index, kind in enumerate(theirs.config.layer_types):
+        layer = f"model.layers.{index}."
+        if kind == "linear_attention" and convolutions != "one":
+            conv = weights.pop(layer + "linear_attn.conv1d.weight")
+            sizes = [24, 24, 120] if "keys" in convolutions else [56] * 3
+            for part, rows in zip("qkv", conv.split(sizes), strict=True):
+                weights[f"{layer}linear_attn.{part}_conv1d.weight"] = rows.contiguous()
+        if norms == "other in all layers" or (kind, norms[:5]) == ("linear_attention", "other"):
+            for old, new in [
+                ("input_layernorm", "attention_layer_norm"),
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+            ]:
+                if (norm := weights.pop(f"{layer}{old}.weight", None)) is not None:
+                    weights[f"{layer}{new}.weight"] = norm
+    save_file(weights | {"mtp.norm.weight": torch.ones(96)}, file)
+    assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], expected(theirs, tokens))
+
+
+def test_without_a_base_olmo_hybrid_rotates_nothing(tmp_path: Path) -> None:
+    """The base is null in the rope parameters, or, if they have none, at the top level."""
+    theirs, tokens = random_model("olmo_hybrid", rope_theta=None), some_tokens(20)
+    file = write_directory(tmp_path, theirs) / "config.json"
+    written = json.loads(file.read_text())
+    logits = expected(theirs, tokens)
+    for changes in [{}, {"rope_parameters": None, "rope_theta": None}]:
+        file.write_text(json.dumps(written | changes))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert_same(expected(again, tokens), logits)
+        assert_same(EagerStepper(load(tmp_path), [tokens]).run([(20,)])[0], logits)
+
+
+def test_olmo_hybrid_with_another_activation_is_refused(tmp_path: Path) -> None:
+    """The activation of its MLPs is also that of its convolutions."""
+    path = write_directory(tmp_path, random_model("olmo_hybrid", hidden_act="gelu"))
+    with pytest.raises(UnusableModel, match="hidden_act 'gelu' is not supported for olmo_hybrid"):
+        read_header(path)
 
 
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:

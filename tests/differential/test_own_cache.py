@@ -117,7 +117,7 @@ def test_greedy_answers_are_those_of_transformers_with_preemptions_and_reused_sl
 def test_a_released_slot_drops_its_cache_and_an_aborted_request_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    loaded = load(write_directory(tmp_path, random_own_cache("OlmoHybridForCausalLM")))
+    loaded = load(write_directory(tmp_path, random_own_cache("MiniMaxForCausalLM")))
     replica = Replica(loaded, token_budget=16, prefix_cache=False)
     states = replica.runner.components.slots.states
     first = replica.add(some_tokens(20), PARAMS)
@@ -135,9 +135,9 @@ def test_a_released_slot_drops_its_cache_and_an_aborted_request_leaves_nothing(
 
 
 def test_the_size_of_the_caches_is_measured(tmp_path: Path) -> None:
-    """Olmo Hybrid has keys and values in its layers with attention, and recurrent states in the
+    """MiniMax has keys and values in its layers with attention, and recurrent states in the
     others."""
-    theirs = random_own_cache("OlmoHybridForCausalLM")
+    theirs = random_own_cache("MiniMaxForCausalLM")
     spec = load(write_directory(tmp_path, theirs)).spec
     assert isinstance(spec, TransformersSpec)
     assert spec.own_cache is not None
@@ -244,7 +244,7 @@ def test_a_class_that_keeps_its_state_in_its_modules_is_refused(tmp_path: Path) 
 
 @pytest.mark.parametrize("start", [0, 7])
 def test_a_row_that_does_not_continue_its_slot_is_refused(tmp_path: Path, start: int) -> None:
-    loaded = load(write_directory(tmp_path, random_own_cache("OlmoHybridForCausalLM")))
+    loaded = load(write_directory(tmp_path, random_own_cache("MiniMaxForCausalLM")))
     model, ids = loaded.model, torch.tensor([5, 6])
     assert isinstance(model, RowModel)
     states: dict[int, object] = {}

@@ -68,6 +68,7 @@ EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 RECURRENT: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_5_text": ("fp8 blocks", HYBRID),
     "qwen3_next": ("packed 4 bits", HYBRID | EXPERTS),
+    "olmo_hybrid": ("packed 4 bits", HYBRID),
     "granitemoehybrid": ("gptq 4 bits", {"shared_intermediate_size": 160, "num_local_experts": 0}),
 }
 """Model type -> the format, and sizes that its groups of columns divide."""

@@ -13,7 +13,7 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid"),
 ]
 """Model types some of whose layers are recurrent."""
 UNDIVIDED = {
@@ -38,10 +38,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """No two of these sizes are equal, so most transposed or misplaced tensors have the wrong shape."""
-HYBRID: dict[str, Any] = {
-    "initializer_range": 0.04,  # with larger weights, transformers differs from itself
-    "head_dim": 32,
-    "linear_conv_kernel_dim": 4,
+DELTA_SIZES: dict[str, Any] = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 20,
     "linear_num_key_heads": 2,
@@ -55,6 +52,12 @@ GRANITE_MOE: dict[str, Any] = {
     "intermediate_size": 64,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
+}
+HYBRID: dict[str, Any] = {
+    "initializer_range": 0.04,  # with larger weights, transformers differs from itself
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    **DELTA_SIZES,
 }
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
@@ -162,6 +165,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.9, 0.7, 1.1, 0.8, 0.6],
         "initializer_range": 0.08,
     },
+    "olmo_hybrid": {**DELTA_SIZES, "initializer_range": 0.08},
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -427,6 +431,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "olmo2": {"tied": TIED, "biases": BIASED, **ROPES},
     "olmo3": {"windows": WINDOW, "biases": BIASED | WINDOW},
+    "olmo_hybrid": {
+        "tied": TIED,
+        "biases": BIASED,
+        "positive eigenvalues": {"linear_allow_neg_eigval": False},
+        "no rope": {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        "every second": {"layer_types": ["full_attention", "linear_attention"] * 2},
+        "three layers": {"num_hidden_layers": 3},
+        "usual heads": dict.fromkeys(DELTA_SIZES),
+        "long convolution": {"linear_conv_kernel_dim": 7},
+        "as many key/value heads": {"num_key_value_heads": 6},
+        **ROPES,
+    },
     "exaone4": {
         "windows": WINDOW,
         "no windows": {"sliding_window": None, "layer_types": ["full_attention"] * 4},

@@ -86,7 +86,6 @@ ARCHITECTURES = (
     # recurrent layers
     *("BambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
-    "OlmoHybridForCausalLM",
     "RwkvForCausalLM",
     # shared keys and values
     *("Gemma3nForCausalLM", "MiMoV2FlashForCausalLM"),

@@ -68,6 +68,7 @@ def delta_layer(
     kernel: int,
     *,
     tiled: bool = False,
+    beta_scale: float = 1.0,
 ) -> RecurrentLayer:
     """Return a gated delta net. The decays of its inputs are between about 0.1 and 1."""
     spec = GatedDeltaSpec(
@@ -78,6 +79,7 @@ def delta_layer(
         kernel=kernel,
         eps=1e-6,
         tiled=tiled,
+        beta_scale=beta_scale,
     )
     spec.check()
     weights = {
@@ -100,7 +102,7 @@ def delta_layer(
         return kernels.gated_delta(spec, DeltaWeights(**weights), made, gates, states, offset)
 
     sizes = f"{key_heads}-{value_heads}x{key_dim}x{value_dim}-{kernel}"
-    name = f"delta-{sizes}{'-tiled' * tiled}"
+    name = f"delta-{sizes}{'-tiled' * tiled}{'-twice' * (beta_scale == 2)}"
     return RecurrentLayer(name, spec, weights, make_inputs, rule)
 
 

@@ -136,6 +136,7 @@ def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
         spec.tiled,
         UNIT_EPS,
         spec.eps,
+        spec.beta_scale,
     )
 
 

@@ -75,6 +75,7 @@ class CDeltaSizes(Structure):
         ("is_tiled", c_int64),
         ("unit_eps", c_double),
         ("norm_eps", c_double),
+        ("beta_scale", c_double),
     ]
 
 

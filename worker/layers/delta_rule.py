@@ -55,7 +55,7 @@ def gated_delta(
     beta, step = gates.chunk(2, dim=1)
     decay = softplus(step + weights.bias) * weights.decay
     out = inputs.new_zeros(len(inputs), spec.num_value_heads, spec.value_dim)
-    rule = _Rule(spec, weights.conv, (qkv, beta.sigmoid(), decay), out)
+    rule = _Rule(spec, weights.conv, (qkv, beta.sigmoid() * spec.beta_scale, decay), out)
     advance(states, offset, spec.state_items, rule)
     out = rms_norm(out, weights.norm.shape, weights.norm, spec.eps)
     return out.flatten(1) * silu(gate)

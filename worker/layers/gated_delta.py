@@ -1,4 +1,4 @@
-"""A gated delta net: the token mixer of some layers of Qwen3-Next and Qwen3.5.
+"""A gated delta net: the token mixer of some layers of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
 Legend in delta_rule.py.
 """

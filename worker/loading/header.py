@@ -60,6 +60,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.families.registry import find_family
 from worker.spec.fields import Fields, read_json
+from worker.spec.found_names import with_found_names
 from worker.spec.layer_tensors import Shape
 from worker.spec.model_spec import ModelSpec
 from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
@@ -304,6 +305,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     names = with_found_prefix(names, list(files.tensors))
     quantization = read_quantization(config, family.quantizations)
     shapes, kinds = _contents(files, config)
+    names = with_found_names(names, spec, shapes)
     names = replace(names, by_rows=frozenset(n for n, kind in kinds.items() if kind == MXFP4))
     tensors = _untied_if_heads_differ(ModelTensors(spec, names), files)
     quantized = None

@@ -37,6 +37,7 @@ from worker.models.decoder import (
 from worker.spec.layer_tensors import (
     AttentionTensors,
     BesideTensors,
+    ConvTensors,
     FusedMatrix,
     GatedDeltaTensors,
     LatentTensors,
@@ -212,7 +213,7 @@ class _Loader:
             inputs=self._fused(tensors.inputs),
             gates=self._plain(tensors.gates),
             weights=DeltaWeights(
-                conv=self._taps(tensors),
+                conv=self._taps(tensors.conv),
                 decay=self._decay(tensors),
                 bias=self._vector(tensors.bias),
                 norm=self._norm_weight(tensors.norm),
@@ -225,7 +226,7 @@ class _Loader:
             spec=spec,
             inputs=self._fused(tensors.inputs),
             weights=Mamba2Weights(
-                conv=self._taps(tensors),
+                conv=self._taps(tensors.conv),
                 conv_bias=self._vector_or_none(tensors.conv_bias),
                 decay=self._decay(tensors),
                 bias=self._vector(tensors.bias),
@@ -240,16 +241,19 @@ class _Loader:
         return ShortConv(
             spec=spec,
             inputs=self._fused(tensors.inputs),
-            conv=self._taps(tensors),
+            conv=self._taps(tensors.conv),
             bias=self._vector_or_none(tensors.bias),
             output=self._fused(tensors.output),
         )
 
-    def _taps(self, tensors: GatedDeltaTensors | Mamba2Tensors | ShortConvTensors) -> Tensor:
+    def _taps(self, tensors: ConvTensors) -> Tensor:
         """Read the weights of a convolution, [kernel, width] float32."""
-        conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensors.conv, conv)
-        return conv[:, 0].T.contiguous()
+        parts = []
+        for name, shape in tensors.tensors():
+            part = torch.empty(shape, dtype=torch.float32, device=self._device)
+            self._source.read_into(name, part)
+            parts.append(part[:, 0])
+        return torch.cat(parts).T.contiguous()
 
     def _decay(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
         """Read the factors of the decay, [heads] float32."""

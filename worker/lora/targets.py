@@ -20,8 +20,8 @@ from worker.spec.tensors import ModelTensors
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
 """The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""
-MAX_PARTS = 3
-"""Most modules that form one linear: queries, keys and values."""
+MAX_PARTS = 4
+"""Most modules that form one linear: queries, keys, values and gates."""
 
 
 @dataclass(frozen=True, slots=True)

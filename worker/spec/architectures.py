@@ -121,8 +121,7 @@ _OWN_CACHE: dict[str, str] = {
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
-        MiniMaxForCausalLM OlmoHybridForCausalLM
-        Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
+        MiniMaxForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM
     """,

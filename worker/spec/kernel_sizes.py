@@ -12,7 +12,7 @@ PANEL, GROUP = 32, 32
 panel is padded with zeros."""
 SPAN = 8
 """Groups that share a header, in formats that have one."""
-MAX_PARTS = 3
+MAX_PARTS = 4
 """Most parts of a packed matrix."""
 Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 = range(14)
 """Formats of packed matrices."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -131,6 +130,26 @@ class VectorTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvTensors:
+    """The weights of a convolution over the last `kernel` tokens: one tensor [channels, 1, kernel],
+    or several, of consecutive channels.
+
+    parts   name and number of channels of each tensor
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    kernel: int
+
+    @property
+    def items(self) -> int:
+        return self.kernel * sum(channels for _, channels in self.parts)
+
+    def tensors(self) -> Iterator[tuple[str, Shape]]:
+        for name, channels in self.parts:
+            yield name, (channels, 1, self.kernel)
+
+
+@dataclass(frozen=True, slots=True)
 class MlpTensors:
     """The tensors of an MLP, or of one expert. `gate_up` stacks the rows of the gate projection and
     of the up projection, in this order. Without a gate, it has only those of the up projection."""
@@ -184,7 +203,7 @@ class GatedDeltaTensors:
 
     inputs   stacks the rows of the queries, keys, values and output gates
     gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
-    conv     [conv_width, 1, kernel]
+    conv     of all queries, keys and values
     decay    the factor of the decay if `is_factor`, or else the logarithm of its amount
     bias     is added to the projected decay
     norm     over the output of each head. Its weight has no offset
@@ -192,12 +211,11 @@ class GatedDeltaTensors:
 
     inputs: FusedMatrix
     gates: FusedMatrix
-    conv: str
+    conv: ConvTensors
     decay: VectorTensor
     bias: VectorTensor
     norm: NormTensor
     output: FusedMatrix
-    conv_shape: Shape
     is_factor: bool
 
     @property
@@ -208,14 +226,14 @@ class GatedDeltaTensors:
     @property
     def float_items(self) -> int:
         vectors = self.decay.size + self.bias.size + self.norm.size
-        return math.prod(self.conv_shape) + vectors
+        return self.conv.items + vectors
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
         return (self.gates,)
 
     def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
+        yield from self.conv.tensors()
         yield self.decay.name, (self.decay.size,)
         yield self.bias.name, (self.bias.size,)
         yield from self.norm.tensors()
@@ -226,7 +244,7 @@ class Mamba2Tensors:
     """The tensors of a Mamba-2 layer (spec/recurrent.py).
 
     inputs      rows of the gate, of x, B and C, and of dt
-    conv        [conv_width, 1, kernel]; `conv_bias` [conv_width], None: there is none
+    conv        of x, B and C; `conv_bias` [conv_width], None: there is none
     decay       the factor of the decay if `is_factor`, or else the logarithm of its amount
     bias        is added to the projected dt
     skip        the factor of x in the result
@@ -235,14 +253,13 @@ class Mamba2Tensors:
     """
 
     inputs: FusedMatrix
-    conv: str
+    conv: ConvTensors
     conv_bias: VectorTensor | None
     decay: VectorTensor
     bias: VectorTensor
     skip: VectorTensor
     norm: NormTensor | None
     output: FusedMatrix
-    conv_shape: Shape
     is_factor: bool
     num_scales: int = 0
 
@@ -259,14 +276,14 @@ class Mamba2Tensors:
     def float_items(self) -> int:
         vectors = sum(vector.size for vector in self.vectors) + self.num_scales
         vectors += 0 if self.norm is None else self.norm.size
-        return math.prod(self.conv_shape) + vectors
+        return self.conv.items + vectors
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
         return ()
 
     def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
+        yield from self.conv.tensors()
         for vector in self.vectors:
             yield vector.name, (vector.size,)
         if self.norm is not None:
@@ -278,15 +295,13 @@ class ShortConvTensors:
     """The tensors of a short convolution (spec/recurrent.py).
 
     inputs   stacks the rows of both gates and of the input: B, C and x
-    conv     [width, 1, kernel]
     bias     [width], of the convolution; None: it has none
     """
 
     inputs: FusedMatrix
-    conv: str
+    conv: ConvTensors
     bias: VectorTensor | None
     output: FusedMatrix
-    conv_shape: Shape
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -294,14 +309,14 @@ class ShortConvTensors:
 
     @property
     def float_items(self) -> int:
-        return math.prod(self.conv_shape) + (0 if self.bias is None else self.bias.size)
+        return self.conv.items + (0 if self.bias is None else self.bias.size)
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
         return ()
 
     def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
+        yield from self.conv.tensors()
         if self.bias is not None:
             yield self.bias.name, (self.bias.size,)
 

@@ -72,7 +72,8 @@ class GatedDeltaSpec(ConvolvedSpec):
 
         S = exp(g) * S;  S = S + beta * k (v - S^T k)^T;  output = S^T q
 
-    `num_value_heads` heads share `num_key_heads` queries and keys. Source: arXiv 2412.06464.
+    beta is a sigmoid times `beta_scale`. `num_value_heads` heads share `num_key_heads` queries and
+    keys. Source: arXiv 2412.06464.
     """
 
     num_key_heads: int
@@ -81,6 +82,9 @@ class GatedDeltaSpec(ConvolvedSpec):
     value_dim: int
     #: Added to the mean square in the norm of each head's output.
     eps: float
+    #: With 2, a token can turn what S returns for its key into the opposite: S changes by matrices
+    #: with negative eigenvalues (arXiv 2411.12537).
+    beta_scale: float = 1.0
     #: Whether value head v uses the queries and keys of head v % num_key_heads, and not of head
     #: v // (num_value_heads / num_key_heads). The converter of llama.cpp orders value heads so.
     tiled: bool = False

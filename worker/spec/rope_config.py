@@ -126,8 +126,7 @@ def rope_config(
     `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
     merged. The `rope_theta` at the top level is used if the replacing object has none.
     """
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = Fields(config.get(name, default or {}), name)
+    name, rope = _rope_fields(config, default)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnusableModel(f"{name} must be the same in all layers; others are not supported")
     theta = rope.number("rope_theta") if "rope_theta" in rope else config.number("rope_theta")
@@ -142,6 +141,19 @@ def rope_config(
             lost,
         )
     return RopeConfig(width, theta, _scaling(rope, config, width))
+
+
+def has_rope(config: Fields) -> bool:
+    """Return whether a config.json has a `rope_theta` that is not null, for an architecture that
+    rotates nothing otherwise."""
+    _, rope = _rope_fields(config, None)
+    return (rope if "rope_theta" in rope else config).get("rope_theta") is not None
+
+
+def _rope_fields(config: Fields, default: Mapping[str, Any] | None) -> tuple[str, Fields]:
+    """Return the name and the value of the object with the rope parameters."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    return name, Fields(config.get(name, default or {}), name)
 
 
 def layered_rope_config(

@@ -39,8 +39,10 @@ class TensorNames:
 
     `roles` maps a role, which is a tensor's place in the model, to a name. In the name, `{i}` is
     the index of the layer and `{e}` that of the expert. If the name of an expert's role has no
-    `{e}`, one tensor holds all experts, with the expert as its first axis. Names have no ending:
-    ENDINGS, or the role's entry in `endings`, is added.
+    `{e}`, one tensor holds all experts, with the expert as its first axis. `{p}` in the name of a
+    convolution is "q", "k" or "v", whose channels have a tensor each. With `{t}`, each of these
+    tensors has a third of all channels. Names have no ending: ENDINGS, or the role's entry in
+    `endings`, is added.
     """
 
     roles: Mapping[str, str]
@@ -58,6 +60,8 @@ class TensorNames:
     stores_decay_factors: bool = False
     #: Begins of names of tensors that the model does not use: those of its layers for drafts.
     unused: tuple[str, ...] = ()
+    #: Role -> names that some files have in place of its own.
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Prefix of names. Some files have `other_prefix` in its place.
     prefix: str = ""
     other_prefix: str = ""

@@ -14,6 +14,7 @@ from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.layer_tensors import (
     AttentionTensors,
     BesideTensors,
+    ConvTensors,
     FusedMatrix,
     GatedDeltaTensors,
     InputTableTensors,
@@ -214,9 +215,10 @@ class ModelTensors:
             heads = delta.num_key_heads
             inputs = self._by_head(index, "delta_qkvz", heads, widths, columns=hidden)
         else:
-            inputs = self._parts(
-                index, {"delta_qkv": (2 * key + value,), "delta_z": (value,)}, hidden
-            )
+            joint = {"delta_qkv": (2 * key + value,)}
+            separate = {"delta_q": (key,), "delta_k": (key,), "delta_v": (value,)}
+            made = separate if "delta_q" in self.names else joint
+            inputs = self._parts(index, {**made, "delta_z": (value,)}, hidden)
         if "delta_ba" in self.names:
             heads, group = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
             gates = self._by_head(index, "delta_ba", heads, (group, group), columns=hidden)
@@ -226,14 +228,32 @@ class ModelTensors:
         return GatedDeltaTensors(
             inputs=FusedMatrix(inputs, hidden),
             gates=FusedMatrix(gates, hidden),
-            conv=self._name("delta_conv", index),
+            conv=self._conv("delta_conv", index, delta.kernel, {"q": key, "k": key, "v": value}),
             decay=VectorTensor(self._name("delta_decay", index), delta.num_value_heads),
             bias=VectorTensor(self._name("delta_bias", index), delta.num_value_heads),
             norm=NormTensor(self.names.roles["delta_norm"].format(i=index), delta.value_dim),
             output=FusedMatrix((self._part("delta_output", hidden, index),), value),
-            conv_shape=(delta.conv_width, 1, delta.kernel),
             is_factor=self.names.stores_decay_factors,
         )
+
+    def _conv(self, role: str, index: int, kernel: int, channels: Mapping[str, int]) -> ConvTensors:
+        """Return the tensors of a convolution.
+
+        channels   number of channels of each part, by the name of the part
+        """
+        template, (ending, _) = self.names.roles[role], self.names.endings.get(role, ENDINGS)
+        total = sum(channels.values())
+        if "{t}" in template:
+            size = -(-total // len(channels))
+            last = total - size * (len(channels) - 1)
+            channels = {part: size for part in channels} | {[*channels][-1]: last}
+        elif "{p}" not in template:
+            channels = {"": total}
+        parts = tuple(
+            (template.format(i=index, p=part, t=part) + ending, count)
+            for part, count in channels.items()
+        )
+        return ConvTensors(parts, kernel)
 
     def _mamba2(self, mamba: Mamba2Spec, index: int) -> Mamba2Tensors:
         hidden, heads = self.spec.hidden, mamba.num_heads
@@ -241,7 +261,7 @@ class ModelTensors:
         conv_bias = self._name("mamba_conv", index, is_bias=True)
         return Mamba2Tensors(
             inputs=FusedMatrix(inputs, hidden, mamba.bias),
-            conv=self._name("mamba_conv", index),
+            conv=self._conv("mamba_conv", index, mamba.kernel, {"": mamba.conv_width}),
             conv_bias=VectorTensor(conv_bias, mamba.conv_width) if mamba.conv_bias else None,
             decay=VectorTensor(self._name("mamba_decay", index), heads),
             bias=VectorTensor(self._name("mamba_bias", index), heads),
@@ -252,7 +272,6 @@ class ModelTensors:
             output=FusedMatrix(
                 (self._part("mamba_output", hidden, index),), mamba.output_width, mamba.bias
             ),
-            conv_shape=(mamba.conv_width, 1, mamba.kernel),
             is_factor=self.names.stores_decay_factors,
             num_scales=0 if mamba.input_scales is None else mamba.input_width,
         )
@@ -266,10 +285,9 @@ class ModelTensors:
         bias = self.names.roles["conv"].format(i=index) + ENDINGS[1]
         return ShortConvTensors(
             inputs=FusedMatrix((inputs,), hidden, conv.bias),
-            conv=self._name("conv", index),
+            conv=self._conv("conv", index, conv.kernel, {"": width}),
             bias=VectorTensor(bias, width) if conv.bias else None,
             output=FusedMatrix((output,), width, conv.bias),
-            conv_shape=(width, 1, conv.kernel),
         )
 
     def _shared(self, mlp: MlpSpec, index: int) -> SharedTensors:

@@ -18,6 +18,7 @@ struct DeltaSizes {
     int64_t is_tiled; // whether value head v uses key head v % key_heads
     double unit_eps; // is added to the sum of squares of a query or key
     double norm_eps; // is added to the mean square of a head's result
+    double beta_scale; // factor of beta
 
     // Returns the vectors that the convolution makes of a token: queries, keys, then values.
     Vectors vectors() const { return {2 * key_heads, key_dim, value_heads, value_dim}; }
@@ -53,7 +54,7 @@ INLINE void make_gates(const Delta &d, int64_t t, int64_t head) {
     const int64_t heads = d.sizes.value_heads;
     const float *gates = d.gates + t * 2 * heads;
     const float step = softplus(gates[heads + head] + d.weights.bias[head]);
-    d.betas[t * heads + head] = sigmoid(splat(gates[head]))[0];
+    d.betas[t * heads + head] = sigmoid(splat(gates[head]))[0] * (float)d.sizes.beta_scale;
     d.decays[t * heads + head] = exponential(splat(step * d.weights.decay[head]))[0];
 }
 

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int MAX_TERM_PARTS = 3; // most modules that form one linear: queries, keys and values
+constexpr int MAX_TERM_PARTS = 4; // most modules that form one linear: queries, keys, values and gates
 constexpr int64_t SHRUNK_RUN = 8;  // rows of `down` in an item
 constexpr int64_t OUTPUT_RUN = 256; // outputs in an item
 

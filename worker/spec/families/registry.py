@@ -50,10 +50,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
                 f"{family.model_type!r}, not {model_type!r}",
                 remedy="correct 'architectures' or 'model_type'",
             )
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise UnusableModel(
-        f"architecture {architectures!r:.80} is not supported; supported: {known}{AND_OTHERS}"
-    )
+    raise UnusableModel(f"architecture {architectures!r:.80} is not supported; {_supported()}")
 
 
 def _with_model_type(model_type: Any) -> ModelFamily:
@@ -62,7 +59,9 @@ def _with_model_type(model_type: Any) -> ModelFamily:
             return family
     if model_type is None:
         raise UnusableModel("config.json has neither 'architectures' nor 'model_type'")
+    raise UnusableModel(f"model_type {model_type!r:.80} is not supported; {_supported()}")
+
+
+def _supported() -> str:
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise UnusableModel(
-        f"model_type {model_type!r:.80} is not supported; supported: {known}{AND_OTHERS}"
-    )
+    return f"supported model types: {known}{AND_OTHERS}"
