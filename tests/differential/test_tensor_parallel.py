@@ -43,7 +43,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 CASES = [
     (kind, changes)
     for kind in MODEL_TYPES
-    if kind not in (*HYBRIDS, "qwen2_moe", "gemma4_text")
+    if kind not in (*HYBRIDS, "qwen2_moe", "gemma3n_text", "gemma4_text")
     for changes in VARIANTS.get(kind, [{}])
 ]
 """Model types and changes of their configs. Recurrent layers, shared experts, and shared keys and

@@ -86,9 +86,10 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
     "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
     "shared": ("gemma4_text", WIDE),
+    "streams": ("gemma3n_text", WIDE),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first five are recurrent; those of the last share keys and values."""
+The layers of the first five are recurrent; those of the last two share keys and values."""
 
 
 def small_model(

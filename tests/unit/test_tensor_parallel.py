@@ -323,8 +323,10 @@ def test_the_ranks_meet_at_the_port_after_that_of_the_workers() -> None:
 def test_every_family_can_be_divided_or_says_why_not() -> None:
     for model_type in MODEL_TYPES:
         reason = "has recurrent layers" if model_type in HYBRIDS else ""
-        reason = {"qwen2_moe": "shared experts", "gemma4_text": "share keys"}.get(
-            model_type, reason
-        )
+        reason = {
+            "qwen2_moe": "shared experts",
+            "gemma3n_text": "several streams",
+            "gemma4_text": "share keys",
+        }.get(model_type, reason)
         with pytest.raises(UnusableModel, match=reason) if reason else nullcontext():
             tensors_of(model_type).for_rank(0, 2)
