@@ -90,7 +90,7 @@ def test_it_has_the_same_bits_in_models_that_one_call_cannot_compute(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["hybrid", "shared"])
+@pytest.mark.parametrize("kind", ["hybrid", "shared", "streams"])
 def test_a_position_of_such_a_model_has_the_same_bits_however_it_is_computed(
     kind: str, way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -120,7 +120,7 @@ class AltUp:
     def _routed(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the results [T, N] float32 of the router for x [T, hidden]."""
         scores = self.router(self.router_norm(x)).float()
-        # The tangens hyperbolicus of the scores. That of torch rounds in another way at the end of
+        # The hyperbolic tangent of the scores. That of torch rounds in another way at the end of
         # a tensor.
         return kernels.sigmoid(scores.mul_(2.0)).mul_(2.0).sub_(1.0)
 
