@@ -89,7 +89,7 @@ def test_it_has_the_same_bits_in_models_that_one_call_cannot_compute(
         assert_same(subject, way, tmp_path)
 
 
-@pytest.fixture(scope="module", params=["hybrid", "shared"])
+@pytest.fixture(scope="module", params=["hybrid", "shared", "streams"])
 def such_a_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Subject:

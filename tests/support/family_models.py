@@ -19,6 +19,7 @@ HYBRIDS = [
 UNDIVIDED = {
     **dict.fromkeys(HYBRIDS, "has recurrent layers"),
     **dict.fromkeys(("qwen2_moe", "granitemoeshared"), "shared experts"),
+    "gemma3n_text": "several streams",
     "gemma4_text": "share keys",
 }
 """Model types whose weights ranks of a tensor parallel group cannot share -> words of the
@@ -79,6 +80,19 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
+    "gemma3n_text": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": [SLIDING, FULL] * 3,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB - 60,
+        "intermediate_size": [160, 128, 96, 160, 192, 64],
+        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.3, 0.9],
+        "laurel_rank": 64,
+        "initializer_range": 0.05,
+    },
     "gemma4_text": {
         "head_dim": 32,
         "global_head_dim": 64,
@@ -392,6 +406,26 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "full_attention": LINEAR | {"rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    },
+    "gemma3n_text": {
+        "untied": UNTIED,
+        "biases": BIASED,
+        "small cap": {"final_logit_softcapping": 1.5},
+        "nothing shared": {"num_kv_shared_layers": 0},
+        "nothing sparse": {"activation_sparsity_pattern": None},
+        "one width": {"intermediate_size": 160},
+        "two streams": {"altup_num_inputs": 2},
+        "another active stream": {"altup_num_inputs": 5, "altup_active_idx": 3},
+        "not scaled": {"altup_correct_scale": False},
+        "narrow branch": {"laurel_rank": 20},
+        "a row for each token": {"vocab_size_per_layer_input": VOCAB},
+        "all full": {"layer_types": [FULL] * 6},
+        "scaled rope": {
+            "rope_parameters": {
+                FULL: LINEAR | {"rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 500.0},
             }
         },
     },

@@ -63,7 +63,6 @@ SIZES: dict[str, Any] = {
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
-    "laurel_rank": 8,
     "global_head_dim": 16,
 }
 """Sizes of the text part. Each config takes the keys that it has and lets be set."""
@@ -88,7 +87,7 @@ ARCHITECTURES = (
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
     "RwkvForCausalLM",
     # shared keys and values
-    *("Gemma3nForCausalLM", "MiMoV2FlashForCausalLM"),
+    "MiMoV2FlashForCausalLM",
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),

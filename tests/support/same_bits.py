@@ -86,9 +86,11 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
     "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
     "shared": ("gemma4_text", WIDE),
+    "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first five are recurrent; those of the last share keys and values."""
+The layers of the first five are recurrent; those of the last two share keys and values. The last
+model has no windows, because some ways need all blocks of a text."""
 
 
 def small_model(

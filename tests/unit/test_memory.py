@@ -309,6 +309,19 @@ def test_planned_weights_equal_the_loaded_weights(model: Path, form: Any, dtype:
     assert weights_bytes(planned(model, packs=packs), name) == loaded.card.weights_bytes
 
 
+@pytest.mark.parametrize("form", ["packed", "dense"])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_the_weights_of_per_layer_inputs_and_of_streams_are_planned(
+    tmp_path: Path, model_type: str, form: Any
+) -> None:
+    path = write_directory(tmp_path, random_model(model_type))
+    loaded = load_model(
+        path, dtype=torch.bfloat16, device=CPU, kernels=native_kernels(), weights=form
+    )
+    ours = planned(path, packs=form == "packed")
+    assert weights_bytes(ours, "bfloat16") == loaded.card.weights_bytes
+
+
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> None:
     """The states of all slots count, and checkpoints of them if there is room."""

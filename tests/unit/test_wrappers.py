@@ -75,6 +75,13 @@ def test_a_text_part_that_is_not_served_is_named() -> None:
         ("model.multi_modal_projector.linear_1.weight", None),
         ("model.connector.modality_projection.proj.weight", None),
         ("audio_tower.conv1.weight", None),
+        ("model.embed_vision.embedding_projection.weight", None),
+        ("model.embed_audio.embedding.weight", None),
+        (
+            "model.language_model.embed_tokens_per_layer.weight",
+            "model.embed_tokens_per_layer.weight",
+        ),
+        ("model.language_model.altup_projections.2.weight", "model.altup_projections.2.weight"),
         ("image_newline", None),
         ("unknown.weight", "unknown.weight"),  # and is refused
     ],

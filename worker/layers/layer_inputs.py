@@ -1,5 +1,5 @@
-"""Per-layer inputs, as Gemma 4 has them: numbers of the token that each layer adds to its hidden
-states, after it has chosen among them (`LayerInputsSpec`).
+"""Per-layer inputs, as Gemma 3n and 4 have them: numbers of the token that each layer adds to its
+hidden states, after it has chosen among them (`LayerInputsSpec`).
 
 Legend: T tokens of the step, L layers, P numbers of a layer.
 """
@@ -40,6 +40,8 @@ class InputTable:
         spec, shape = self.spec, (len(token_ids), -1, self.spec.width)
         # Rounded to the model's dtype, as in training.
         scale = float(torch.tensor(spec.table_scale, dtype=embedded.dtype))
+        if spec.others_read_first:
+            token_ids = token_ids.where(token_ids < spec.table_rows, 0)
         rows = self.table(token_ids).mul_(scale).view(shape)
         projected = self.norm(self.project(embedded).mul_(spec.projection_scale).view(shape))
         return projected.add_(rows).mul_(spec.sum_scale)

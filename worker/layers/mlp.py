@@ -38,6 +38,8 @@ class Mlp:
         spec = self.spec
         if spec.gate_scale != 1.0:
             inner[:, : spec.intermediate].mul_(spec.gate_scale)
+        if spec.gate_cutoff is not None:
+            keep_largest(inner[:, : spec.intermediate], spec.gate_cutoff)
         active = kernels.activate(inner, spec)
         result = adapted(adapters, "down", active, self.down(active))
         return result if spec.result_scale == 1.0 else result.mul_(spec.result_scale)
@@ -53,6 +55,16 @@ class Mlp:
     def tensors(self) -> Iterator[Tensor]:
         yield from self.gate_up.tensors()
         yield from self.down.tensors()
+
+
+def keep_largest(gates: Tensor, cutoff: float) -> None:
+    """Subtract from the gates [N, I] of each row their mean plus `cutoff` standard deviations, and
+    make those zero that are below."""
+    numbers = gates.float()
+    mean = numbers.mean(dim=-1, keepdim=True)
+    deviation = (numbers - mean).square_().mean(dim=-1, keepdim=True).sqrt_()
+    # Two operations: one that multiplies and adds could round in another way at the end of a row.
+    gates.sub_(deviation.mul_(cutoff).add_(mean)).relu_()
 
 
 @dataclass(slots=True)

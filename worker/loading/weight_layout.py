@@ -268,6 +268,8 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     widths = [spec.hidden, mixed, spec.hidden, layer.mlp.intermediate]
     if spec.layer_inputs is not None:
         widths += [spec.hidden, spec.layer_inputs.width]
+    if layer.laurel is not None:
+        widths += [spec.hidden, layer.laurel]
     return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
 
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
+from worker.layers.altup import AltUp, StreamEnds
 from worker.layers.delta_rule import DeltaWeights
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
+from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
 from worker.layers.mamba2 import Mamba2, input_scales
@@ -35,22 +37,21 @@ from worker.models.decoder import (
     TokenMixer,
 )
 from worker.spec.layer_tensors import (
+    AltUpTensors,
     AttentionTensors,
     BesideTensors,
     ConvTensors,
-    FusedMatrix,
     GatedDeltaTensors,
     LatentTensors,
+    LaurelTensors,
     LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
-    MatrixPart,
     MixerTensors,
-    NormTensor,
     SharedTensors,
     ShortConvTensors,
-    VectorTensor,
 )
+from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from worker.spec.share import Box, MatrixCut, VectorCut
@@ -114,7 +115,9 @@ class _Loader:
         if self._group is not None and tensors.share is not None:
             embedding = SharedEmbedding(embedding, tensors.share, self._group)
             head = GatheredHead(head, tensors.share, self._group)
-        return DecoderWeights(embedding, positions, layers, norm, head, self._input_table())
+        return DecoderWeights(
+            embedding, positions, layers, norm, head, self._input_table(), self._stream_ends()
+        )
 
     def _input_table(self) -> InputTable | None:
         spec, tensors = self._tensors.spec.layer_inputs, self._tensors.layer_inputs
@@ -124,8 +127,15 @@ class _Loader:
         norm = self._norm(tensors.norm, self._tensors.spec.norm)
         return InputTable(spec, table, self._fused(tensors.project), norm)
 
+    def _stream_ends(self) -> StreamEnds | None:
+        tensors = self._tensors.streams
+        if tensors is None:
+            return None
+        merge = [self._fused(matrix) for matrix in tensors.merge]
+        return StreamEnds(self._fused(tensors.spread), merge)
+
     def _layer(self, layer: LayerSpec, tensors: LayerTensors) -> DecoderLayer:
-        norm = self._tensors.spec.norm
+        norm, inputs = self._tensors.spec.norm, self._input_gate(tensors.inputs)
         return DecoderLayer(
             spec=layer,
             attention_norm=self._norm_or_none(tensors.attention_norm, norm),
@@ -135,11 +145,33 @@ class _Loader:
             mlp=None if layer.mlp is None else self._mlp(layer.mlp, tensors),
             post_mlp_norm=self._norm_or_none(tensors.post_mlp_norm, norm),
             beside=self._beside(layer.beside, tensors.beside),
-            inputs=self._input_gate(tensors.inputs),
+            inputs=None if tensors.altup else inputs,
             recurrence=None
             if tensors.recurrence is None
             else self._recurrence(layer, tensors.recurrence),
             factor=1.0 if tensors.factor is None else float(self._vector(tensors.factor)),
+            laurel=None if tensors.laurel is None else self._laurel(tensors.laurel),
+            altup=self._altup(tensors.altup, inputs),
+        )
+
+    def _laurel(self, tensors: LaurelTensors) -> Laurel:
+        inputs, outputs = self._fused(tensors.inputs), self._fused(tensors.outputs)
+        return Laurel(inputs, outputs, self._norm(tensors.norm, self._tensors.spec.norm))
+
+    def _altup(self, tensors: AltUpTensors | None, inputs: InputGate | None) -> AltUp | None:
+        spec = self._tensors.spec
+        if tensors is None or spec.altup is None or inputs is None:
+            return None
+        # The router reads the norm of its input, divided by the number of hidden states.
+        weight = self._vector(tensors.router_norm).div_(spec.hidden)
+        return AltUp(
+            spec=spec.altup,
+            router=self._plain(tensors.router),
+            router_norm=Norm(NormSpec(eps=spec.norm.eps), weight),
+            predictions=self._values(tensors.predictions),
+            corrections=self._values(tensors.corrections),
+            scale=self._vector_or_none(tensors.scale),
+            inputs=inputs,
         )
 
     def _beside(self, mlp: MlpSpec | None, tensors: BesideTensors | None) -> ExpertsBeside | None:

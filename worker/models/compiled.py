@@ -39,6 +39,12 @@ def why_not(spec: ModelSpec) -> str:
         return "it has shared experts"
     if any(mlp.num_experts > 1 and not _is_plain(mlp) for mlp in spec.mlps):
         return "its routers compute more than a softmax"
+    if spec.altup is not None:
+        return "it has several streams of hidden states"
+    if any(layer.laurel is not None for layer in spec.layers):
+        return "its layers have linear branches beside the attention"
+    if any(mlp.gate_cutoff is not None for mlp in spec.mlps):
+        return "its MLPs keep only the largest gates"
     if spec.layer_inputs is not None or any(each.scaled or each.beside for each in spec.layers):
         return "its layers have inputs, factors or experts of their own"
     if any(each.kv_of is not None or each.value_norm for each in spec.attentions):

@@ -21,8 +21,10 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turned
 from worker.kv.cache import PagedCache
+from worker.layers.altup import AltUp, StreamEnds
 from worker.layers.embedding import Embedding
 from worker.layers.gated_delta import GatedDelta
+from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear, linears_in
 from worker.layers.low_rank import LayerAdapters, adapted
@@ -93,6 +95,10 @@ class DecoderLayer:
     recurrence: Recurrence | None = None
     #: What the hidden states are multiplied by at the end.
     factor: float = 1.0
+    #: The linear branch beside the attention.
+    laurel: Laurel | None = None
+    #: What predicts and corrects the streams of hidden states. It also reads the layer's inputs.
+    altup: AltUp | None = None
 
     @property
     def norms(self) -> list[Norm]:
@@ -106,12 +112,14 @@ class DecoderLayer:
         so that the caller can replace it."""
         beside = self.beside.experts if self.beside else None
         parts = (self.mixer, self.recurrence, self.mlp, beside, self.inputs)
-        return [linear for part in parts if part is not None for linear in part.linears]
+        found = (*parts, self.altup, self.laurel)
+        return [linear for part in found if part is not None for linear in part.linears]
 
     def tensors(self) -> Iterator[Tensor]:
         for norm in self.norms:
             yield from norm.tensors()
-        for part in (self.mixer, self.recurrence, self.mlp, self.beside, self.inputs):
+        parts = (self.mixer, self.recurrence, self.mlp, self.beside, self.inputs)
+        for part in (*parts, self.altup, self.laurel):
             if part is not None:
                 yield from part.tensors()
 
@@ -123,6 +131,7 @@ class DecoderWeights:
     positions   [context, hidden] if the positions are learned, otherwise None
     head        maps hidden to V; it has the matrix of the embedding if the two are tied
     inputs      makes the per-layer inputs; None: there are none
+    streams     makes and merges the streams of hidden states; None: there is one stream
     """
 
     embedding: Embedding
@@ -131,6 +140,7 @@ class DecoderWeights:
     norm: Norm
     head: Linear
     inputs: InputTable | None = None
+    streams: StreamEnds | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors. A tensor that several layers share is yielded several times."""
@@ -139,6 +149,8 @@ class DecoderWeights:
             yield self.positions
         if self.inputs is not None:
             yield from self.inputs.tensors()
+        if self.streams is not None:
+            yield from self.streams.tensors()
         for layer in self.layers:
             yield from layer.tensors()
         yield from self.norm.tensors()
@@ -204,57 +216,72 @@ class DecoderModel:
             plan = attention.plan(batch)
             if isinstance(plan, NativePlan):
                 return whole(token_ids, plan, cache, adapters)
+        plans = self._plans(batch, cache, attention)
+        x = self._embedded(token_ids, batch.positions)
+        turns = self._turns(batch.positions, x.dtype)
+        table, ends = self.weights.inputs, self.weights.streams
+        inputs = None if table is None else table(token_ids, x)
+        streams = None if ends is None else ends.spread_out(x)
+        delta: Tensor | None = None
+        post_norm: Norm | None = None
+        for index, layer in enumerate(self.weights.layers):
+            mixer, place, offset = layer.mixer, self._places[index], self._offsets[index]
+            terms = None if adapters is None else adapters.for_layer(index, self.kernels)
+            if layer.altup is not None and streams is not None:
+                streams, x = layer.altup.predicted(streams, self.kernels)
+            if mixer is not None:
+                normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
+                if isinstance(mixer, AttentionBlock):
+                    assert place is not None
+                    plan, turn = plans[place], turns[mixer.spec.rope]
+                    delta = self._attend(
+                        mixer, normed, turn, batch, cache, place, attention, plan, terms
+                    )
+                else:
+                    delta = mixer(normed, self.kernels, _some(states), offset, terms)
+                if layer.recurrence is not None:  # adapters change only the attention
+                    delta += layer.recurrence(normed, self.kernels, _some(states), offset)
+                post_norm = layer.post_attention_norm
+                if layer.spec.order in ("parallel", "parallel_one_norm"):
+                    assert layer.mlp is not None
+                    if layer.mlp_norm is not None:
+                        normed = self._add_norm(x, None, layer.mlp_norm)
+                    delta = delta.add_(layer.mlp(normed, self.kernels, terms))
+                    continue
+                if layer.laurel is not None:
+                    layer.laurel.add(self._add_norm(x, delta, None, post_norm), normed)
+                    delta, post_norm = None, None
+            if layer.mlp is not None:
+                normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
+                delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
+            if layer.beside is not None and delta is not None:
+                delta = layer.beside(x, delta, self.kernels)
+            if layer.altup is not None and streams is not None and inputs is not None:
+                self._add_norm(x, delta, None, post_norm)
+                streams = layer.altup.corrected(streams, x, inputs[:, index], self.kernels)
+                delta, post_norm = None, None
+                continue
+            if layer.inputs is not None and inputs is not None:
+                self._add_norm(x, delta, None, post_norm)
+                delta = layer.inputs(x, inputs[:, index], self.kernels)
+                post_norm = layer.inputs.norm
+            if layer.factor != 1.0:
+                self._add_norm(x, delta, None, post_norm).mul_(layer.factor)
+                delta, post_norm = None, None
+        if ends is not None and streams is not None:
+            return ends.merged(streams)
+        return self._add_norm(x, delta, None, post_norm)
+
+    def _plans(self, batch: AttentionBatch, cache: PagedCache, attention: Attention) -> list[Any]:
+        """Return the plan of the step for each layer with keys and values of its own. Layers with
+        the same entry and window share one."""
         kinds = [*zip(cache.entries, self._windows, strict=True)]
         plans: dict[tuple[int, int | None], Any] = {}
         of_window: dict[int | None, Any] = {}
         for entry, window in dict.fromkeys(kinds):
             plan = attention.plan(batch.for_entry(entry), window, of_window.get(window))
             plans[entry, window] = of_window[window] = plan
-        x = self._embedded(token_ids, batch.positions)
-        turns = self._turns(batch.positions, x.dtype)
-        table = self.weights.inputs
-        inputs = None if table is None else table(token_ids, x)
-        delta: Tensor | None = None
-        post_norm: Norm | None = None
-        for index, layer in enumerate(self.weights.layers):
-            spec, mixer = layer.spec, layer.mixer
-            terms = None if adapters is None else adapters.for_layer(index, self.kernels)
-            if mixer is not None:
-                normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
-                place = self._places[index]
-                if isinstance(mixer, AttentionBlock):
-                    assert place is not None
-                    turn, plan = turns[mixer.spec.rope], plans[kinds[place]]
-                    delta = self._attend(
-                        mixer, normed, turn, batch, cache, place, attention, plan, terms
-                    )
-                else:
-                    delta = mixer(normed, self.kernels, _some(states), self._offsets[index], terms)
-                if layer.recurrence is not None:  # adapters change only the attention
-                    beside = layer.recurrence
-                    delta += beside(normed, self.kernels, _some(states), self._offsets[index])
-                post_norm = layer.post_attention_norm
-                if spec.order in ("parallel", "parallel_one_norm"):
-                    assert layer.mlp is not None
-                    if layer.mlp_norm is not None:
-                        normed = self._add_norm(x, None, layer.mlp_norm)
-                    delta = delta.add_(layer.mlp(normed, self.kernels, terms))
-                    continue
-            if layer.mlp is not None:
-                normed = self._add_norm(x, delta, layer.mlp_norm, post_norm)
-                delta, post_norm = layer.mlp(normed, self.kernels, terms), layer.post_mlp_norm
-            if layer.beside is not None and delta is not None:
-                delta = layer.beside(x, delta, self.kernels)
-            if layer.inputs is not None and inputs is not None:
-                self._add_norm(x, delta, None, post_norm)
-                delta, post_norm = (
-                    layer.inputs(x, inputs[:, index], self.kernels),
-                    layer.inputs.norm,
-                )
-            if layer.factor != 1.0:
-                self._add_norm(x, delta, None, post_norm).mul_(layer.factor)
-                delta, post_norm = None, None
-        return self._add_norm(x, delta, None, post_norm)
+        return [plans[kind] for kind in kinds]
 
     def _attend(
         self,

@@ -126,7 +126,7 @@ _OWN_CACHE: dict[str, str] = {
         ZayaForCausalLM xLSTMForCausalLM
     """,
     "its layers share keys and values, or have different shapes of them": """
-        Gemma3nForCausalLM Gemma4AssistantForCausalLM
+        Gemma4AssistantForCausalLM
         Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from worker.spec.layer_tensors import Shape
+from worker.spec.matrices import Shape
 from worker.spec.model_spec import ModelSpec
 from worker.spec.tensor_names import TensorNames
 from worker.spec.tensors import ModelTensors

@@ -1,132 +1,11 @@
-"""The tensors of one layer of a model, and the matrices that they form. Needs no torch."""
+"""The tensors of one layer of a model, and those around all layers. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
-from worker.spec.share import MatrixCut, VectorCut
-from worker.spec.tensor_names import ENDINGS, Endings, RowOrder
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """One tensor of a matrix that consists of several tensors, stacked by rows.
-
-    rows    number of rows that are read
-    index   index of the expert, if the tensor holds several
-    of      number of experts that the tensor holds
-    cut     the part of the tensor that is read; None: all of it
-    """
-
-    name: str
-    rows: int
-    order: RowOrder | None = None
-    is_transposed: bool = False
-    index: int | None = None
-    of: int = 1
-    endings: Endings = ENDINGS
-    cut: MatrixCut | None = None
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.name + self.endings[0]
-
-    @property
-    def bias(self) -> str:
-        """Return the name of the bias."""
-        return self.name + self.endings[1]
-
-    def shape(self, columns: int) -> Shape:
-        """Return the shape of the weight in the file. `columns` is the number of columns that are
-        read."""
-        rows, columns = (self.rows, columns) if self.cut is None else self.cut.whole
-        return self._stacked((columns, rows) if self.is_transposed else (rows, columns))
-
-    @property
-    def bias_shape(self) -> Shape:
-        """Return the shape of the bias in the file."""
-        return self._stacked((self.rows if self.cut is None else self.cut.whole[0],))
-
-    def _stacked(self, shape: Shape) -> Shape:
-        return shape if self.index is None else (self.of, *shape)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedMatrix:
-    """Matrices with the same input, which are computed as one matrix."""
-
-    parts: tuple[MatrixPart, ...]
-    columns: int
-    has_bias: bool = False
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the weights."""
-        return [part.weight for part in self.parts]
-
-    @property
-    def runs(self) -> list[tuple[MatrixPart, ...]]:
-        """Return the parts, those of one tensor that follow each other together."""
-        runs = groupby(self.parts, key=lambda part: (part.name, part.index))
-        return [tuple(parts) for _, parts in runs]
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Yield name and shape of each weight and bias in the file."""
-        for part in self.parts:
-            yield part.weight, part.shape(self.columns)
-            if self.has_bias:
-                yield part.bias, part.bias_shape
-
-
-@dataclass(frozen=True, slots=True)
-class NormTensor:
-    """A norm's weight [size], and its bias if it has one.
-
-    cut      the items that are read; None: all. A norm with a bias is never cut
-    ending   end of the name of the weight
-    """
-
-    name: str
-    size: int
-    has_bias: bool = False
-    cut: VectorCut | None = None
-    ending: str = ENDINGS[0]
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.name + self.ending
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield self.weight, (self.size if self.cut is None else self.cut.whole,)
-        if self.has_bias:
-            yield f"{self.name}.bias", (self.size,)
-
-
-@dataclass(frozen=True, slots=True)
-class VectorTensor:
-    """A vector [size]. `name` is its whole name, to which no ending is added.
-
-    cut   the items that are read; None: all
-    """
-
-    name: str
-    size: int
-    cut: VectorCut | None = None
-
-    @property
-    def whole(self) -> int:
-        """Return the number of items in the file."""
-        return self.size if self.cut is None else self.cut.whole
+from worker.spec.matrices import FusedMatrix, NormTensor, Shape, VectorTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +267,62 @@ class LayerInputTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class LaurelTensors:
+    """The tensors of a linear branch beside the attention (`LayerSpec.laurel`).
+
+    inputs    [rank, hidden]
+    outputs   [hidden, rank]
+    norm      of the result
+    """
+
+    inputs: FusedMatrix
+    outputs: FusedMatrix
+    norm: NormTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpTensors:
+    """The tensors with which a layer predicts and corrects N streams (`AltUpSpec`).
+
+    router        [N, hidden]
+    router_norm   [hidden] the weight of the norm of the router's input
+    predictions   [N * N, N] makes the coefficients of a prediction
+    corrections   [N, N] makes those of a correction
+    scale         [hidden] what the active stream is multiplied by; None: it is not
+    """
+
+    router: FusedMatrix
+    router_norm: VectorTensor
+    predictions: FusedMatrix
+    corrections: FusedMatrix
+    scale: VectorTensor | None
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return self.router, self.predictions, self.corrections
+
+    @property
+    def vectors(self) -> tuple[VectorTensor, ...]:
+        return tuple(each for each in (self.router_norm, self.scale) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTensors:
+    """The tensors around all layers of a model with N streams (`AltUpSpec`).
+
+    spread   [(N - 1) * hidden, hidden] makes all streams but the first
+    merge    [hidden, hidden] of each stream but the first
+    """
+
+    spread: FusedMatrix
+    merge: tuple[FusedMatrix, ...]
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        return self.spread, *self.merge
+
+
+@dataclass(frozen=True, slots=True)
 class InputTableTensors:
     """The tensors that make the per-layer inputs of all layers.
 
@@ -418,6 +353,8 @@ class LayerTensors:
     factor        [1] what the hidden states are multiplied by at the end
     latent        the linears around the experts
     recurrence    the recurrence beside the attention
+    laurel        the linear branch beside the attention
+    altup         what predicts and corrects the streams
     """
 
     attention_norm: NormTensor | None
@@ -434,6 +371,8 @@ class LayerTensors:
     factor: VectorTensor | None = None
     latent: LatentTensors | None = None
     recurrence: MixerTensors | None = None
+    laurel: LaurelTensors | None = None
+    altup: AltUpTensors | None = None
 
     @property
     def mixers(self) -> tuple[MixerTensors, ...]:
@@ -447,16 +386,18 @@ class LayerTensors:
         inner = (matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down))
         latent = (self.latent.inputs, self.latent.outputs) if self.latent else ()
         inputs = (self.inputs.gate, self.inputs.project) if self.inputs else ()
+        laurel = (self.laurel.inputs, self.laurel.outputs) if self.laurel else ()
         mixed = (matrix for mixer in self.mixers for matrix in mixer.matrices)
-        return *mixed, *inner, *latent, *inputs
+        return *mixed, *inner, *latent, *inputs, *laurel
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that stay dense: some of the mixer's, those of the routers, and that
-        of the shared expert's score."""
+        """Return the matrices that stay dense: some of the mixer's, those of the routers, that of
+        the shared expert's score, and those of AltUp."""
         routers = (self.router, self.beside.router if self.beside else None)
         mixed = (matrix for mixer in self.mixers for matrix in mixer.dense)
-        found = (*mixed, *routers, self.shared.gate if self.shared else None)
+        altup = self.altup.dense if self.altup else ()
+        found = (*mixed, *routers, self.shared.gate if self.shared else None, *altup)
         return tuple(matrix for matrix in found if matrix is not None)
 
     @property
@@ -468,13 +409,16 @@ class LayerTensors:
             blocks += [self.beside.mlp_norm, self.beside.norm, self.beside.result_norm]
         if self.inputs is not None:
             blocks.append(self.inputs.norm)
+        if self.laurel is not None:
+            blocks.append(self.laurel.norm)
         return tuple(norm for norm in (self.attention_norm, *inner, *blocks) if norm)
 
     @property
     def vectors(self) -> tuple[VectorTensor, ...]:
         """Return the vectors outside the mixer, which are loaded as float32."""
         beside = (self.beside.router_norm, self.beside.factors) if self.beside else ()
-        found = (self.choice_bias, *beside, self.factor)
+        altup = self.altup.vectors if self.altup else ()
+        found = (self.choice_bias, *beside, self.factor, *altup)
         return tuple(vector for vector in found if vector is not None)
 
     @property

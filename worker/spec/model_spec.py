@@ -15,6 +15,7 @@ from worker.spec.rope_config import RopeConfig
 
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
+MAX_STREAMS = 64
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
 """`relu2` is the square of the positive part."""
@@ -185,6 +186,9 @@ class MlpSpec:
     #: Factors of the gate, before the activation, and of the result. Experts have none.
     gate_scale: float = 1.0
     result_scale: float = 1.0
+    #: Each gate becomes what it exceeds the mean of the token's gates plus `gate_cutoff` standard
+    #: deviations by, or zero. None: the gates stay as they are. Experts have none.
+    gate_cutoff: float | None = None
 
     def check(self) -> None:
         """Raise UnusableModel if the experts cannot be chosen so."""
@@ -220,6 +224,9 @@ class LayerSpec:
     beside: MlpSpec | None = None
     #: Whether the hidden states are multiplied by a learned number at the end of the layer.
     scaled: bool = False
+    #: Rank of a linear branch beside the attention, which reads the same norm (layers/laurel.py).
+    #: None: there is none.
+    laurel: int | None = None
     order: LayerOrder = "pre"
 
     @property
@@ -248,6 +255,8 @@ class LayerSpec:
             raise UnusableModel("a layer has neither a token mixer nor an MLP")
         if self.has_one_block and (self.order != "pre" or self.beside is not None):
             raise UnusableModel("a layer with one block has norms or experts for two")
+        if self.laurel is not None and (self.attention is None or self.order != "both"):
+            raise UnusableModel("a layer has a linear branch, but no attention between two norms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +278,43 @@ class LayerInputsSpec:
     projection_scale: float
     #: Factor of the sum.
     sum_scale: float
+    #: Whether tokens without a row in the table read its first one. If not, all tokens have a row.
+    others_read_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpSpec:
+    """AltUp: a token has several streams of hidden states, and each layer computes one of them, the
+    active one (layers/altup.py). The layer first predicts all streams from all streams. Then it
+    computes the active one, and corrects all streams by what that changed.
+
+    The first stream is the embedding of the token. What a layer makes of its per-layer inputs is
+    added to all streams but the first.
+    """
+
+    streams: int
+    active: int
+    #: Whether the active stream is multiplied by a learned vector before the layer chooses among
+    #: its per-layer inputs.
+    scaled: bool
+
+    @property
+    def work_streams(self) -> int:
+        """Return how many hidden states of a token are held at once: those of the streams, of their
+        prediction, of the change, and of a product."""
+        return 4 * self.streams
+
+    def check(self) -> None:
+        """Raise UnusableModel if there cannot be such streams."""
+        if not 2 <= self.streams <= MAX_STREAMS:
+            raise UnusableModel(
+                f"the model has {self.streams} streams of hidden states; "
+                f"2 to {MAX_STREAMS} are supported"
+            )
+        if not 0 <= self.active < self.streams:
+            raise UnusableModel(
+                f"stream {self.active} of {self.streams} streams of hidden states cannot be active"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,13 +341,20 @@ class ModelSpec:
     logits_soft_cap: float | None = None
     #: None: the layers have no inputs besides the hidden states.
     layer_inputs: LayerInputsSpec | None = None
+    #: None: the hidden states of a token are one stream.
+    altup: AltUpSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = [self.vocab_size, self.hidden, self.context_tokens, len(self.layers)]
         if self.layer_inputs is not None:
             sizes += [self.layer_inputs.width, self.layer_inputs.table_rows]
-            if self.layer_inputs.table_rows < self.vocab_size:
+            lacks_rows = self.layer_inputs.table_rows < self.vocab_size
+            if lacks_rows and not self.layer_inputs.others_read_first:
                 raise UnusableModel("the table of the per-layer inputs lacks rows for some tokens")
+        if self.altup is not None:
+            self.altup.check()
+            if self.layer_inputs is None:
+                raise UnusableModel("streams of hidden states without per-layer inputs")
         for layer in set(self.layers):
             attention, recurrent = layer.attention, layer.recurrent
             layer.check()
@@ -311,6 +364,8 @@ class ModelSpec:
             if recurrent is not None:
                 recurrent.check()
                 sizes += recurrent.sizes
+            if layer.laurel is not None:
+                sizes.append(layer.laurel)
             for mlp in layer.mlps:
                 mlp.check()
                 sizes += [mlp.intermediate, mlp.num_experts, mlp.top_k]

@@ -122,6 +122,12 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
             f"{spec.architecture} has recurrent layers, which --tensor-parallel does not support",
             remedy="serve without --tensor-parallel",
         )
+    if spec.altup is not None or any(layer.laurel is not None for layer in spec.layers):
+        raise UnusableModel(
+            f"{spec.architecture} has several streams of hidden states, or linear branches beside "
+            "its attention, which --tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
     if spec.layer_inputs is not None or any(
         layer.beside or layer.scaled or (layer.attention and layer.attention.kv_of is not None)
         for layer in spec.layers

@@ -1,40 +1,46 @@
 """The tensors of a model: their names and shapes in its files (those of a layer: layer_tensors.py).
 
-The loader, the header check and the memory plan use this list. For a rank of a tensor parallel
-group it holds the rank's parts of the tensors (`ModelTensors.for_rank`). Needs no torch.
+The names and the cuts of single parts are made in tensor_parts.py. The loader, the header check and
+the memory plan use this list. For a rank of a tensor parallel group it holds the rank's parts of
+the tensors (`ModelTensors.for_rank`). Needs no torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.layer_tensors import (
+    AltUpTensors,
     AttentionTensors,
     BesideTensors,
     ConvTensors,
-    FusedMatrix,
     GatedDeltaTensors,
     InputTableTensors,
     LatentTensors,
+    LaurelTensors,
     LayerInputTensors,
     LayerTensors,
     Mamba2Tensors,
-    MatrixPart,
     MixerTensors,
     MlpTensors,
-    NormTensor,
-    Shape,
     SharedTensors,
     ShortConvTensors,
-    VectorTensor,
+    StreamTensors,
 )
-from worker.spec.model_spec import AttentionSpec, LayerInputsSpec, LayerSpec, MlpSpec, ModelSpec
+from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor
+from worker.spec.model_spec import (
+    AltUpSpec,
+    AttentionSpec,
+    LayerInputsSpec,
+    LayerSpec,
+    MlpSpec,
+)
 from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from worker.spec.share import MatrixCut, Share, VectorCut, divided
-from worker.spec.tensor_names import ENDINGS, TensorNames
+from worker.spec.share import Share, divided
+from worker.spec.tensor_names import ENDINGS
+from worker.spec.tensor_parts import TensorParts
 
 NORMS = {
     "pre": ("attention_norm", "mlp_norm"),
@@ -48,17 +54,12 @@ OF_MLP = frozenset({"mlp_norm", "post_mlp_norm"})
 """The norms of the MLP. The others are those of the token mixer."""
 
 
-class ModelTensors:
+class ModelTensors(TensorParts):
     """All tensors of a model in its files, or a rank's parts of them.
 
     spec    what is computed with the tensors: by the whole model, or by the rank
     share   the rank's share; None: the whole model
     """
-
-    def __init__(self, spec: ModelSpec, names: TensorNames, share: Share | None = None) -> None:
-        self.spec = spec
-        self.names = names
-        self.share = share
 
     def for_rank(self, rank: int, size: int) -> ModelTensors:
         """Return the parts of the tensors that a rank of a group of `size` ranks holds. Raises
@@ -100,7 +101,7 @@ class ModelTensors:
         return f"{self.names.roles['head']}.weight"
 
     def layer(self, index: int) -> LayerTensors:
-        layer, spec = self.spec.layers[index], self.spec.layer_inputs
+        layer, spec, altup = self.spec.layers[index], self.spec.layer_inputs, self.spec.altup
         norms = {
             role: self._norm(role, index)
             for role in NORMS[layer.order]
@@ -122,6 +123,44 @@ class ModelTensors:
             inputs=None if spec is None else self._layer_inputs(spec, index),
             factor=VectorTensor(self._name("factor", index), 1) if layer.scaled else None,
             latent=self._latent(mlp, index) if mlp and mlp.latent else None,
+            laurel=None if layer.laurel is None else self._laurel(layer.laurel, index),
+            altup=None if altup is None else self._altup(altup, index),
+        )
+
+    def _laurel(self, rank: int, index: int) -> LaurelTensors:
+        hidden = self.spec.hidden
+        return LaurelTensors(
+            inputs=FusedMatrix((self._part("laurel_in", rank, index),), hidden),
+            outputs=FusedMatrix((self._part("laurel_out", hidden, index),), rank),
+            norm=self._norm("laurel_norm", index),
+        )
+
+    def _altup(self, altup: AltUpSpec, index: int) -> AltUpTensors:
+        hidden, count = self.spec.hidden, altup.streams
+        predictions = self._part("altup_predictions", count * count, index)
+        corrections = self._part("altup_corrections", count, index)
+        return AltUpTensors(
+            router=FusedMatrix((self._part("altup_router", count, index),), hidden),
+            router_norm=VectorTensor(self._name("altup_router_norm", index), hidden),
+            predictions=FusedMatrix((predictions,), count),
+            corrections=FusedMatrix((corrections,), count),
+            scale=VectorTensor(self._name("altup_scale", index), hidden) if altup.scaled else None,
+        )
+
+    @property
+    def streams(self) -> StreamTensors | None:
+        """Return what makes the streams of hidden states, and what merges them; None if the model
+        has one stream."""
+        if self.spec.altup is None:
+            return None
+        hidden, others = self.spec.hidden, range(self.spec.altup.streams - 1)
+        return StreamTensors(
+            spread=FusedMatrix(
+                tuple(self._part("stream_spread", hidden, each) for each in others), hidden
+            ),
+            merge=tuple(
+                FusedMatrix((self._part("stream_merge", hidden, each),), hidden) for each in others
+            ),
         )
 
     def _latent(self, mlp: MlpSpec, index: int) -> LatentTensors:
@@ -312,6 +351,8 @@ class ModelTensors:
             yield self.positions, (spec.learned_positions, spec.hidden)
         if self.layer_inputs is not None:
             yield from self.layer_inputs.tensors()
+        for matrix in () if self.streams is None else self.streams.matrices:
+            yield from matrix.tensors()
         for index in range(spec.num_layers):
             yield from self.layer(index).tensors()
         yield from self.norm.tensors()
@@ -343,35 +384,6 @@ class ModelTensors:
 
     def _is_left_out(self, name: str) -> bool:
         return name.endswith(self.names.computed) or name.startswith(self.names.unused)
-
-    def _norm(self, role: str, index: int) -> NormTensor:
-        name = self.names.roles[role].format(i=index)
-        ending = self.names.endings.get(role, ENDINGS)[0]
-        return NormTensor(name, self.spec.hidden, self.spec.norm.bias, ending=ending)
-
-    def _qk_norm(
-        self, role: str, index: int, heads: int, head_dim: int, by_head: bool
-    ) -> NormTensor:
-        name = self.names.roles[role].format(i=index)
-        if by_head:
-            return NormTensor(name, head_dim)
-        return NormTensor(name, heads * head_dim, cut=self._vector_cut(heads * head_dim))
-
-    def _sinks(self, index: int, heads: int) -> VectorTensor:
-        return VectorTensor(self._name("sinks", index), heads, self._vector_cut(heads))
-
-    def _name(self, role: str, index: int, *, is_bias: bool = False) -> str:
-        """Return the whole name of a tensor that is no matrix of linear layers."""
-        ending = self.names.endings.get(role, ENDINGS)[is_bias]
-        return self.names.roles[role].format(i=index) + ending
-
-    def _vector_cut(self, size: int) -> VectorCut | None:
-        """Return this rank's part of a vector that is divided among the ranks, `size` items on
-        each. Return None if the model is not divided; all items are read then."""
-        if self.share is None:
-            return None
-        (items,) = self.share.ranges([size])
-        return VectorCut(items, size * self.share.size)
 
     def _router(self, mlp: MlpSpec, index: int) -> FusedMatrix | None:
         experts = mlp.num_experts
@@ -422,76 +434,3 @@ class ModelTensors:
         if f"{prefix}gate_up" in self.names:
             return {f"{prefix}gate_up": (inner, inner)}
         return {f"{prefix}gate": (inner,), f"{prefix}up": (inner,)}
-
-    def _by_token(self, role: str) -> MatrixPart:
-        """Return a matrix with a row for each token, of which a rank holds those of its tokens."""
-        vocab, share = self.spec.vocab_size, self.share
-        if share is None:
-            return MatrixPart(self.names.roles[role], vocab)
-        hidden, tokens = self.spec.hidden, share.vocabulary
-        cut = MatrixCut((tokens,), range(hidden), (vocab, hidden))
-        return MatrixPart(self.names.roles[role], len(tokens), cut=cut)
-
-    def _parts(
-        self, index: int, sections: Mapping[str, Sequence[int]], columns: int
-    ) -> tuple[MatrixPart, ...]:
-        """Return the parts of a matrix of which a rank holds some rows.
-
-        sections   role -> rows of each section of the tensor
-        """
-        return tuple(
-            replace(self._part(role, sum(rows), index), cut=self._row_cut(rows, columns))
-            for role, rows in sections.items()
-        )
-
-    def _by_head(
-        self, index: int, role: str, heads: int, widths: Sequence[int], *, columns: int
-    ) -> tuple[MatrixPart, ...]:
-        """Return the parts of a tensor that stores one head after the other, and in each head the
-        rows of several matrices.
-
-        widths   rows of a head for each of the matrices
-        """
-        assert self.share is None, "such a tensor is not divided among ranks"
-        stride, first, parts = sum(widths), 0, []
-        for width in widths:
-            starts = range(first, heads * stride, stride)
-            rows = tuple(range(start, start + width) for start in starts)
-            cut = MatrixCut(rows, range(columns), (heads * stride, columns))
-            parts.append(replace(self._part(role, heads * width, index), cut=cut))
-            first += width
-        return tuple(parts)
-
-    def _row_cut(self, sections: Sequence[int], columns: int) -> MatrixCut | None:
-        share = self.share
-        if share is None:
-            return None
-        whole = (sum(sections) * share.size, columns)
-        return MatrixCut(share.ranges(sections), range(columns), whole)
-
-    def _summed(self, index: int, role: str, columns: int, has_bias: bool) -> FusedMatrix:
-        """Return a matrix of which a rank holds `columns` columns. The ranks add their results, so
-        only one of them has the bias."""
-        hidden, share = self.spec.hidden, self.share
-        part = self._part(role, hidden, index)
-        if share is None:
-            return FusedMatrix((part,), columns, has_bias)
-        (own,) = share.ranges([columns])
-        cut = MatrixCut((range(hidden),), own, (hidden, columns * share.size))
-        return FusedMatrix((replace(part, cut=cut),), columns, has_bias and share.is_first)
-
-    def _part(
-        self, role: str, rows: int, index: int, expert: int | None = None, of: int = 1
-    ) -> MatrixPart:
-        names, template = self.names, self.names.roles[role]
-        is_stacked = expert is not None and "{e}" not in template
-        name, endings = template.format(i=index, e=expert), names.endings.get(role, ENDINGS)
-        return MatrixPart(
-            name=name,
-            rows=rows,
-            order=names.orders.get(role),
-            is_transposed=role in names.transposed and name + endings[0] not in names.by_rows,
-            index=expert if is_stacked else None,
-            of=of,
-            endings=endings,
-        )

@@ -32,6 +32,7 @@ same."""
 WRAPPERS: dict[str, frozenset[str]] = {
     "Exaone4_5_ForConditionalGeneration": frozenset({"exaone4"}),
     "Gemma3ForConditionalGeneration": frozenset({"gemma3_text"}),
+    "Gemma3nForConditionalGeneration": frozenset({"gemma3n_text"}),
     "Gemma4ForConditionalGeneration": frozenset({"gemma4_text"}),
     "Idefics3ForConditionalGeneration": frozenset({"llama"}),
     "InternVLForConditionalGeneration": frozenset({"qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
@@ -62,11 +63,12 @@ OF_THE_WHOLE = (
 #: Begins of the names of the text part's tensors.
 _TEXT = re.compile(
     r"(?:model\.)?(?:language_model|text_model)\."
-    r"(?:(?:model\.)?(?=layers\.|embed_tokens\w*\.|norm\.|per_layer_\w+\.)|(?=lm_head\.))"
+    r"(?:(?:model\.)?(?=layers\.|embed_tokens\w*\.|norm\.|(?:per_layer|altup)_\w+\.)|(?=lm_head\.))"
 )
 #: Begins of the names of other tensors, and of keys about other parts.
 _PARTS = re.compile(
-    r"(?:model\.)?(?:visual|vision|image|video|audio|multi_modal_projector|connector)\w*(?:\.|$)"
+    r"(?:model\.)?(?:embed_)?"
+    r"(?:visual|vision|image|video|audio|multi_modal_projector|connector)\w*(?:\.|$)"
 )
 
 

@@ -45,7 +45,8 @@ from worker.spec.architectures import (
     state_bytes,
 )
 from worker.spec.kv_blocks import BlockLayers
-from worker.spec.layer_tensors import FusedMatrix, LayerTensors
+from worker.spec.layer_tensors import LayerTensors
+from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
@@ -296,6 +297,8 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     if (inputs := model.tensors.layer_inputs) is not None:
         total += _table_bytes(inputs.table, model, dtype) + inputs.norm.size * norm_item
         total += _matrix_bytes(inputs.project, model, dtype)
+    if (streams := model.tensors.streams) is not None:
+        total += sum(_matrix_bytes(matrix, model, dtype) for matrix in streams.matrices)
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
@@ -371,6 +374,7 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
     found: set[str] = set()
     tensors, inputs = model.tensors, model.tensors.layer_inputs
     matrices += [inputs.table, inputs.project] if inputs else []
+    matrices += tensors.streams.matrices if tensors.streams else []
     for matrix in [*matrices, tensors.head, tensors.embedding_matrix]:
         kinds = {model.kinds[name] for name in matrix.names}
         found |= kinds - _packed_kinds(matrix, model)
@@ -422,7 +426,8 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
     table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0
-    return max(heads, widest) + 3 * max(inner) + 3 * table
+    streams = spec.altup.work_streams * spec.hidden if spec.altup else 0
+    return max(heads, widest) + 3 * max(inner) + 3 * table + streams
 
 
 def _mlp_width(mlp: MlpSpec) -> int:

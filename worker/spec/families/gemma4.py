@@ -46,7 +46,7 @@ def read_gemma4(config: ConfigFields) -> ModelSpec:
             qk_norm="head",
             value_norm=not is_shared,
             keys_as_values=config.flag("attention_k_eq_v") and kind == FULL and not is_shared,
-            kv_of=_source(kinds, first_shared, kind) if is_shared else None,
+            kv_of=kv_source(kinds, first_shared, kind) if is_shared else None,
         )
         layers.append(
             LayerSpec(
@@ -63,7 +63,7 @@ def read_gemma4(config: ConfigFields) -> ModelSpec:
         config.rms_norm(),
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logits_soft_cap=None if cap is None else config.positive("final_logit_softcapping"),
-        layer_inputs=_layer_inputs(config),
+        layer_inputs=layer_inputs_of(config),
     )
 
 
@@ -98,7 +98,7 @@ def _changes(per_layer: Any, index: int) -> Any:
     return found[0] if found else {}
 
 
-def _source(kinds: list[str], first_shared: int, kind: str) -> int:
+def kv_source(kinds: list[str], first_shared: int, kind: str) -> int:
     """Return the layer whose keys and values the shared layers of a kind read: the last one of that
     kind that has its own."""
     owners = [index for index in range(max(first_shared, 0)) if kinds[index] == kind]
@@ -123,7 +123,8 @@ def _experts(config: ConfigFields) -> MlpSpec | None:
     )
 
 
-def _layer_inputs(config: ConfigFields) -> LayerInputsSpec | None:
+def layer_inputs_of(config: ConfigFields) -> LayerInputsSpec | None:
+    """Return the per-layer inputs of a model; None if it has none."""
     width = config.integer("hidden_size_per_layer_input", 0)
     if not width:
         return None
@@ -138,17 +139,20 @@ def _layer_inputs(config: ConfigFields) -> LayerInputsSpec | None:
 
 
 LAYER = "model.layers.{i}."
-NAMES = {
+DENSE_NAMES = {
     "post_attention_norm": LAYER + "post_attention_layernorm",
     "mlp_norm": LAYER + "pre_feedforward_layernorm",
     "post_mlp_norm": LAYER + "post_feedforward_layernorm",
-    "factor": LAYER + "layer_scalar",
     "inputs_table": "model.embed_tokens_per_layer",
     "inputs_projection": "model.per_layer_model_projection",
     "inputs_norm": "model.per_layer_projection_norm",
     "input_gate": LAYER + "per_layer_input_gate",
     "input_projection": LAYER + "per_layer_projection",
     "input_norm": LAYER + "post_per_layer_input_norm",
+}
+"""The names that Gemma 3n has, too."""
+NAMES = DENSE_NAMES | {
+    "factor": LAYER + "layer_scalar",
     "beside_mlp_norm": LAYER + "post_feedforward_layernorm_1",
     "beside_norm": LAYER + "pre_feedforward_layernorm_2",
     "beside_post_norm": LAYER + "post_feedforward_layernorm_2",
@@ -162,19 +166,21 @@ WITHOUT_ENDING = ("factor", "router_norm", "expert_factors", "expert_gate_up", "
 
 
 def gemma4_names(spec: ModelSpec) -> TensorNames:
-    """Return the tensor names of a model. Files may have keys and values of layers that read those
-    of others."""
+    """Return the tensor names of a model."""
+    endings = dict.fromkeys(WITHOUT_ENDING, ("", ""))
+    return names_of(NAMES, endings=endings, unused=unused_names(spec))
+
+
+def unused_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return begins of the names of tensors that files may have and the model does not use: keys
+    and values of layers that read those of others."""
     shared = [
         index
         for index, layer in enumerate(spec.layers)
         if layer.attention is not None and layer.attention.kv_of is not None
     ]
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    return names_of(
-        NAMES,
-        endings=dict.fromkeys(WITHOUT_ENDING, ("", "")),
-        unused=tuple(f"model.layers.{i}.self_attn.{part}" for i in shared for part in parts),
-    )
+    return tuple(f"model.layers.{i}.self_attn.{part}" for i in shared for part in parts)
 
 
 FAMILIES = (

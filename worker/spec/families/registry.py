@@ -9,6 +9,7 @@ from worker.errors import UnusableModel
 from worker.spec.families import (
     falcon,
     gemma,
+    gemma3n,
     gemma4,
     gpt,
     gpt_oss,
@@ -23,7 +24,7 @@ from worker.spec.families import (
 from worker.spec.families.family import ModelFamily
 
 MODULES = (
-    *(llama, mistral, qwen, gemma, gemma4, phi, olmo, gpt, gpt_oss, lfm),
+    *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
