@@ -38,7 +38,7 @@ from worker.encoders.modules import (
 )
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec.fields import Fields, parsed_json, read_json
-from worker.spec.layer_tensors import MatrixPart, Shape
+from worker.spec.matrix_tensors import MatrixPart, Shape
 
 ARCHITECTURE, CLASSIFIER = "Qwen3ForCausalLM", f"Qwen3{SCORES}"
 SCORE_TENSOR, GGUF_TENSOR = "score.weight", "cls.output.weight"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from worker.encoders.spec import OFFSET_BUCKETS, EncoderSpec
 from worker.errors import FETCH_AGAIN, UnusableModel
-from worker.spec.layer_tensors import FusedMatrix, MatrixPart, NormTensor, Shape
+from worker.spec.matrix_tensors import FusedMatrix, MatrixPart, NormTensor, Shape
 from worker.spec.tensor_names import TensorNames
 
 

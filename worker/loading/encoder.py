@@ -27,7 +27,7 @@ from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.loading.layouts import WeightSource
 from worker.loading.weights import read_box, read_part
-from worker.spec.layer_tensors import FusedMatrix, NormTensor
+from worker.spec.matrix_tensors import FusedMatrix, NormTensor
 from worker.spec.share import Box
 from worker.spec.tensors import ModelTensors
 

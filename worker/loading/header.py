@@ -60,7 +60,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.families.registry import find_family
 from worker.spec.fields import Fields, read_json
-from worker.spec.layer_tensors import Shape
+from worker.spec.matrix_tensors import Shape
 from worker.spec.model_spec import ModelSpec
 from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
 from worker.spec.tensor_names import (

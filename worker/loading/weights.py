@@ -20,6 +20,8 @@ from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
+from worker.layers.mamba1 import Mamba1
+from worker.layers.mamba1_rule import Mamba1Weights
 from worker.layers.mamba2 import Mamba2, input_scales
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
@@ -37,21 +39,21 @@ from worker.models.decoder import (
 from worker.spec.layer_tensors import (
     AttentionTensors,
     BesideTensors,
-    FusedMatrix,
-    GatedDeltaTensors,
     LatentTensors,
     LayerInputTensors,
     LayerTensors,
-    Mamba2Tensors,
-    MatrixPart,
     MixerTensors,
-    NormTensor,
     SharedTensors,
-    ShortConvTensors,
-    VectorTensor,
 )
+from worker.spec.matrix_tensors import FusedMatrix, MatrixPart, NormTensor, VectorTensor
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent_tensors import (
+    GatedDeltaTensors,
+    Mamba1Tensors,
+    Mamba2Tensors,
+    ShortConvTensors,
+)
 from worker.spec.share import Box, MatrixCut, VectorCut
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors
@@ -183,6 +185,8 @@ class _Loader:
         match layer.recurrent, tensors:
             case GatedDeltaSpec() as delta, GatedDeltaTensors():
                 return self._gated_delta(delta, tensors)
+            case Mamba1Spec() as mamba, Mamba1Tensors():
+                return self._mamba1(mamba, tensors)
             case Mamba2Spec() as mamba, Mamba2Tensors():
                 return self._mamba2(mamba, tensors)
             case ShortConvSpec() as conv, ShortConvTensors():
@@ -220,6 +224,28 @@ class _Loader:
             output=self._fused(tensors.output),
         )
 
+    def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:
+        decay = torch.empty(tensors.decay_shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensors.decay, decay)
+        of_step, of_b, of_c = (
+            Norm(NormSpec(eps=spec.eps), self._norm_weight(each)) for each in tensors.norms
+        )
+        return Mamba1(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            made=self._plain(tensors.made),
+            norms=(of_step, of_b, of_c),
+            step=self._plain(tensors.step),
+            weights=Mamba1Weights(
+                conv=self._taps(tensors),
+                conv_bias=self._vector_or_none(tensors.conv_bias),
+                decay=decay.exp_().neg_(),
+                bias=self._vector(tensors.bias),
+                skip=self._vector(tensors.skip),
+            ),
+            output=self._fused(tensors.output),
+        )
+
     def _mamba2(self, spec: Mamba2Spec, tensors: Mamba2Tensors) -> Mamba2:
         return Mamba2(
             spec=spec,
@@ -245,7 +271,9 @@ class _Loader:
             output=self._fused(tensors.output),
         )
 
-    def _taps(self, tensors: GatedDeltaTensors | Mamba2Tensors | ShortConvTensors) -> Tensor:
+    def _taps(
+        self, tensors: GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
+    ) -> Tensor:
         """Read the weights of a convolution, [kernel, width] float32."""
         conv = torch.empty(tensors.conv_shape, dtype=torch.float32, device=self._device)
         self._source.read_into(tensors.conv, conv)

@@ -13,7 +13,7 @@ from typing import get_args
 
 from worker.lora.errors import UnusableAdapter
 from worker.spec.families.registry import FAMILIES
-from worker.spec.layer_tensors import FusedMatrix
+from worker.spec.matrix_tensors import FusedMatrix
 from worker.spec.model_spec import AdaptedLinear, ModelFacts, ModelSpec
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors

@@ -26,6 +26,7 @@ from worker.layers.gated_delta import GatedDelta
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear, linears_in
 from worker.layers.low_rank import LayerAdapters, adapted
+from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
@@ -35,6 +36,7 @@ from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.recurrent import Mamba1Spec
 from worker.spec.rope_config import RopeConfig
 
 
@@ -72,7 +74,7 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
-Recurrence = GatedDelta | Mamba2 | ShortConv
+Recurrence = GatedDelta | Mamba1 | Mamba2 | ShortConv
 TokenMixer = AttentionBlock | Recurrence
 
 
@@ -178,6 +180,8 @@ class DecoderModel:
             return False
         if self.whole is not None:
             return self.whole.keeps_bits
+        if any(isinstance(each, Mamba1Spec) for each in self.spec.recurrents):
+            return False  # torch computes it, some results together
         return all(isinstance(each, PackedLinear) for each in linears_in(self.weights))
 
     def tensors(self) -> Iterator[Tensor]:

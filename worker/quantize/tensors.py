@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.loading.layouts import WeightSource
 from worker.loading.weights import read_part
-from worker.spec.layer_tensors import FusedMatrix, MatrixPart, NormTensor
+from worker.spec.matrix_tensors import FusedMatrix, MatrixPart, NormTensor
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors
 

@@ -1,133 +1,28 @@
-"""The tensors of one layer of a model, and the matrices that they form. Needs no torch."""
+"""The tensors of one layer of a model. Needs no torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
-from worker.spec.share import MatrixCut, VectorCut
-from worker.spec.tensor_names import ENDINGS, Endings, RowOrder
+from worker.spec.matrix_tensors import FusedMatrix, NormTensor, Shape, VectorTensor
+from worker.spec.recurrent_tensors import (
+    GatedDeltaTensors,
+    Mamba1Tensors,
+    Mamba2Tensors,
+    ShortConvTensors,
+)
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPart:
-    """One tensor of a matrix that consists of several tensors, stacked by rows.
-
-    rows    number of rows that are read
-    index   index of the expert, if the tensor holds several
-    of      number of experts that the tensor holds
-    cut     the part of the tensor that is read; None: all of it
-    """
-
-    name: str
-    rows: int
-    order: RowOrder | None = None
-    is_transposed: bool = False
-    index: int | None = None
-    of: int = 1
-    endings: Endings = ENDINGS
-    cut: MatrixCut | None = None
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.name + self.endings[0]
-
-    @property
-    def bias(self) -> str:
-        """Return the name of the bias."""
-        return self.name + self.endings[1]
-
-    def shape(self, columns: int) -> Shape:
-        """Return the shape of the weight in the file. `columns` is the number of columns that are
-        read."""
-        rows, columns = (self.rows, columns) if self.cut is None else self.cut.whole
-        return self._stacked((columns, rows) if self.is_transposed else (rows, columns))
-
-    @property
-    def bias_shape(self) -> Shape:
-        """Return the shape of the bias in the file."""
-        return self._stacked((self.rows if self.cut is None else self.cut.whole[0],))
-
-    def _stacked(self, shape: Shape) -> Shape:
-        return shape if self.index is None else (self.of, *shape)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedMatrix:
-    """Matrices with the same input, which are computed as one matrix."""
-
-    parts: tuple[MatrixPart, ...]
-    columns: int
-    has_bias: bool = False
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the weights."""
-        return [part.weight for part in self.parts]
-
-    @property
-    def runs(self) -> list[tuple[MatrixPart, ...]]:
-        """Return the parts, those of one tensor that follow each other together."""
-        runs = groupby(self.parts, key=lambda part: (part.name, part.index))
-        return [tuple(parts) for _, parts in runs]
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        """Yield name and shape of each weight and bias in the file."""
-        for part in self.parts:
-            yield part.weight, part.shape(self.columns)
-            if self.has_bias:
-                yield part.bias, part.bias_shape
-
-
-@dataclass(frozen=True, slots=True)
-class NormTensor:
-    """A norm's weight [size], and its bias if it has one.
-
-    cut      the items that are read; None: all. A norm with a bias is never cut
-    ending   end of the name of the weight
-    """
-
-    name: str
-    size: int
-    has_bias: bool = False
-    cut: VectorCut | None = None
-    ending: str = ENDINGS[0]
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.name + self.ending
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        yield self.weight, (self.size if self.cut is None else self.cut.whole,)
-        if self.has_bias:
-            yield f"{self.name}.bias", (self.size,)
-
-
-@dataclass(frozen=True, slots=True)
-class VectorTensor:
-    """A vector [size]. `name` is its whole name, to which no ending is added.
-
-    cut   the items that are read; None: all
-    """
-
-    name: str
-    size: int
-    cut: VectorCut | None = None
-
-    @property
-    def whole(self) -> int:
-        """Return the number of items in the file."""
-        return self.size if self.cut is None else self.cut.whole
+NORMS = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("post_attention_norm", "post_mlp_norm"),
+    "both": ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
+    "parallel": ("attention_norm", "mlp_norm"),
+    "parallel_one_norm": ("attention_norm",),
+}
+"""LayerSpec.order -> the norms of a layer with two blocks."""
+OF_MLP = frozenset({"mlp_norm", "post_mlp_norm"})
+"""The norms of the MLP. The others are those of the token mixer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,135 +73,9 @@ class AttentionTensors:
             yield self.sinks.name, (self.sinks.whole,)
 
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaTensors:
-    """The tensors of a gated delta net (spec/recurrent.py).
-
-    inputs   stacks the rows of the queries, keys, values and output gates
-    gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
-    conv     [conv_width, 1, kernel]
-    decay    the factor of the decay if `is_factor`, or else the logarithm of its amount
-    bias     is added to the projected decay
-    norm     over the output of each head. Its weight has no offset
-    """
-
-    inputs: FusedMatrix
-    gates: FusedMatrix
-    conv: str
-    decay: VectorTensor
-    bias: VectorTensor
-    norm: NormTensor
-    output: FusedMatrix
-    conv_shape: Shape
-    is_factor: bool
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that can be packed."""
-        return self.inputs, self.output
-
-    @property
-    def float_items(self) -> int:
-        vectors = self.decay.size + self.bias.size + self.norm.size
-        return math.prod(self.conv_shape) + vectors
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return (self.gates,)
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
-        yield self.decay.name, (self.decay.size,)
-        yield self.bias.name, (self.bias.size,)
-        yield from self.norm.tensors()
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Tensors:
-    """The tensors of a Mamba-2 layer (spec/recurrent.py).
-
-    inputs      rows of the gate, of x, B and C, and of dt
-    conv        [conv_width, 1, kernel]; `conv_bias` [conv_width], None: there is none
-    decay       the factor of the decay if `is_factor`, or else the logarithm of its amount
-    bias        is added to the projected dt
-    skip        the factor of x in the result
-    norm        over the result; None: it is not normed. Its weight has no offset
-    num_scales  number of the factors of the projected inputs, which are not in the files
-    """
-
-    inputs: FusedMatrix
-    conv: str
-    conv_bias: VectorTensor | None
-    decay: VectorTensor
-    bias: VectorTensor
-    skip: VectorTensor
-    norm: NormTensor | None
-    output: FusedMatrix
-    conv_shape: Shape
-    is_factor: bool
-    num_scales: int = 0
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        return self.inputs, self.output
-
-    @property
-    def vectors(self) -> tuple[VectorTensor, ...]:
-        found = (self.conv_bias, self.decay, self.bias, self.skip)
-        return tuple(vector for vector in found if vector is not None)
-
-    @property
-    def float_items(self) -> int:
-        vectors = sum(vector.size for vector in self.vectors) + self.num_scales
-        vectors += 0 if self.norm is None else self.norm.size
-        return math.prod(self.conv_shape) + vectors
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return ()
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
-        for vector in self.vectors:
-            yield vector.name, (vector.size,)
-        if self.norm is not None:
-            yield from self.norm.tensors()
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvTensors:
-    """The tensors of a short convolution (spec/recurrent.py).
-
-    inputs   stacks the rows of both gates and of the input: B, C and x
-    conv     [width, 1, kernel]
-    bias     [width], of the convolution; None: it has none
-    """
-
-    inputs: FusedMatrix
-    conv: str
-    bias: VectorTensor | None
-    output: FusedMatrix
-    conv_shape: Shape
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        return self.inputs, self.output
-
-    @property
-    def float_items(self) -> int:
-        return math.prod(self.conv_shape) + (0 if self.bias is None else self.bias.size)
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return ()
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield self.conv, self.conv_shape
-        if self.bias is not None:
-            yield self.bias.name, (self.bias.size,)
-
-
-MixerTensors = AttentionTensors | GatedDeltaTensors | Mamba2Tensors | ShortConvTensors
+MixerTensors = (
+    AttentionTensors | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
+)
 """The tensors of a token mixer.
 
 matrices      those that can be packed: the input's and the output's

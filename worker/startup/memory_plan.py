@@ -45,7 +45,8 @@ from worker.spec.architectures import (
     state_bytes,
 )
 from worker.spec.kv_blocks import BlockLayers
-from worker.spec.layer_tensors import FusedMatrix, LayerTensors
+from worker.spec.layer_tensors import LayerTensors
+from worker.spec.matrix_tensors import FusedMatrix
 from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
