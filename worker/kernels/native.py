@@ -22,6 +22,8 @@ from worker.kernels.recurrent_structs import (
     delta_weights_struct,
     mamba2_sizes_struct,
     mamba2_weights_struct,
+    scan_inputs_struct,
+    scan_weights_struct,
     states_struct,
 )
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
@@ -33,6 +35,7 @@ from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
+from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import Activation, MlpSpec
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
@@ -47,6 +50,8 @@ SIGNATURES = {
     "sigmoids": "iiiipip",
     "cap_logits": "iiipd",
     "gated_delta": "ipppipipp",
+    "mamba1_conv": "iiipipppip",
+    "mamba1_scan": "iiipippp",
     "mamba2": "ipppipip",
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
@@ -62,7 +67,10 @@ SIGNATURES = {
     "pack_dense": "iipiip",
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
-RETURNS_INT = {"packed_bytes", "decode", "gated_delta", "mamba2", "short_conv"}
+RETURNS_INT = {
+    *("packed_bytes", "decode"),
+    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2", "short_conv"),
+}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
@@ -142,7 +150,7 @@ class NativeKernels:
         post_norm: Norm | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        if norm is None or not norm.is_plain:
+        if norm is None or not norm.is_plain or norm.weight.numel() % SIZE_MULTIPLE:
             return self._torch.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
         if delta is not None:
             delta = scaled(delta, post_norm, scale)
@@ -285,7 +293,26 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        return self._torch.mamba1_conv(spec, weights, inputs, states, offset)
+        tokens, width, bias = len(inputs), spec.channels, weights.conv_bias
+        assert weights.conv.shape == (spec.kernel, width)
+        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
+        assert inputs.shape == (tokens, width)
+        assert inputs.stride(1) == 1
+        assert weights.conv.dtype == inputs.dtype == torch.float32
+        out = inputs.new_empty(tokens, width)
+        bad_row = self.library.mamba1_conv(
+            torch.get_num_threads(),
+            spec.kernel,
+            width,
+            byref(states_struct(states, offset, spec.tail_items)),
+            tokens,
+            *map(address, (weights.conv, bias)),
+            inputs.data_ptr(),
+            inputs.stride(0),
+            address(out),
+        )
+        check_rows(bad_row)
+        return out
 
     def mamba1_scan(
         self,
@@ -295,7 +322,19 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        return self._torch.mamba1_scan(spec, weights, inputs, states, offset)
+        out = torch.empty_like(inputs.x)
+        bad_row = self.library.mamba1_scan(
+            torch.get_num_threads(),
+            spec.channels,
+            spec.state,
+            byref(states_struct(states, offset + spec.tail_items, spec.matrix_items)),
+            len(out),
+            byref(scan_weights_struct(spec, weights)),
+            byref(scan_inputs_struct(spec, inputs)),
+            address(out),
+        )
+        check_rows(bad_row)
+        return out
 
     def mamba2(
         self,

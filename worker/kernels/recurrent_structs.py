@@ -12,9 +12,10 @@ import torch
 from worker.kernels import structs
 from worker.kernels.addresses import address
 from worker.layers.delta_rule import UNIT_EPS, DeltaWeights
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, NormPlace
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, NormPlace
 
 NORM_PLACES: tuple[NormPlace, ...] = (None, "after gate", "before gate")
 """In the order of NormPlace in mamba2.h."""
@@ -41,6 +42,25 @@ def delta_weights_struct(spec: GatedDeltaSpec, weights: DeltaWeights) -> structs
     assert weights.norm.shape == (spec.value_dim,)
     assert {each.dtype for each in weights.tensors()} == {torch.float32}
     return structs.CDeltaWeights(*map(address, weights.tensors()))
+
+
+def scan_weights_struct(spec: Mamba1Spec, weights: Mamba1Weights) -> structs.CScanWeights:
+    """Return the struct that describes the weights of a recurrence to the kernels."""
+    assert weights.decay.shape == (spec.channels, spec.state)
+    assert weights.bias.shape == weights.skip.shape == (spec.channels,)
+    found = (weights.decay, weights.bias, weights.skip)
+    assert {each.dtype for each in found} == {torch.float32}
+    return structs.CScanWeights(*map(address, found))
+
+
+def scan_inputs_struct(spec: Mamba1Spec, inputs: ScanInputs) -> structs.CScanInputs:
+    tokens, gate = len(inputs.x), inputs.gate
+    assert inputs.x.shape == inputs.step.shape == gate.shape == (tokens, spec.channels)
+    assert inputs.b.shape == inputs.c.shape == (tokens, spec.state)
+    assert gate.stride(1) == 1
+    found = (inputs.x, inputs.step, inputs.b, inputs.c)
+    assert {each.dtype for each in (*found, gate)} == {torch.float32}
+    return structs.CScanInputs(*map(address, found), gate.data_ptr(), gate.stride(0))
 
 
 def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:

@@ -63,7 +63,10 @@ class Mamba1:
         mixed = convolve(states, offset)
         states.on_accepted(lambda accepted: convolve(accepted, offset))
         made = torch.split(self.made.to_float(mixed.to(dtype)), self.spec.made_widths, dim=1)
-        low_rank, b, c = (norm(part) for part, norm in zip(made, self.norms, strict=True))
+        low_rank, b, c = (
+            kernels.add_norm(part.contiguous(), None, norm)
+            for part, norm in zip(made, self.norms, strict=True)
+        )
         step = self.step.to_float(low_rank.to(dtype))
         scanned = ScanInputs(mixed, step, b, c, gate)
         scan = partial(kernels.mamba1_scan, self.spec, self.weights, scanned)

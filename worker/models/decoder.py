@@ -35,6 +35,7 @@ from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
+from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.recurrent import Mamba1Spec
 from worker.spec.rope_config import RopeConfig
@@ -180,8 +181,8 @@ class DecoderModel:
             return False
         if self.whole is not None:
             return self.whole.keeps_bits
-        if any(isinstance(each, Mamba1Spec) for each in self.spec.recurrents):
-            return False  # torch computes it, some results together
+        if any(isinstance(x, Mamba1Spec) and x.state % SIZE_MULTIPLE for x in self.spec.recurrents):
+            return False  # torch computes the norms of B and C, some rows together
         return all(isinstance(each, PackedLinear) for each in linears_in(self.weights))
 
     def tensors(self) -> Iterator[Tensor]:
