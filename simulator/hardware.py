@@ -95,6 +95,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_state: int = 0
     mamba_d_conv: int = 0
     mamba_expand: int = 2
+    #: Mamba-1, as in Jamba.
+    mamba_dt_rank: int | str = 0
+    #: Of each so many layers, the one with this index has attention; 0: see `layer_types`.
+    attn_layer_period: int = 0
+    attn_layer_offset: int = 0
+    #: Of each so many layers, the one with this index has experts.
+    expert_layer_period: Size = 1
+    expert_layer_offset: int = 0
     #: Width of Mamba-2 beside the attention of every layer, as in Falcon-H1.
     mamba_d_ssm: int | None = None
     #: Short convolutions, as in LFM2.
@@ -111,9 +119,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_hidden_layers
         if self.layer_types is not None:
             return sum(kind not in ATTENTION for kind in self.layer_types)
+        if period := self.attn_layer_period:
+            return self.num_hidden_layers - self._layers_with(period, self.attn_layer_offset)
         if not self.linear_num_value_heads:
             return 0
         return self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval
+
+    def _layers_with(self, period: int, offset: int) -> int:
+        """Return the number of layers whose index is `offset` in its `period`."""
+        return len(range(offset, self.num_hidden_layers, period))
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
+        if not self.experts:
+            return 0
+        return self._layers_with(self.expert_layer_period, self.expert_layer_offset)
 
     @property
     def attention_layers(self) -> int:
@@ -135,6 +156,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             convolved = width + 2 * self.mamba_n_groups * self.mamba_d_state
             state = width * self.mamba_d_state + (self.mamba_d_conv - 1) * convolved
             return state, hidden * (2 * width + convolved + heads)
+        if rank := self.mamba_dt_rank:
+            width, state = self.mamba_expand * hidden, self.mamba_d_state
+            rank = rank if isinstance(rank, int) else -(-hidden // 16)
+            parameters = 3 * hidden * width + width * (2 * rank + 2 * state)
+            # The matrix A is as large as that of a state, and float32.
+            parameters += width * state * STATE_DTYPE_BYTES // DTYPE_BYTES
+            return width * state + (self.mamba_d_conv - 1) * width, parameters
         return (self.conv_L_cache - 1) * hidden, 4 * hidden * hidden
 
     @property
@@ -158,9 +186,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert, in all layers; 0 for a dense model."""
+        """Parameters of one expert, in all layers that have it; 0 for a dense model."""
         width = self.moe_intermediate_size or self.intermediate_size
-        return 3 * self.hidden_size * width * self.num_hidden_layers if self.experts else 0
+        return 3 * self.hidden_size * width * self.expert_layers
 
     @property
     def shared_parameters(self) -> int:
@@ -171,13 +199,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         is_gated = self.linear_num_value_heads > 0 and self.model_type != "olmo_hybrid"
         attention = (2 + is_gated) * queries + 2 * self.kv_heads * self.head_size
         dense = self.shared_expert_intermediate_size or self.shared_intermediate_size
-        if not self.experts:
-            dense = dense or self.intermediate_size
-        mlp = self.hidden_size * (3 * dense + self.experts)
+        beside = self.hidden_size * (3 * dense + self.experts) * self.expert_layers
+        rest = self.num_hidden_layers - self.expert_layers
+        mlps = beside + self.hidden_size * 3 * (dense or self.intermediate_size) * rest
         mixers = self.hidden_size * attention * self.attention_layers
         if self.recurrent_layers:
             mixers += self.recurrent_layers * self.recurrent_sizes[1]
-        return mixers + mlp * self.num_hidden_layers + self.vocab_size * self.hidden_size
+        return mixers + mlps + self.vocab_size * self.hidden_size
 
     @property
     def weight_bytes(self) -> int:

@@ -26,6 +26,7 @@ from tests.support.recurrent_steps import (
     RecurrentLayer,
     conv_layer,
     delta_layer,
+    mamba1_layer,
     mamba_layer,
 )
 from worker.checkpoint.quant_blocks import BlockKind
@@ -34,16 +35,23 @@ from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear, PackedPart, pack
 from worker.kernels.reference import TorchKernels
 from worker.slots.states import Ints, StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from worker.spec.recurrent import (
+    GatedDeltaSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 
 LAYERS = {
     "delta": (5120, lambda: delta_layer(16, 48, 128, 128, 4)),
     "granite-tiny": (1536, lambda: mamba_layer(48, 64, 1, 128, 4)),
     "granite-small": (4096, lambda: mamba_layer(128, 64, 1, 128, 4)),
+    "jamba-mini": (4096, lambda: mamba1_layer(8192, 16, 4)),
     "lfm2": (2048, lambda: conv_layer(2048, 3)),
 }
 """Hidden size and layer: of a hybrid of 27B weights with gated delta nets, of Granite 4 H Tiny and
-Small, and of LFM2 1.2B."""
+Small, of Jamba Mini, and of LFM2 1.2B."""
 SLOTS = 32
 STEPS = ((1, 1), (8, 1), (32, 1), (1, 64), (1, 512))
 """Rows of a step, and tokens of each."""
@@ -94,6 +102,8 @@ class Matrices:
         match spec:
             case GatedDeltaSpec():
                 made = spec.conv_width + spec.value_width
+            case Mamba1Spec():
+                made = 2 * spec.channels
             case Mamba2Spec():
                 made = spec.input_width
             case ShortConvSpec():

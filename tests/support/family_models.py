@@ -13,7 +13,7 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid"),
+    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid", "jamba"),
 ]
 """Model types some of whose layers are recurrent."""
 UNDIVIDED = {
@@ -180,6 +180,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.08,
     },
     "olmo_hybrid": {**DELTA_SIZES, "initializer_range": 0.08},
+    "jamba": {
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 20,
+        "mamba_dt_rank": 12,
+        "initializer_range": 0.08,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -365,6 +374,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "wide heads": {"head_dim": 32},
         "by expansion": {"mamba_d_ssm": None},
         **ROPES,
+    },
+    "jamba": {
+        "tied": TIED,
+        "biases of Mamba": {"mamba_proj_bias": True, "mamba_conv_bias": False},
+        "usual rank": {"mamba_dt_rank": "auto"},
+        "long convolution": {"mamba_d_conv": 6},
+        "short convolution": {"mamba_d_conv": 2},
+        "one state": {"mamba_d_state": 1},
+        "as wide as the hidden states": {"mamba_expand": 1},
+        "dense": {"num_experts": 1, "num_experts_per_tok": 1},
+        "experts everywhere": {"expert_layer_period": 1, "expert_layer_offset": 0},
+        "one expert": {"num_experts_per_tok": 1},
+        "attention first": {"attn_layer_period": 2, "attn_layer_offset": 0},
+        "only attention": {"attn_layer_period": 1, "attn_layer_offset": 0},
+        "as many key/value heads": {"num_key_value_heads": 6},
     },
     "lfm2": {
         "untied": UNTIED,

@@ -67,14 +67,12 @@ SIZES: dict[str, Any] = {
 }
 """Sizes of the text part. Each config takes the keys that it has and lets be set."""
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
-PERIODS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
     "MiniCPM3ForCausalLM": LATENT,
     "YoutuForCausalLM": LATENT,
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
-    "JambaForCausalLM": PERIODS,
     "JetMoeForCausalLM": {"kv_channels": 16},
     "MptForCausalLM": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
     "XGLMForCausalLM": {"d_model": 64, "attention_heads": 4, "num_layers": 2, "ffn_dim": 96},
@@ -83,7 +81,7 @@ ARCHITECTURES = (
     # latent attention
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
-    *("BambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"),
+    *("BambaForCausalLM", "FalconMambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
     "RwkvForCausalLM",
     # shared keys and values

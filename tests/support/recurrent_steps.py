@@ -16,10 +16,12 @@ from torch import Tensor
 from tests.support.kernels import randn
 from worker.kernels.base import Kernels
 from worker.layers.delta_rule import DeltaWeights
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.slots.states import StepStates
 from worker.spec.recurrent import (
     GatedDeltaSpec,
+    Mamba1Spec,
     Mamba2Spec,
     NormPlace,
     RecurrentSpec,
@@ -160,6 +162,49 @@ def mamba_layer(
     name = f"mamba-{num_heads}x{head_dim}x{state}-{num_groups}-{kernel}{'-bias' * conv_bias}"
     if norm != "after gate":
         name += f"-{norm or 'no norm'}".replace(" ", "-")
+    return RecurrentLayer(name, spec, weights, make_inputs, rule)
+
+
+def mamba1_layer(
+    channels: int, state: int, kernel: int, *, conv_bias: bool = True
+) -> RecurrentLayer:
+    """Return a Mamba-1 layer, whose recurrence reads the result of the convolution. The decays of
+    its inputs are between about 0.1 and 1."""
+    spec = Mamba1Spec(
+        channels=channels, state=state, rank=1, kernel=kernel, eps=1e-6, conv_bias=conv_bias
+    )
+    spec.check()
+    weights = {
+        "conv": numbers(kernel, channels, seed=6),
+        "decay": -numbers(channels, state, seed=8).abs() - 0.1,
+        "bias": numbers(channels, seed=11),
+        "skip": numbers(channels, seed=12),
+    }
+    if conv_bias:
+        weights["conv_bias"] = numbers(channels, seed=7)
+
+    def make_inputs(tokens: int, seed: int) -> Inputs:
+        """Return what is convolved and the gate, dt, and B and C."""
+        widths = (2 * channels, channels, 2 * state)
+        return tuple(numbers(tokens, each, seed=seed + i) for i, each in enumerate(widths))
+
+    def rule(
+        kernels: Kernels, weights: Weights, inputs: Inputs, states: StepStates, offset: int
+    ) -> Tensor:
+        named = Mamba1Weights(
+            conv=weights["conv"],
+            conv_bias=weights.get("conv_bias"),
+            decay=weights["decay"],
+            bias=weights["bias"],
+            skip=weights["skip"],
+        )
+        before, gate = inputs[0].chunk(2, dim=1)
+        b, c = (each.contiguous() for each in inputs[2].chunk(2, dim=1))
+        x = kernels.mamba1_conv(spec, named, before, states, offset)
+        scanned = ScanInputs(x, inputs[1].contiguous(), b, c, gate)
+        return kernels.mamba1_scan(spec, named, scanned, states, offset)
+
+    name = f"mamba1-{channels}x{state}-{kernel}{'-bias' * conv_bias}"
     return RecurrentLayer(name, spec, weights, make_inputs, rule)
 
 

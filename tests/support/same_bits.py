@@ -79,17 +79,19 @@ NEMOTRON = {
     "mamba_head_dim": 16,
     "moe_shared_expert_intermediate_size": 128,
 }
+JAMBA = {"mamba_d_state": 16, "mamba_dt_rank": 32}
 OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_5_moe_text", WIDE | EXPERTS | DELTA),
     "mamba": ("granitemoehybrid", WIDE | GRANITE),
     "conv": ("lfm2_moe", WIDE | EXPERTS),
     "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
     "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
+    "linears between": ("jamba", WIDE | JAMBA),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first five are recurrent; those of the last two share keys and values. The last
+The layers of the first six are recurrent; those of the last two share keys and values. The last
 model has no windows, because some ways need all blocks of a text."""
 
 

@@ -224,6 +224,26 @@ def test_a_granite_4_that_contradicts_itself_is_refused(
         find_family(config).spec(config)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attn_layer_offset": 8}, "attn_layer_offset is 8; it must be at least 0, and below"),
+        ({"expert_layer_period": 0}, "expert_layer_offset is 1; it must be at least 0, and below"),
+        ({"num_hidden_layers": 4}, "models without any layer with attention are not supported"),
+        ({"mamba_dt_rank": "full"}, "'mamba_dt_rank' is 'full'"),
+        ({"mamba_d_conv": 1}, "a convolution of 1 tokens is not supported"),
+        ({"mamba_d_state": 0}, "a dimension of a recurrent layer is not above zero"),
+        ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms False is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"num_experts_per_tok": 17}, "17 of 16 experts cannot be chosen"),
+    ],
+    ids=str,
+)
+def test_a_jamba_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnusableModel, match=message):
+        find_family({"model_type": "jamba"}).spec({"model_type": "jamba", **values})
+
+
 def test_the_model_type_suffices() -> None:
     found = fallback({"model_type": "olmo"})
     assert found is not None

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from worker.layers.delta_rule import DeltaWeights, gated_delta
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs, mamba1_conv, mamba1_scan
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.recurrence import advance
 from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 NUM_SLOTS, NUM_CHECKPOINTS = 7, 9
 DELTA = GatedDeltaSpec(
     num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3, eps=1e-6
 )
+MAMBA_1 = Mamba1Spec(channels=7, state=5, rank=2, kernel=4, eps=1e-5)
 MAMBA = Mamba2Spec(num_heads=4, head_dim=3, num_groups=2, state=5, kernel=3, eps=1e-5)
 CONV = ShortConvSpec(width=11, kernel=4)
 
@@ -115,6 +117,26 @@ def mamba() -> Mixer:
     return Mixer(MAMBA.state_items, compute, is_exact=False)
 
 
+def mamba_1() -> Mixer:
+    """The recurrence reads the result of the convolution."""
+    some, width, state = some_numbers(5), MAMBA_1.channels, MAMBA_1.state
+    weights = Mamba1Weights(
+        conv=some(MAMBA_1.kernel, width),
+        conv_bias=some(width),
+        decay=-some(width, state).abs(),
+        bias=some(width),
+        skip=some(width),
+    )
+    inputs, step, gate, b, c = (some(400, each) for each in (width, width, width, state, state))
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        x = mamba1_conv(MAMBA_1, weights, inputs[tokens], states, offset)
+        scanned = ScanInputs(x, step[tokens], b[tokens], c[tokens], gate[tokens])
+        return mamba1_scan(MAMBA_1, weights, scanned, states, offset)
+
+    return Mixer(MAMBA_1.state_items, compute, is_exact=False)
+
+
 def conv(bias: bool) -> Mixer:
     random = torch.Generator().manual_seed(3)
     x, taps = (
@@ -132,6 +154,7 @@ def conv(bias: bool) -> Mixer:
 MIXERS: dict[str, Callable[[], Mixer]] = {
     "counter": counter,
     "gated delta": delta,
+    "mamba 1": mamba_1,
     "mamba": mamba,
     "short convolution": lambda: conv(bias=False),
     "short convolution with biases": lambda: conv(bias=True),

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import DeltaWeights
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 
 class Kernels(Protocol):
@@ -120,6 +121,41 @@ class Kernels(Protocol):
         offset    index of the layer's first number in a state
         returns   [T, value heads * value dim]. If a token belongs to no row of `states`, its
                   result has any value
+        """
+        ...
+
+    def mamba1_conv(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute the convolution of a Mamba-1 layer and its SiLU (layers/mamba1_rule.py): return
+        the results, change the tails in the states, and save those that the step saves. All numbers
+        are float32.
+
+        inputs    [T, C]
+        offset    index of the layer's first number in a state
+        returns   [T, C]. If a token belongs to no row of `states`, its result has any value
+        """
+        ...
+
+    def mamba1_scan(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: ScanInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute the recurrence of a Mamba-1 layer, and multiply its results by the SiLU of the
+        gate (layers/mamba1_rule.py). Return them, change the matrices in the states, and save those
+        that the step saves. All numbers are float32.
+
+        offset    index of the layer's first number in a state, which is one of its tail
+        returns   [T, C]. If a token belongs to no row of `states`, its result has any value
         """
         ...
 

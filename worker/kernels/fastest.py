@@ -21,8 +21,9 @@ import torch
 
 from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.device.measurements import stored_or_measured
+from worker.kernels.addresses import address
 from worker.kernels.library import VERSION
-from worker.kernels.native import DTYPE_CODES, NativeKernels, address
+from worker.kernels.native import DTYPE_CODES, NativeKernels
 from worker.kernels.packed import PackedMatrix, pack
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,13 @@ from worker.kernels.reference import TorchKernels, heads_of
 from worker.kernels.triton import layers
 from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import DeltaWeights
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 WIDE = 256
 """Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""
@@ -126,6 +127,26 @@ class TritonKernels:
         offset: int,
     ) -> Tensor:
         return self._torch.gated_delta(spec, weights, inputs, gates, states, offset)
+
+    def mamba1_conv(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.mamba1_conv(spec, weights, inputs, states, offset)
+
+    def mamba1_scan(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: ScanInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.mamba1_scan(spec, weights, inputs, states, offset)
 
     def mamba2(
         self,

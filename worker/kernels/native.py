@@ -11,22 +11,33 @@ from ctypes import byref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
+from worker.kernels.addresses import address, cache_address
+from worker.kernels.recurrent_structs import (
+    delta_sizes_struct,
+    delta_weights_struct,
+    mamba2_sizes_struct,
+    mamba2_weights_struct,
+    scan_inputs_struct,
+    scan_weights_struct,
+    states_struct,
+)
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import PagedCache
 from worker.kv.rounding import ROUNDED, stored_width
-from worker.layers.delta_rule import UNIT_EPS, DeltaWeights
+from worker.layers.delta_rule import DeltaWeights
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
+from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import Activation, MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, NormPlace, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -39,6 +50,8 @@ SIGNATURES = {
     "sigmoids": "iiiipip",
     "cap_logits": "iiipd",
     "gated_delta": "ipppipipp",
+    "mamba1_conv": "iiipipppip",
+    "mamba1_scan": "iiipippp",
     "mamba2": "ipppipip",
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
@@ -54,15 +67,16 @@ SIGNATURES = {
     "pack_dense": "iipiip",
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
-RETURNS_INT = {"packed_bytes", "decode", "gated_delta", "mamba2", "short_conv"}
+RETURNS_INT = {
+    *("packed_bytes", "decode"),
+    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2", "short_conv"),
+}
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2")
 """In the order of ActivationKind in activation.h."""
-NORM_PLACES: tuple[NormPlace, ...] = (None, "after gate", "before gate")
-"""In the order of NormPlace in mamba2.h."""
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -71,26 +85,6 @@ def declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = ctypes.c_int64 if name in RETURNS_INT else None
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's first item, or None for None.
-
-    Raises ValueError if the tensor is not contiguous.
-    """
-    if tensor is None:
-        return None
-    if not tensor.is_contiguous():
-        raise ValueError(f"a kernel needs a contiguous tensor, not {tuple(tensor.stride())}")
-    return tensor.data_ptr()
-
-
-def cache_address(cache: Tensor) -> int:
-    """Return the address of the first item of a layer's keys or values, [B, ...]. Raises ValueError
-    if the items of a block are not contiguous."""
-    if len(cache) and not cache[0].is_contiguous():
-        raise ValueError(f"a kernel needs contiguous blocks, not {tuple(cache.stride())}")
-    return cache.data_ptr()
 
 
 def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
@@ -126,99 +120,9 @@ def scoring_struct(
     return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
 
 
-def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
-    return structs.CDeltaSizes(
-        spec.num_key_heads,
-        spec.num_value_heads,
-        spec.key_dim,
-        spec.value_dim,
-        spec.kernel,
-        spec.tiled,
-        UNIT_EPS,
-        spec.eps,
-        spec.beta_scale,
-    )
-
-
-def delta_weights_struct(spec: GatedDeltaSpec, weights: DeltaWeights) -> structs.CDeltaWeights:
-    """Return the struct that describes `weights` to the kernels. It points at them, so it must not
-    outlive them."""
-    assert weights.conv.shape == (spec.kernel, spec.conv_width)
-    assert weights.decay.shape == weights.bias.shape == (spec.num_value_heads,)
-    assert weights.norm.shape == (spec.value_dim,)
-    assert {each.dtype for each in weights.tensors()} == {torch.float32}
-    return structs.CDeltaWeights(*map(address, weights.tensors()))
-
-
 def activation_struct(mlp: MlpSpec) -> structs.CActivation:
     kind = ACTIVATIONS.index(mlp.activation)
     return structs.CActivation(kind, mlp.is_gated, mlp.alpha, mlp.limit)
-
-
-def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:
-    return structs.CMamba2Sizes(
-        spec.num_heads,
-        spec.head_dim,
-        spec.num_groups,
-        spec.state,
-        spec.kernel,
-        NORM_PLACES.index(spec.norm),
-        spec.eps,
-        *spec.limits,
-    )
-
-
-def mamba2_weights_struct(spec: Mamba2Spec, weights: Mamba2Weights) -> structs.CMamba2Weights:
-    """Return the struct that describes `weights` to the kernels. It points at them, so it must not
-    outlive them."""
-    heads, width = spec.num_heads, spec.conv_width
-    assert weights.conv.shape == (spec.kernel, width)
-    assert weights.conv_bias is None or weights.conv_bias.shape == (width,)
-    assert weights.decay.shape == weights.bias.shape == weights.skip.shape == (heads,)
-    assert weights.norm is None or weights.norm.shape == (spec.output_width,)
-    assert (weights.norm is None) == (spec.norm is None)
-    assert {each.dtype for each in weights.tensors()} == {torch.float32}
-    return structs.CMamba2Weights(
-        *map(
-            address,
-            (
-                weights.conv,
-                weights.conv_bias,
-                weights.decay,
-                weights.bias,
-                weights.skip,
-                weights.norm,
-            ),
-        )
-    )
-
-
-def states_struct(states: StepStates, offset: int, items: int) -> structs.CStates:
-    """Return the struct that describes `states` to the kernels. It points at tensors and arrays of
-    `states`, so it must not outlive them.
-
-    offset, items   the part of each state that belongs to the layer
-    """
-    stored = (states.memory, states.checkpoints)
-    for each in stored:
-        assert each.dtype == torch.float32
-        assert each.stride(1) == 1
-        assert 0 <= offset <= each.shape[1] - items
-    rows = (states.slots, states.firsts, states.counts, states.kept)
-    saves = (states.save_rows, states.save_counts, states.save_ids)
-    for arrays in (rows, saves):
-        for array in arrays:
-            assert array.dtype == np.int64
-            assert array.flags.c_contiguous
-            assert array.shape == (len(arrays[0]),)
-    return structs.CStates(
-        *(each.data_ptr() + offset * each.element_size() for each in stored),
-        *(each.stride(0) for each in stored),
-        *(len(each) for each in stored),
-        *(array.ctypes.data for array in (*rows, *saves)),
-        len(states.slots),
-        len(states.save_rows),
-    )
 
 
 class NativeKernels:
@@ -246,7 +150,7 @@ class NativeKernels:
         post_norm: Norm | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        if norm is None or not norm.is_plain:
+        if norm is None or not norm.is_plain or norm.weight.numel() % SIZE_MULTIPLE:
             return self._torch.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
         if delta is not None:
             delta = scaled(delta, post_norm, scale)
@@ -377,6 +281,57 @@ class NativeKernels:
             inputs.data_ptr(),
             inputs.stride(0),
             *map(address, (gates, out)),
+        )
+        check_rows(bad_row)
+        return out
+
+    def mamba1_conv(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        tokens, width, bias = len(inputs), spec.channels, weights.conv_bias
+        assert weights.conv.shape == (spec.kernel, width)
+        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
+        assert inputs.shape == (tokens, width)
+        assert inputs.stride(1) == 1
+        assert weights.conv.dtype == inputs.dtype == torch.float32
+        out = inputs.new_empty(tokens, width)
+        bad_row = self.library.mamba1_conv(
+            torch.get_num_threads(),
+            spec.kernel,
+            width,
+            byref(states_struct(states, offset, spec.tail_items)),
+            tokens,
+            *map(address, (weights.conv, bias)),
+            inputs.data_ptr(),
+            inputs.stride(0),
+            address(out),
+        )
+        check_rows(bad_row)
+        return out
+
+    def mamba1_scan(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: ScanInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        out = torch.empty_like(inputs.x)
+        bad_row = self.library.mamba1_scan(
+            torch.get_num_threads(),
+            spec.channels,
+            spec.state,
+            byref(states_struct(states, offset + spec.tail_items, spec.matrix_items)),
+            len(out),
+            byref(scan_weights_struct(spec, weights)),
+            byref(scan_inputs_struct(spec, inputs)),
+            address(out),
         )
         check_rows(bad_row)
         return out

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
-from worker.kernels.native import DTYPE_CODES, NativeKernels, address, dtype_code
+from worker.kernels.addresses import address
+from worker.kernels.native import DTYPE_CODES, NativeKernels, dtype_code
 from worker.kernels.structs import CPacked, CPart
 from worker.spec import kernel_sizes as sizes
 from worker.spec.kernel_sizes import ALIGNMENT, GROUP, MAX_PARTS

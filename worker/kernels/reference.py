@@ -13,13 +13,14 @@ from torch.nn.functional import gelu, relu, silu
 
 from worker.kv.cache import PagedCache
 from worker.layers.delta_rule import DeltaWeights, gated_delta
+from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs, mamba1_conv, mamba1_scan
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
 from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
 from worker.spec.model_spec import Activation, MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -106,6 +107,26 @@ class TorchKernels:
         offset: int,
     ) -> Tensor:
         return gated_delta(spec, weights, inputs, gates, states, offset)
+
+    def mamba1_conv(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return mamba1_conv(spec, weights, inputs, states, offset)
+
+    def mamba1_scan(
+        self,
+        spec: Mamba1Spec,
+        weights: Mamba1Weights,
+        inputs: ScanInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return mamba1_scan(spec, weights, inputs, states, offset)
 
     def mamba2(
         self,

@@ -91,6 +91,31 @@ class CDeltaWeights(Structure):
     ]
 
 
+class CScanWeights(Structure):
+    """The weights of the recurrence of a Mamba-1 layer, as in `Mamba1Weights`
+    (layers/mamba1_rule.py)."""
+
+    _fields_ = [
+        ("decay", c_void_p),
+        ("bias", c_void_p),
+        ("skip", c_void_p),
+    ]
+
+
+class CScanInputs(Structure):
+    """What the recurrence of a Mamba-1 layer reads, as in `ScanInputs` (layers/mamba1_rule.py).
+    `gate_stride` is the number of numbers from token to token of the gate."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("step", c_void_p),
+        ("b", c_void_p),
+        ("c", c_void_p),
+        ("gate", c_void_p),
+        ("gate_stride", c_int64),
+    ]
+
+
 class CMamba2Sizes(Structure):
     """The dimensions of a Mamba-2 layer, where its result is normed, and the smallest and the
     largest dt."""

@@ -26,7 +26,7 @@ from worker.layers.embedding import Embedding
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.loading.layouts import WeightSource
-from worker.loading.weights import read_box, read_part
+from worker.loading.parts import read_box, read_part
 from worker.spec.matrices import FusedMatrix, NormTensor
 from worker.spec.share import Box
 from worker.spec.tensors import ModelTensors

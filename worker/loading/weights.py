@@ -22,13 +22,16 @@ from worker.layers.group import Group
 from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
+from worker.layers.mamba1 import Mamba1
+from worker.layers.mamba1_rule import Mamba1Weights
 from worker.layers.mamba2 import Mamba2, input_scales
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
-from worker.loading.layouts import DenseLayout, Matrix, PartSource, WeightLayout, WeightSource
+from worker.loading.layouts import DenseLayout, Matrix, WeightLayout, WeightSource
+from worker.loading.parts import cut_blocks, read_box, read_part
 from worker.models.decoder import (
     AttentionBlock,
     DecoderLayer,
@@ -40,22 +43,24 @@ from worker.spec.layer_tensors import (
     AltUpTensors,
     AttentionTensors,
     BesideTensors,
-    ConvTensors,
-    GatedDeltaTensors,
     LatentTensors,
     LaurelTensors,
     LayerInputTensors,
     LayerTensors,
-    Mamba2Tensors,
     MixerTensors,
     SharedTensors,
-    ShortConvTensors,
 )
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from worker.spec.share import Box, MatrixCut, VectorCut
-from worker.spec.tensor_names import RowOrder
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent_tensors import (
+    ConvTensors,
+    GatedDeltaTensors,
+    Mamba1Tensors,
+    Mamba2Tensors,
+    ShortConvTensors,
+)
+from worker.spec.share import Box, VectorCut
 from worker.spec.tensors import ModelTensors
 
 
@@ -216,6 +221,8 @@ class _Loader:
         match layer.recurrent, tensors:
             case GatedDeltaSpec() as delta, GatedDeltaTensors():
                 return self._gated_delta(delta, tensors)
+            case Mamba1Spec() as mamba, Mamba1Tensors():
+                return self._mamba1(mamba, tensors)
             case Mamba2Spec() as mamba, Mamba2Tensors():
                 return self._mamba2(mamba, tensors)
             case ShortConvSpec() as conv, ShortConvTensors():
@@ -249,6 +256,28 @@ class _Loader:
                 decay=self._decay(tensors),
                 bias=self._vector(tensors.bias),
                 norm=self._norm_weight(tensors.norm),
+            ),
+            output=self._fused(tensors.output),
+        )
+
+    def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:
+        decay = torch.empty(tensors.decay_shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(tensors.decay, decay)
+        of_step, of_b, of_c = (
+            Norm(NormSpec(eps=spec.eps), self._norm_weight(each)) for each in tensors.norms
+        )
+        return Mamba1(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            made=self._plain(tensors.made),
+            norms=(of_step, of_b, of_c),
+            step=self._plain(tensors.step),
+            weights=Mamba1Weights(
+                conv=self._taps(tensors.conv),
+                conv_bias=self._vector_or_none(tensors.conv_bias),
+                decay=decay.exp_().neg_(),
+                bias=self._vector(tensors.bias),
+                skip=self._vector(tensors.skip),
             ),
             output=self._fused(tensors.output),
         )
@@ -381,7 +410,7 @@ class _Loader:
             return None
         blocks = self._source.blocks(part.weight, part.index)
         if blocks is not None and part.cut is not None:
-            blocks = _cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
+            blocks = cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
         if blocks is None or part.order is None:
             return blocks
         order, raw = part.order, blocks.raw
@@ -408,78 +437,3 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _cut_blocks(blocks: QuantBlocks, cuts: Sequence[MatrixCut]) -> QuantBlocks | None:
-    """Return the rows of all `cuts` in blocks; None if a cut has only some of the columns."""
-    if any(len(cut.columns) < cut.whole[1] for cut in cuts):
-        return None
-    ranges = (rows for cut in cuts for rows in cut.rows)
-    return QuantBlocks(blocks.kind, np.concatenate([blocks.raw[r.start : r.stop] for r in ranges]))
-
-
-def read_part(
-    source: WeightSource, name: str, target: Tensor, part: MatrixPart, columns: int | None
-) -> None:
-    """Read the tensor `name`, the weight or the bias of `part`, into `target`. The rows are put in
-    the model's order, and a weight that the file stores transposed is transposed.
-
-    target    [rows, columns], or [rows] for a bias
-    columns   None for a bias
-    """
-    is_transposed = part.is_transposed and columns is not None
-    cut = part.cut
-    if cut is not None and part.order is None:
-        _read_cut(source, name, target, part, cut)
-        return
-    if not is_transposed and part.order is None:
-        source.read_into(name, target, part.index)
-        return
-    shape: tuple[int, ...] = (part.rows,) if columns is None else (part.rows, columns)
-    if cut is not None:
-        shape = cut.whole[: target.dim()]
-    stored = torch.empty(shape[::-1] if is_transposed else shape, dtype=torch.float32)
-    source.read_into(name, stored, part.index)
-    rows = _reordered(stored.T if is_transposed else stored, part.order)
-    if cut is not None:
-        rows = torch.cat([rows[each.start : each.stop] for each in cut.rows])
-        rows = rows if columns is None else rows[:, cut.columns.start : cut.columns.stop]
-    target.copy_(rows)
-
-
-def _read_cut(
-    source: WeightSource, name: str, target: Tensor, part: MatrixPart, cut: MatrixCut
-) -> None:
-    """Read the rows and columns of `cut` into `target`, a weight or a bias. The file has them in
-    the model's order. A tensor that holds several experts is never cut."""
-    done = 0
-    for rows in cut.rows:
-        piece = target[done : done + len(rows)]
-        done += len(rows)
-        if target.dim() == 1:
-            read_box(source, name, piece, Box((rows,), cut.whole[:1]))
-        elif not part.is_transposed:
-            read_box(source, name, piece, Box((rows, cut.columns), cut.whole))
-        else:
-            stored = torch.empty((len(cut.columns), len(rows)), dtype=torch.float32)
-            read_box(source, name, stored, Box((cut.columns, rows), cut.whole[::-1]))
-            piece.copy_(stored.T)
-
-
-def read_box(source: WeightSource, name: str, target: Tensor, box: Box) -> None:
-    """Read a part of a tensor into `target`. If the source can only read the whole tensor, the rest
-    is dropped."""
-    if isinstance(source, PartSource) and source.read_box(name, target, box):
-        return
-    whole = torch.empty(box.whole, dtype=target.dtype)
-    source.read_into(name, whole)
-    target.copy_(whole[box.slices])
-
-
-def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:
-    """Return the rows of a file's tensor in the model's order."""
-    if order is None:
-        return rows
-    split = rows.reshape(*order.shape, *rows.shape[1:])
-    axes = (*order.axes, *range(len(order.shape), split.ndim))
-    return split.permute(axes).reshape(rows.shape)

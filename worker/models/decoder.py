@@ -28,6 +28,7 @@ from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear, linears_in
 from worker.layers.low_rank import LayerAdapters, adapted
+from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
@@ -36,7 +37,9 @@ from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
+from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from worker.spec.recurrent import Mamba1Spec
 from worker.spec.rope_config import RopeConfig
 
 
@@ -74,7 +77,7 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
-Recurrence = GatedDelta | Mamba2 | ShortConv
+Recurrence = GatedDelta | Mamba1 | Mamba2 | ShortConv
 TokenMixer = AttentionBlock | Recurrence
 
 
@@ -190,6 +193,8 @@ class DecoderModel:
             return False
         if self.whole is not None:
             return self.whole.keeps_bits
+        if any(isinstance(x, Mamba1Spec) and x.state % SIZE_MULTIPLE for x in self.spec.recurrents):
+            return False  # torch computes the norms of B and C, some rows together
         return all(isinstance(each, PackedLinear) for each in linears_in(self.weights))
 
     def tensors(self) -> Iterator[Tensor]:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
+from worker.kernels.addresses import address
 from worker.kernels.base import Kernels
 from worker.kernels.native import (
     DTYPE_CODES,
     NativeKernels,
     activation_struct,
-    address,
     rounds_kv,
     scoring_struct,
 )
@@ -37,6 +37,7 @@ from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, Linear
+from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
@@ -275,7 +276,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
     """Return the struct of a layer without its router and MLPs."""
     block, mlp = layer.mixer, layer.spec.mlp
     assert block is not None
-    assert not isinstance(block, GatedDelta | Mamba2 | ShortConv)
+    assert not isinstance(block, GatedDelta | Mamba1 | Mamba2 | ShortConv)
     assert mlp is not None
     qkv, output = _packed(block.qkv), _packed(block.output)
     attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.loading.layouts import WeightSource
-from worker.loading.weights import read_part
+from worker.loading.parts import read_part
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor
 from worker.spec.tensor_names import RowOrder
 from worker.spec.tensors import ModelTensors

@@ -37,7 +37,10 @@ LOGPROBS_OF: tuple[str, ...] = get_args(LogprobsOf)
 
 SAMPLED = ("SlotTable.append_tokens", "sampling.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
-COMPUTED = ("Kernels.gated_delta", "Kernels.mamba2", "Kernels.short_conv")
+COMPUTED = (
+    *("Kernels.gated_delta", "Kernels.mamba1_conv", "Kernels.mamba1_scan"),
+    *("Kernels.mamba2", "Kernels.short_conv"),
+)
 """Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
 STATE = "state"
 """Name of the field with the recurrent state."""

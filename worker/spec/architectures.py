@@ -118,7 +118,7 @@ _OWN_CACHE: dict[str, str] = {
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
         BailingHybridForCausalLM BambaForCausalLM FalconMambaForCausalLM
-        Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM JambaForCausalLM
+        Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
         MiniMaxForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM

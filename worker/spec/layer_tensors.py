@@ -6,26 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from worker.spec.matrices import FusedMatrix, NormTensor, Shape, VectorTensor
+from worker.spec.recurrent_tensors import (
+    GatedDeltaTensors,
+    Mamba1Tensors,
+    Mamba2Tensors,
+    ShortConvTensors,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class ConvTensors:
-    """The weights of a convolution over the last `kernel` tokens: one tensor [channels, 1, kernel],
-    or several, of consecutive channels.
-
-    parts   name and number of channels of each tensor
-    """
-
-    parts: tuple[tuple[str, int], ...]
-    kernel: int
-
-    @property
-    def items(self) -> int:
-        return self.kernel * sum(channels for _, channels in self.parts)
-
-    def tensors(self) -> Iterator[tuple[str, Shape]]:
-        for name, channels in self.parts:
-            yield name, (channels, 1, self.kernel)
+NORMS = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("post_attention_norm", "post_mlp_norm"),
+    "both": ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
+    "parallel": ("attention_norm", "mlp_norm"),
+    "parallel_one_norm": ("attention_norm",),
+}
+"""LayerSpec.order -> the norms of a layer with two blocks."""
+OF_MLP = frozenset({"mlp_norm", "post_mlp_norm"})
+"""The norms of the MLP. The others are those of the token mixer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,131 +73,9 @@ class AttentionTensors:
             yield self.sinks.name, (self.sinks.whole,)
 
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaTensors:
-    """The tensors of a gated delta net (spec/recurrent.py).
-
-    inputs   stacks the rows of the queries, keys, values and output gates
-    gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
-    conv     of all queries, keys and values
-    decay    the factor of the decay if `is_factor`, or else the logarithm of its amount
-    bias     is added to the projected decay
-    norm     over the output of each head. Its weight has no offset
-    """
-
-    inputs: FusedMatrix
-    gates: FusedMatrix
-    conv: ConvTensors
-    decay: VectorTensor
-    bias: VectorTensor
-    norm: NormTensor
-    output: FusedMatrix
-    is_factor: bool
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        """Return the matrices that can be packed."""
-        return self.inputs, self.output
-
-    @property
-    def float_items(self) -> int:
-        vectors = self.decay.size + self.bias.size + self.norm.size
-        return self.conv.items + vectors
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return (self.gates,)
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield from self.conv.tensors()
-        yield self.decay.name, (self.decay.size,)
-        yield self.bias.name, (self.bias.size,)
-        yield from self.norm.tensors()
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Tensors:
-    """The tensors of a Mamba-2 layer (spec/recurrent.py).
-
-    inputs      rows of the gate, of x, B and C, and of dt
-    conv        of x, B and C; `conv_bias` [conv_width], None: there is none
-    decay       the factor of the decay if `is_factor`, or else the logarithm of its amount
-    bias        is added to the projected dt
-    skip        the factor of x in the result
-    norm        over the result; None: it is not normed. Its weight has no offset
-    num_scales  number of the factors of the projected inputs, which are not in the files
-    """
-
-    inputs: FusedMatrix
-    conv: ConvTensors
-    conv_bias: VectorTensor | None
-    decay: VectorTensor
-    bias: VectorTensor
-    skip: VectorTensor
-    norm: NormTensor | None
-    output: FusedMatrix
-    is_factor: bool
-    num_scales: int = 0
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        return self.inputs, self.output
-
-    @property
-    def vectors(self) -> tuple[VectorTensor, ...]:
-        found = (self.conv_bias, self.decay, self.bias, self.skip)
-        return tuple(vector for vector in found if vector is not None)
-
-    @property
-    def float_items(self) -> int:
-        vectors = sum(vector.size for vector in self.vectors) + self.num_scales
-        vectors += 0 if self.norm is None else self.norm.size
-        return self.conv.items + vectors
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return ()
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield from self.conv.tensors()
-        for vector in self.vectors:
-            yield vector.name, (vector.size,)
-        if self.norm is not None:
-            yield from self.norm.tensors()
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvTensors:
-    """The tensors of a short convolution (spec/recurrent.py).
-
-    inputs   stacks the rows of both gates and of the input: B, C and x
-    bias     [width], of the convolution; None: it has none
-    """
-
-    inputs: FusedMatrix
-    conv: ConvTensors
-    bias: VectorTensor | None
-    output: FusedMatrix
-
-    @property
-    def matrices(self) -> tuple[FusedMatrix, ...]:
-        return self.inputs, self.output
-
-    @property
-    def float_items(self) -> int:
-        return self.conv.items + (0 if self.bias is None else self.bias.size)
-
-    @property
-    def dense(self) -> tuple[FusedMatrix, ...]:
-        return ()
-
-    def others(self) -> Iterator[tuple[str, Shape]]:
-        yield from self.conv.tensors()
-        if self.bias is not None:
-            yield self.bias.name, (self.bias.size,)
-
-
-MixerTensors = AttentionTensors | GatedDeltaTensors | Mamba2Tensors | ShortConvTensors
+MixerTensors = (
+    AttentionTensors | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
+)
 """The tensors of a token mixer.
 
 matrices      those that can be packed: the input's and the output's

@@ -235,4 +235,59 @@ class Mamba2Spec(ConvolvedSpec):
             raise UnusableModel(f"time_step_limit is {self.limits}; the first is above the second")
 
 
-RecurrentSpec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1Spec(ConvolvedSpec):
+    """Mamba-1: a short convolution makes x, linears make dt, B and C of it, and a recurrence
+    follows, whose state S [channels, state] is decayed and extended by each token:
+
+        S = exp(dt * A) * S + dt * x B^T;  output = S C + D * x
+
+    dt is [channels], and A is [channels, state]. The linear that makes dt is the product of two
+    matrices of rank `rank`. The result is multiplied by the SiLU of a gate. As in Jamba, the inputs
+    of the second matrix, B and C are normed. Source: arXiv 2312.00752, arXiv 2403.19887.
+    """
+
+    channels: int
+    #: Size of B and C.
+    state: int
+    rank: int
+    #: Added to the mean square in the three norms.
+    eps: float
+    conv_bias: bool = True
+    #: Whether the projections of the input and of the result have biases.
+    bias: bool = False
+
+    @property
+    def output_width(self) -> int:
+        return self.channels
+
+    @property
+    def conv_width(self) -> int:
+        return self.channels
+
+    @property
+    def made_widths(self) -> list[int]:
+        """Return the widths of what is made of x: the input of dt's second matrix, B and C."""
+        return [self.rank, self.state, self.state]
+
+    @property
+    def work_width(self) -> int:
+        return 12 * self.channels + 4 * sum(self.made_widths)
+
+    @property
+    def matrix_items(self) -> int:
+        """Return the size of the recurrence's matrix [channels, state]."""
+        return self.channels * self.state
+
+    @property
+    def state_items(self) -> int:
+        """Return how many numbers the layer keeps of earlier tokens: the tail, and then the
+        matrix."""
+        return self.tail_items + self.matrix_items
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.channels, self.state, self.rank, self.kernel
+
+
+RecurrentSpec = GatedDeltaSpec | Mamba1Spec | Mamba2Spec | ShortConvSpec

@@ -11,22 +11,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from worker.errors import FETCH_AGAIN, UnusableModel
+from worker.spec import recurrent_tensors
 from worker.spec.layer_tensors import (
+    NORMS,
+    OF_MLP,
     AltUpTensors,
     AttentionTensors,
     BesideTensors,
-    ConvTensors,
-    GatedDeltaTensors,
     InputTableTensors,
     LatentTensors,
     LaurelTensors,
     LayerInputTensors,
     LayerTensors,
-    Mamba2Tensors,
     MixerTensors,
     MlpTensors,
     SharedTensors,
-    ShortConvTensors,
     StreamTensors,
 )
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor
@@ -37,21 +36,11 @@ from worker.spec.model_spec import (
     LayerSpec,
     MlpSpec,
 )
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent_tensors import ConvTensors
 from worker.spec.share import Share, divided
 from worker.spec.tensor_names import ENDINGS
 from worker.spec.tensor_parts import TensorParts
-
-NORMS = {
-    "pre": ("attention_norm", "mlp_norm"),
-    "post": ("post_attention_norm", "post_mlp_norm"),
-    "both": ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
-    "parallel": ("attention_norm", "mlp_norm"),
-    "parallel_one_norm": ("attention_norm",),
-}
-"""LayerSpec.order -> the norms of a layer with two blocks."""
-OF_MLP = frozenset({"mlp_norm", "post_mlp_norm"})
-"""The norms of the MLP. The others are those of the token mixer."""
 
 
 class ModelTensors(TensorParts):
@@ -215,6 +204,8 @@ class ModelTensors(TensorParts):
         match layer.recurrent:
             case GatedDeltaSpec() as delta:
                 return self._gated_delta(delta, index)
+            case Mamba1Spec() as mamba:
+                return self._mamba1(mamba, index)
             case Mamba2Spec() as mamba:
                 return self._mamba2(mamba, index)
             case ShortConvSpec() as conv:
@@ -246,7 +237,7 @@ class ModelTensors(TensorParts):
             v_norm_size=attention.head_dim if attention.value_norm else 0,
         )
 
-    def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> GatedDeltaTensors:
+    def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> MixerTensors:
         hidden, key, value = self.spec.hidden, delta.key_width, delta.value_width
         if "delta_qkvz" in self.names:
             group = delta.num_value_heads // delta.num_key_heads
@@ -264,7 +255,7 @@ class ModelTensors(TensorParts):
         else:
             of_heads = (delta.num_value_heads,)
             gates = self._parts(index, {"delta_b": of_heads, "delta_a": of_heads}, hidden)
-        return GatedDeltaTensors(
+        return recurrent_tensors.GatedDeltaTensors(
             inputs=FusedMatrix(inputs, hidden),
             gates=FusedMatrix(gates, hidden),
             conv=self._conv("delta_conv", index, delta.kernel, {"q": key, "k": key, "v": value}),
@@ -294,11 +285,37 @@ class ModelTensors(TensorParts):
         )
         return ConvTensors(parts, kernel)
 
-    def _mamba2(self, mamba: Mamba2Spec, index: int) -> Mamba2Tensors:
+    def _mamba1(self, mamba: Mamba1Spec, index: int) -> MixerTensors:
+        hidden, width, roles = self.spec.hidden, mamba.channels, self.names.roles
+        of_made = ("mamba_step_norm", "mamba_b_norm", "mamba_c_norm")
+        sizes = zip(of_made, mamba.made_widths, strict=True)
+        norms = (NormTensor(roles[role].format(i=index), size) for role, size in sizes)
+
+        def matrix(role: str, rows: int, columns: int, bias: bool = False) -> FusedMatrix:
+            return FusedMatrix((self._part(role, rows, index),), columns, bias)
+
+        def bias(role: str) -> VectorTensor:
+            return VectorTensor(self._name(role, index, is_bias=True), width)
+
+        return recurrent_tensors.Mamba1Tensors(
+            inputs=matrix("mamba_inputs", 2 * width, hidden, mamba.bias),
+            conv=self._conv("mamba_conv", index, mamba.kernel, {"": width}),
+            conv_bias=bias("mamba_conv") if mamba.conv_bias else None,
+            made=matrix("mamba_made", sum(mamba.made_widths), width),
+            norms=tuple(norms),
+            step=matrix("mamba_step", width, mamba.rank),
+            bias=bias("mamba_step"),
+            decay=self._name("mamba_decay", index),
+            skip=VectorTensor(self._name("mamba_skip", index), width),
+            output=matrix("mamba_output", hidden, width, mamba.bias),
+            decay_shape=(width, mamba.state),
+        )
+
+    def _mamba2(self, mamba: Mamba2Spec, index: int) -> MixerTensors:
         hidden, heads = self.spec.hidden, mamba.num_heads
         inputs = (self._part("mamba_inputs", mamba.input_width, index),)
         conv_bias = self._name("mamba_conv", index, is_bias=True)
-        return Mamba2Tensors(
+        return recurrent_tensors.Mamba2Tensors(
             inputs=FusedMatrix(inputs, hidden, mamba.bias),
             conv=self._conv("mamba_conv", index, mamba.kernel, {"": mamba.conv_width}),
             conv_bias=VectorTensor(conv_bias, mamba.conv_width) if mamba.conv_bias else None,
@@ -315,14 +332,14 @@ class ModelTensors(TensorParts):
             num_scales=0 if mamba.input_scales is None else mamba.input_width,
         )
 
-    def _short_conv(self, conv: ShortConvSpec, index: int) -> ShortConvTensors:
+    def _short_conv(self, conv: ShortConvSpec, index: int) -> MixerTensors:
         hidden, width = self.spec.hidden, conv.width
         inputs, output = (
             self._part("conv_in", 3 * width, index),
             self._part("conv_out", hidden, index),
         )
         bias = self.names.roles["conv"].format(i=index) + ENDINGS[1]
-        return ShortConvTensors(
+        return recurrent_tensors.ShortConvTensors(
             inputs=FusedMatrix((inputs,), hidden, conv.bias),
             conv=self._conv("conv", index, conv.kernel, {"": width}),
             bias=VectorTensor(bias, width) if conv.bias else None,

@@ -20,7 +20,7 @@ from torch import Tensor
 from protocol.worker.steps import StepPlan
 from worker.batch.batch import BatchRows, Ints
 from worker.kernels import structs
-from worker.kernels.native import address
+from worker.kernels.addresses import address
 from worker.kv.cache import PagedCache
 from worker.lora.table import StepAdapters
 from worker.models.base import RowModel, StepModel

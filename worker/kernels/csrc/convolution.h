@@ -34,6 +34,14 @@ struct Vectors {
     }
 };
 
+constexpr int64_t CHANNELS_TOGETHER = 64; // that a thread computes at a time
+
+// Returns the vectors that `width` channels are cut into if they need not form others.
+inline Vectors channel_vectors(int64_t width) {
+    const int64_t rest = width % CHANNELS_TOGETHER;
+    return {width / CHANNELS_TOGETHER, CHANNELS_TOGETHER, rest ? 1 : 0, rest};
+}
+
 // The tensors of a convolution.
 struct Convolution {
     int64_t kernel, width;

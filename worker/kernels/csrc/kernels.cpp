@@ -6,6 +6,7 @@
 
 #include "decode.h"
 #include "gated_delta.h"
+#include "mamba1.h"
 #include "mamba2.h"
 #include "pack.h"
 #include "short_conv.h"
@@ -36,7 +37,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 19; }
+EXPORT int64_t kernels_version() { return 20; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -130,6 +131,30 @@ EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const Delta
     const Delta delta{*sizes, *states, *weights,     convolution,   mixed.mixed, inputs,
                       stride, gates,   betas.data(), decays.data(), out};
     together(threads, 3, [&](Team &team) { compute_delta(team, delta); });
+    return -1;
+}
+
+// Computes the convolution of a Mamba-1 layer and its SiLU, changes the tails in the states and saves them, and returns
+// as `gated_delta` does.
+//
+// taps: [kernel, C]. bias: [C], or null. inputs: [T, C], with `stride` numbers from token to token. out: [T, C].
+EXPORT int64_t mamba1_conv(int64_t threads, int64_t kernel, int64_t width, const States *states, int64_t tokens,
+                           const float *taps, const float *bias, const float *inputs, int64_t stride, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const Mamba1Conv conv{*states, Convolution{kernel, width, taps, bias}, inputs, stride, out};
+    together(threads, 1, [&](Team &team) { compute_mamba1_conv(team, conv); });
+    return -1;
+}
+
+// Computes the recurrence of a Mamba-1 layer and its gate, changes the matrices in the states and saves them, and
+// returns as `gated_delta` does. `states` begin with the matrix [channels, state]. out: [T, channels].
+EXPORT int64_t mamba1_scan(int64_t threads, int64_t channels, int64_t state, const States *states, int64_t tokens,
+                           const ScanWeights *weights, const ScanInputs *inputs, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const Mamba1Scan scan{channels, state, *states, *weights, *inputs, out};
+    together(threads, 1, [&](Team &team) { compute_mamba1_scan(team, scan); });
     return -1;
 }
 

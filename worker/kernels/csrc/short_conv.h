@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr int64_t CHANNELS_TOGETHER = 64; // that a thread computes at a time
-
 // The tensors of one call. A state is the tail of the convolution alone.
 struct ShortConv {
     States states;
@@ -17,12 +15,6 @@ struct ShortConv {
     const float *inputs; // [T, 3 C]: the gate B, the gate C, and x
     int64_t stride;      // numbers from token to token of inputs
     float *out;          // [T, C]
-
-    // Returns the vectors of channels that threads compute.
-    Vectors vectors() const {
-        const int64_t rest = conv.width % CHANNELS_TOGETHER;
-        return {conv.width / CHANNELS_TOGETHER, CHANNELS_TOGETHER, rest ? 1 : 0, rest};
-    }
 };
 
 // Computes some channels of all tokens of a row, and their new tails.
@@ -41,7 +33,7 @@ inline void convolve(const ShortConv &s, const StateRow &row, int64_t start, int
 
 // Computes the step. Calls `share` once.
 inline void compute_short_conv(Team &team, const ShortConv &s) {
-    const Vectors vectors = s.vectors();
+    const Vectors vectors = channel_vectors(s.conv.width);
     const int64_t count = vectors.count();
     team.share(OTHER_LAYERS, s.states.num_rows * count, [&](int64_t item) {
         const int64_t vector = item % count;

@@ -13,6 +13,7 @@ from worker.spec.families import (
     gemma4,
     gpt,
     gpt_oss,
+    jamba,
     lfm,
     llama,
     mistral,
@@ -25,7 +26,7 @@ from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
-    *(nemotron, falcon),
+    *(nemotron, falcon, jamba),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
