@@ -83,12 +83,13 @@ ARCHITECTURES = (
     # recurrent layers
     *("BambaForCausalLM", "FalconMambaForCausalLM"),
     *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
-    "RwkvForCausalLM",
+    *("RwkvForCausalLM", "Lfm3ForCausalLM"),
     # shared keys and values
     "MiMoV2FlashForCausalLM",
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
+    "HrmTextForCausalLM",
 )
 
 
