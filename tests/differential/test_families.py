@@ -282,11 +282,15 @@ def test_without_a_base_olmo_hybrid_rotates_nothing(tmp_path: Path) -> None:
         assert_same(EagerStepper(load(tmp_path), [tokens]).run([(20,)])[0], logits)
 
 
-def test_olmo_hybrid_with_another_activation_is_refused(tmp_path: Path) -> None:
-    """The activation of its MLPs is also that of its convolutions."""
-    path = write_directory(tmp_path, random_model("olmo_hybrid", hidden_act="gelu"))
-    with pytest.raises(UnusableModel, match="hidden_act 'gelu' is not supported for olmo_hybrid"):
-        read_header(path)
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "olmo_hybrid"],
+)
+def test_a_hybrid_with_another_activation_is_refused(model_type: str, tmp_path: Path) -> None:
+    """It would be that of the convolutions too."""
+    write_directory(tmp_path, random_model(model_type, hidden_act="gelu"))
+    with pytest.raises(UnusableModel, match=f"hidden_act 'gelu' is not supported for {model_type}"):
+        load(tmp_path)
 
 
 def test_tensors_without_the_prefix_of_the_base_model_are_found(tmp_path: Path) -> None:

@@ -245,7 +245,10 @@ FAMILIES = (
             "mamba_proj_bias": False,
             "time_step_limit": (0.0, inf),
         },
-        only={"position_embedding_type": ("rope", "nope", None)},
+        only={
+            "position_embedding_type": ("rope", "nope", None),
+            "hidden_act": ("silu", "swish"),  # it is also that of the convolutions
+        },
         aliases={"layers_block_type": "layer_types"},
         needed={"layer_types": [LINEAR] * 31 + [FULL]},
         read=read_granite_hybrid,

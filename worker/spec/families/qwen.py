@@ -216,6 +216,8 @@ HYBRID_DEFAULTS = DEFAULTS | {
     "layer_types": None,
 }
 NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
+SILU = {"hidden_act": ("silu", "swish")}
+"""The activation of hybrids: it is also that of their convolutions, which compute no other."""
 FAMILIES = (
     ModelFamily(
         architecture="Qwen2ForCausalLM",
@@ -307,6 +309,7 @@ FAMILIES = (
             "mlp_only_layers": None,
         },
         aliases={"num_local_experts": "num_experts"},
+        only=SILU,
         read=read_qwen3_next,
         names=lambda spec: _hybrid_names(spec, SEPARATE),
     ),
@@ -314,6 +317,7 @@ FAMILIES = (
         architecture="Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
         defaults=HYBRID_DEFAULTS,
+        only=SILU,
         read=read_qwen3_5,
         names=lambda spec: _hybrid_names(spec, FUSED),
     ),
@@ -333,6 +337,7 @@ FAMILIES = (
             "num_experts": 256,
         },
         aliases={"num_local_experts": "num_experts"},
+        only=SILU,
         read=read_qwen3_5_moe,
         names=lambda spec: _hybrid_names(spec, FUSED),
     ),
