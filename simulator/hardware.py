@@ -97,10 +97,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_expand: int = 2
     #: Mamba-1, as in Jamba.
     mamba_dt_rank: int | str = 0
-    #: Of each so many layers, the one with this index has attention; 0: see `layer_types`.
+    #: A layer has attention if its index is the offset plus a multiple of the period. With a period
+    #: of 0, `layer_types` says which layers have it.
     attn_layer_period: int = 0
     attn_layer_offset: int = 0
-    #: Of each so many layers, the one with this index has experts.
+    #: The same for layers with experts.
     expert_layer_period: Size = 1
     expert_layer_offset: int = 0
     #: Width of Mamba-2 beside the attention of every layer, as in Falcon-H1.

@@ -237,9 +237,14 @@ def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str])
         return ""
     if not model.keeps_bits:
         log.info(
-            "an answer can depend on how its prompt is cut into chunks and on other requests, "
-            "because some weights are not packed"
+            "an answer can depend on how its prompt is cut into chunks and on other requests: some "
+            "weights are not packed, or have sizes that the compiled kernels do not support"
         )
         return ""
-    others = {} if model.whole is not None else {"torch": torch.__version__}
-    return fingerprint(kernels.file, str(dtype), rounded=rounded, cpu_flags=cpu_flags(), **others)
+    return fingerprint(
+        kernels.file,
+        str(dtype),
+        rounded=rounded,
+        cpu_flags=cpu_flags(),
+        torch="" if model.whole is not None else torch.__version__,
+    )

@@ -186,8 +186,8 @@ class MlpSpec:
     #: Factors of the gate, before the activation, and of the result. Experts have none.
     gate_scale: float = 1.0
     result_scale: float = 1.0
-    #: Each gate becomes what it exceeds the mean of the token's gates plus `gate_cutoff` standard
-    #: deviations by, or zero. None: the gates stay as they are. Experts have none.
+    #: The mean of a token's gates plus `gate_cutoff` standard deviations is subtracted from each of
+    #: them, and negative results become zero. None: the gates stay as they are, as in experts.
     gate_cutoff: float | None = None
 
     def check(self) -> None:

@@ -172,8 +172,8 @@ def gemma4_names(spec: ModelSpec) -> TensorNames:
 
 
 def unused_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return begins of the names of tensors that files may have and the model does not use: keys
-    and values of layers that read those of others."""
+    """Return what the names of unused tensors start with, which files may have: those of keys and
+    values in layers that read the keys and values of others."""
     shared = [
         index
         for index, layer in enumerate(spec.layers)

@@ -29,7 +29,8 @@ def read_jamba(config: ConfigFields) -> ModelSpec:
 
 
 def _periodic(config: ConfigFields, kind: str) -> list[bool]:
-    """Return for each layer whether it is the one of each `_period` layers that `_offset` says."""
+    """Return, for each layer, whether its index is `{kind}_offset` plus a multiple of
+    `{kind}_period`."""
     period, offset = config.integer(f"{kind}_period"), config.integer(f"{kind}_offset")
     if not 0 <= offset < period:
         raise UnusableModel(

@@ -18,7 +18,8 @@ from worker.spec.rope_config import has_rope, layered_rope_config
 from worker.spec.tensor_names import names_of
 
 DELTA_EPS = 1e-5
-"""What OLMo Hybrid adds in the norms of its gated delta nets, whatever `rms_norm_eps` is."""
+"""Added to the mean square in the norms of gated delta nets; `rms_norm_eps` is that of the other
+norms."""
 
 
 def read_olmo2(config: ConfigFields) -> ModelSpec:
@@ -142,7 +143,7 @@ OTHER_NAMES = {
         "model.layers.{i}.linear_attn.conv1d",
     ),
 }
-"""What versions of transformers write in place of some of OLMo Hybrid's names."""
+"""Other names of some roles, which other versions of transformers write."""
 OLMO_DEFAULTS = DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 FAMILIES = (
     ModelFamily(
