@@ -39,19 +39,25 @@ def read_granite(config: ConfigFields) -> ModelSpec:
 
 
 def read_granite_moe(config: ConfigFields) -> ModelSpec:
-    """Return the model that a config of Granite 3 with experts describes. Some of these models also
-    have a shared MLP, whose size only their configs have."""
-    layer = LayerSpec(
-        attention=_granite_attention(config, config.rope()), mlp=_granite_experts(config)
-    )
+    return _granite_moe(config, _granite_experts(config))
+
+
+def read_granite_moe_shared(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of Granite 3 with experts and a shared MLP describes."""
+    return _granite_moe(config, _granite_experts(config, config.integer(SHARED_SIZE)))
+
+
+def _granite_moe(config: ConfigFields, experts: MlpSpec) -> ModelSpec:
+    layer = LayerSpec(attention=_granite_attention(config, config.rope()), mlp=experts)
     return _granite(config, [layer] * config.num_layers)
 
 
-def _granite_experts(config: ConfigFields) -> MlpSpec:
+def _granite_experts(config: ConfigFields, shared: int = 0) -> MlpSpec:
+    """`shared`: size of the shared MLP; 0: there is none."""
     return config.mlp(
         num_experts=config.integer("num_local_experts"),
         top_k=config.integer("num_experts_per_tok"),
-        shared=config.integer("shared_intermediate_size"),
+        shared=shared,
         scores_shared=False,
     )
 
@@ -65,10 +71,11 @@ def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
     """
     kinds = config.layer_types(lambda index: LINEAR, known=(FULL, LINEAR))
     rope = config.rope() if config.get("position_embedding_type") == "rope" else None
+    shared = config.integer(SHARED_SIZE)
     if config.integer("num_local_experts"):
-        mlp = _granite_experts(config)
+        mlp = _granite_experts(config, shared)
     else:
-        mlp = config.mlp(intermediate=config.integer("shared_intermediate_size"))
+        mlp = config.mlp(intermediate=shared)
     attention = LayerSpec(attention=_granite_attention(config, rope), mlp=mlp)
     mamba = attention
     if LINEAR in kinds:
@@ -148,8 +155,9 @@ def read_smollm3(config: ConfigFields) -> ModelSpec:
     return config.model(layers, config.rms_norm())
 
 
+SHARED_SIZE = "shared_intermediate_size"
+"""Key of the size of the shared MLP."""
 BIASES = {"attention_bias": False, "mlp_bias": False}
-"""Kind of all layers if a config of Granite 4 has no list of kinds: state-space layers."""
 MULTIPLIERS = {
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
@@ -160,7 +168,6 @@ GRANITE_MOE = MULTIPLIERS | {
     "attention_bias": False,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "shared_intermediate_size": 0,
 }
 MAMBA_NAMES = {
     "mamba_inputs": "model.layers.{i}.mamba.in_proj",
@@ -218,9 +225,9 @@ FAMILIES = (
     ModelFamily(
         architecture="GraniteMoeSharedForCausalLM",
         model_type="granitemoeshared",
-        defaults=DEFAULTS | GRANITE_MOE,
-        needed={"shared_intermediate_size": 1024},
-        read=read_granite_moe,
+        defaults=DEFAULTS | GRANITE_MOE | {SHARED_SIZE: 0},
+        needed={SHARED_SIZE: 1024},
+        read=read_granite_moe_shared,
         names=granite_hybrid_names,
     ),
     ModelFamily(
@@ -232,7 +239,7 @@ FAMILIES = (
             "attention_bias": False,
             "layer_types": None,
             "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
+            SHARED_SIZE: 1024,
             "position_embedding_type": None,
             "num_experts_per_tok": 2,
             "mamba_n_heads": 128,
