@@ -42,6 +42,18 @@ def say(terminal: PseudoTerminal, line: str, result: str) -> None:
     assert eventually(lambda: terminal.shows(result)), terminal.text
 
 
+def end_input(terminal: PseudoTerminal, result: str) -> None:
+    """Press Ctrl-D when the next line is read after `result`, and wait for the end. Before that,
+    the terminal would keep it as a null character, which ends nothing."""
+
+    def is_read() -> bool:
+        return terminal.shows(result) and "> " in terminal.text.partition(result)[2]
+
+    assert eventually(is_read), terminal.text
+    terminal.press(b"\x04")
+    assert terminal.process.wait(60) == 0
+
+
 def name_of(gateway: GatewayProcess) -> str:
     return WebServer(gateway.url).model_names()[0]
 
@@ -130,8 +142,7 @@ def test_earlier_lines_are_kept_and_found(
     with chat(gateway, home) as terminal:
         say(terminal, "an elephant", "answer 1")
         say(terminal, "a mouse", "answer 2")
-        terminal.press(b"\x04")
-        assert terminal.process.wait(60) == 0
+        end_input(terminal, "answer 2")
     assert file.read_text() == "an elephant\na mouse\n"
     assert file.stat().st_mode & 0o777 == 0o600
     with chat(gateway, home) as terminal:
@@ -145,8 +156,7 @@ def test_earlier_lines_are_kept_and_found(
         assert "an elephant" in prompt_of(engine)
     with chat(gateway, home, "--no-history") as terminal:
         say(terminal, "a secret", "answer 4")
-        terminal.press(b"\x04")
-        assert terminal.process.wait(60) == 0
+        end_input(terminal, "answer 4")
     assert "secret" not in file.read_text()
 
 
