@@ -113,8 +113,13 @@ class Program:
         self.process.send_signal(number)
 
     def end(self, *, timeout_s: float = HANG_S) -> int:
-        """Wait for the end of the program and of its output. Return the exit code."""
-        code = self.process.wait(timeout_s)
+        """Wait for the end of the program and of its output. Return the exit code. A program that
+        does not end is killed: it might have what the next tests need."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.__exit__()
+            raise AssertionError(f"not ended after {timeout_s:g} s:\n{self.output}") from None
         for reader in self._readers:
             reader.join(10)
         return code
