@@ -90,6 +90,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ministral": [WINDOW],
     "mixtral": [WINDOW],
     "qwen2": [{"use_sliding_window": True, "max_window_layers": 2, **WINDOW}],
+    "gemma": [{"initializer_range": 0.05}],
     "gemma2": [{"initializer_range": 0.06}],
     "gemma3_text": [{"sliding_window_pattern": 2}],
     "qwen3_moe": [

@@ -35,9 +35,13 @@ from worker.spec.model_spec import ModelSpec
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
 REFUSED_BY_PEFT = {"NemotronHForCausalLM": "out_proj"}
-WITHOUT_EXPERTS = {"nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]}}
-"""Changes without shared experts, whose modules PEFT would adapt too, because their names end as
-those of other MLPs do."""
+WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "ernie4_5_moe": {"moe_layer_start_index": 0},
+}
+"""Changes after which no model has both experts and other MLPs: PEFT would adapt the experts too,
+because the names of their modules end as those of the other MLPs do."""
 
 
 def adapted_modules(loaded: LoadedModel) -> list[str]:
@@ -50,7 +54,7 @@ def adapted_modules(loaded: LoadedModel) -> list[str]:
 def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel]:
     """Write a random model, and load it. Return transformers' model and ours."""
     # With larger weights, float32 logits of transformers itself are 1e-4 from those in float64.
-    spread = {"gemma2": 0.06}.get(model_type, 0.03 if model_type in HYBRIDS else 0.1)
+    spread = {"gemma": 0.06, "gemma2": 0.06}.get(model_type, 0.03 if model_type in HYBRIDS else 0.1)
     sizes: dict[str, Any] = {"hidden_size": 192, "initializer_range": spread}
     if "head_dim" in OWN_SIZES.get(model_type, {}):
         sizes["head_dim"] = 32

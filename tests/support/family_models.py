@@ -18,7 +18,9 @@ HYBRIDS = [
 """Model types some of whose layers are recurrent."""
 UNDIVIDED = {
     **dict.fromkeys(HYBRIDS, "has recurrent layers"),
-    **dict.fromkeys(("qwen2_moe", "granitemoeshared"), "shared experts"),
+    **dict.fromkeys(
+        ("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"), "shared experts"
+    ),
     "gemma3n_text": "several streams",
     "gemma4_text": "share keys",
 }
@@ -60,7 +62,38 @@ HYBRID: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     **DELTA_SIZES,
 }
+ERNIE_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "moe_k": 2,
+    "moe_num_experts": 5,
+    "moe_num_shared_experts": 2,
+}
+GLM_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 6,
+    "first_k_dense_replace": 1,
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 32, "initializer_range": 0.05},
+    "arcee": {"head_dim": 32},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "glm4_moe": GLM_MOE,
+    "ernie4_5": {"head_dim": 32},
+    "ernie4_5_moe": ERNIE_MOE,
+    "minimax_m2": {
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "olmoe": {"intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2},
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
     "qwen2_moe": {
@@ -249,7 +282,48 @@ DENSE_NEMOTRON = {"layers_block_type": [MAMBA, "mlp", MAMBA, FULL, "mlp", MAMBA]
 SPARSE_NEMOTRON = {"layers_block_type": [MAMBA, "moe", FULL, "moe", MAMBA, "moe"]}
 """A Nemotron-H whose layers without a token mixer are MLPs, or mixtures of experts."""
 
+WHOLE_HEADS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma": {"untied": UNTIED, "biases": BIASED, "one key/value head": {"num_key_value_heads": 1}},
+    "arcee": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
+    "nemotron": {
+        "tied": TIED,
+        "biases": BIASED | {"mlp_bias": True},
+        "whole heads": WHOLE_HEADS,
+        "wide heads": {"head_dim": 32},
+    },
+    "glm": {"tied": TIED, "no biases": {"attention_bias": False}, "whole heads": WHOLE_HEADS},
+    "glm4": {"tied": TIED, "no biases": {"attention_bias": False}, "whole heads": WHOLE_HEADS},
+    "glm4_moe": {
+        "tied": TIED,
+        "biases": BIASED,
+        "norms": {"use_qk_norm": True, "head_dim": 32},
+        "groups of experts": {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
+        "not renormalised": {"norm_topk_prob": False},
+        "scaled": {"routed_scaling_factor": 2.5, "n_shared_experts": 2},
+        "no dense layers": {"first_k_dense_replace": 0},
+    },
+    "ernie4_5": {"untied": UNTIED, "biases": {"use_bias": True}, **ROPES},
+    "ernie4_5_moe": {
+        "untied": UNTIED,
+        "every second": {"moe_layer_interval": 2},
+        "some layers": {"moe_layer_start_index": 0, "moe_layer_end_index": 2},
+        "nothing shared": {"moe_num_shared_experts": 0},
+        "one expert": {"moe_k": 1},
+    },
+    "minimax_m2": {
+        "tied": TIED,
+        "whole heads": WHOLE_HEADS,
+        "one expert": {"num_experts_per_tok": 1},
+    },
+    "olmoe": {
+        "tied": TIED,
+        "biases": BIASED,
+        "renormalised": {"norm_topk_prob": True},
+        **ROPES,
+    },
     "llama": {
         "tied": TIED,
         "biases": BIASED | {"mlp_bias": True},

@@ -26,7 +26,7 @@ from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
-from worker.spec.tensor_names import RowOrder, TensorNames, interleaved
+from worker.spec.tensor_names import RowOrder, TensorNames, rotates_neighbours
 
 NOT_ROTATED = 9e29
 """Factors of rotary frequencies above this mark pairs that are not rotated."""
@@ -345,11 +345,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
     if family.is_interleaved:
-        attention = spec.attentions[0]
-        orders = {
-            "q": interleaved(attention.num_heads, attention.head_dim),
-            "k": interleaved(attention.num_kv_heads, attention.head_dim),
-        }
+        orders = rotates_neighbours(spec)
     attention = spec.attentions[0]
     if attention.gated:
         orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}

@@ -65,7 +65,9 @@ class SafetensorsWeights:
             for first, values in self._matrix(name).pieces():
                 self._copy(target[first : first + len(values)], torch.from_numpy(values))
         elif name in self._files:
-            self._copy(target, self._read(name, index))
+            found = self._read(name, index)
+            # A vector that is stored as a matrix of one row.
+            self._copy(target, found[0] if found.dim() > target.dim() else found)
         else:
             self._read_mxfp4(name, target, index)
 

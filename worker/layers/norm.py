@@ -15,8 +15,9 @@ from worker.spec.model_spec import NormSpec
 class Norm:
     """A norm with its weight [size]; only layer norms have a bias [size].
 
-    The weight includes the offset of `spec`. With an offset the weight is float32, because the sum
-    1 + w would lose most digits of a small w in bfloat16.
+    The weight includes the offset of `spec`. With an offset the weight of an RMS norm is float32,
+    because the sum 1 + w would lose most digits of a small w in bfloat16. For layer norms, the
+    models' own code computes this sum in the dtype of the weight.
     """
 
     spec: NormSpec

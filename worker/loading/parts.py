@@ -85,6 +85,4 @@ def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:
     """Return the rows of a file's tensor in the model's order."""
     if order is None:
         return rows
-    split = rows.reshape(*order.shape, *rows.shape[1:])
-    axes = (*order.axes, *range(len(order.shape), split.ndim))
-    return split.permute(axes).reshape(rows.shape)
+    return rows[torch.tensor(order.file_rows)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -365,7 +364,7 @@ class _Loader:
         return None if tensor is None else self._norm(tensor, spec)
 
     def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
-        dtype = torch.float32 if spec.offset else self._dtype
+        dtype = torch.float32 if spec.offset and spec.kind == "rms" else self._dtype
         weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
         self._read_vector(tensor.weight, weight, tensor.cut)
         bias = None
@@ -413,10 +412,7 @@ class _Loader:
             blocks = cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
         if blocks is None or part.order is None:
             return blocks
-        order, raw = part.order, blocks.raw
-        split = raw.reshape(*order.shape, *raw.shape[1:])
-        axes = (*order.axes, *range(len(order.shape), split.ndim))
-        return QuantBlocks(blocks.kind, np.transpose(split, axes).reshape(raw.shape))
+        return QuantBlocks(blocks.kind, blocks.raw[part.order.file_rows])
 
     def _values(self, matrix: FusedMatrix) -> Tensor:
         """Read the parts of a fused matrix, and return them stacked by rows."""

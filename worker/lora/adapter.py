@@ -306,8 +306,7 @@ class _Reader:
         matrix = self._empty(target.outputs, rank)
         self._source.read_into(f"{PREFIX}{name}{UP}", matrix)
         if target.order is not None:
-            shape, axes = target.order.shape, target.order.axes
-            matrix = matrix.view(*shape, rank).permute(*axes, len(axes)).reshape(-1, rank)
+            matrix = matrix[torch.tensor(target.order.file_rows, device=matrix.device)]
         return matrix.t().contiguous()
 
     def _empty(self, rows: int, columns: int) -> Tensor:

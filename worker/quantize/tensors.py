@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +56,7 @@ class OutputTensor:
 
 def in_file_order(rows: Tensor, order: RowOrder) -> Tensor:
     """Return `rows`, which are in the model's order, in the file's order `order`."""
-    split = rows.reshape(*(order.shape[axis] for axis in order.axes), *rows.shape[1:])
-    back = [*np.argsort(order.axes).tolist(), *range(len(order.axes), split.ndim)]
-    return split.permute(back).reshape(rows.shape)
+    return rows[torch.tensor(order.model_rows)]
 
 
 def output_tensors(ours: ModelTensors, gguf: ModelTensors, *, offset: float) -> list[OutputTensor]:

@@ -7,25 +7,86 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
     """Order of a tensor's rows in a file that differs from the model's order. To get the model's
-    order, reshape the rows to `shape` and transpose its axes to `axes`."""
+    order, reshape the rows to `shape` and transpose its axes to `axes`.
+
+    Each item of the first axis may be followed by `kept` rows, which both have in the same place.
+    The first axis must then stay the first.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
+    kept: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.kept == 0 or self.axes[0] == 0
+
+    @property
+    def file_rows(self) -> list[int]:
+        """Return the place in the file of each row in the model's order."""
+        return list(_file_rows(self))
+
+    @property
+    def model_rows(self) -> list[int]:
+        """Return the place in the model's order of each row in the file."""
+        rows = _file_rows(self)
+        return sorted(range(len(rows)), key=rows.__getitem__)
 
 
-def interleaved(heads: int, width: int) -> RowOrder:
+@cache
+def _file_rows(order: RowOrder) -> tuple[int, ...]:
+    """Return `RowOrder.file_rows`. All layers of a model have the same orders."""
+    item = prod(order.shape[1:])
+    strides = [prod(order.shape[axis + 1 :]) for axis in range(len(order.shape))]
+    strides[0] += order.kept
+    places = [0]
+    for axis in order.axes:
+        steps = range(0, order.shape[axis] * strides[axis], strides[axis])
+        places = [place + step for place in places for step in steps]
+    if not order.kept:
+        return tuple(places)
+    return tuple(
+        row
+        for first in range(order.shape[0])
+        for row in (
+            *places[first * item : (first + 1) * item],
+            *range(first * strides[0] + item, (first + 1) * strides[0]),
+        )
+    )
+
+
+def interleaved(heads: int, width: int, kept: int = 0) -> RowOrder:
     """Return the row order of a projection whose file alternates between the rows of the first and
-    the second half of each head.
+    the second half of the rotated part of each head.
 
     heads   number of heads
-    width   rows of a head
+    width   rows of the rotated part of a head
+    kept    rows of the part of a head that is not rotated and follows it
     """
-    return RowOrder((heads, width // 2, 2), (0, 2, 1))
+    return RowOrder((heads, width // 2, 2), (0, 2, 1), kept)
+
+
+def rotates_neighbours(spec: ModelSpec) -> dict[str, RowOrder]:
+    """Return the row orders of queries and keys in files whose rotary embeddings turn neighbouring
+    items of a head, also in layers without rotary embeddings."""
+    attention = spec.attentions[0]
+    ropes = [each.rope for each in spec.attentions if each.rope is not None]
+    width = ropes[0].width if ropes else attention.head_dim
+    rest = attention.head_dim - width
+    return {
+        "q": interleaved(attention.num_heads, width, rest),
+        "k": interleaved(attention.num_kv_heads, width, rest),
+    }
 
 
 Endings = tuple[str, str]

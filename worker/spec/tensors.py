@@ -392,7 +392,8 @@ class ModelTensors(TensorParts):
                 raise UnusableModel(
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
-            if found[name] != shape:
+            # The choice biases of Ernie 4.5 are stored as a matrix of one row.
+            if found[name] not in (shape, *([(1, *shape)] if len(shape) == 1 else [])):
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
         if others := sorted(n for n in found.keys() - known if not self._is_left_out(n)):

@@ -1,7 +1,7 @@
-"""Gemma 2, and the text model of Gemma 3.
+"""Gemma 1 and 2, and the text model of Gemma 3.
 
-Attention and MLP each have a norm before and a norm after them. Norms multiply by 1 + weight.
-Embeddings are multiplied by sqrt(hidden_size).
+Since Gemma 2, attention and MLP each have a norm before and a norm after them. Norms multiply by
+1 + weight. Embeddings are multiplied by sqrt(hidden_size).
 """
 
 from __future__ import annotations
@@ -13,6 +13,20 @@ from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, M
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.rope_config import RopeConfig, layered_rope_config
 from worker.spec.tensor_names import names_of
+
+
+def read_gemma(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of Gemma 1 describes. The activation "gelu" in published
+    configs means its approximation by tanh, as in transformers."""
+    bias = config.flag("attention_bias")
+    activation = config.activation()
+    mlp = config.mlp(activation="gelu_tanh" if activation == "gelu" else activation)
+    attention = config.attention(config.rope(), qkv_bias=bias, output_bias=bias)
+    return config.model(
+        [LayerSpec(attention=attention, mlp=mlp)] * config.num_layers,
+        config.rms_norm(offset=1.0),
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+    )
 
 
 def read_gemma2(config: ConfigFields) -> ModelSpec:
@@ -98,6 +112,28 @@ GEMMA_DEFAULTS: dict[str, Any] = {
 }
 NULLABLE = frozenset({"sliding_window", "final_logit_softcapping", "attn_logit_softcapping"})
 FAMILIES = (
+    ModelFamily(
+        architecture="GemmaForCausalLM",
+        model_type="gemma",
+        defaults=DEFAULTS
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        },
+        # Some configs also have a `hidden_activation`, which transformers does not read.
+        ignored={"hidden_activation": None},
+        read=read_gemma,
+        names=lambda spec: names_of(),
+    ),
     ModelFamily(
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",

@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.spec.families.family import DEFAULTS, SLIDING, ConfigFields, ModelFamily, every
 from worker.spec.model_spec import LayerOrder, LayerSpec, ModelSpec
-from worker.spec.tensor_names import RowOrder, TensorNames, interleaved, names_of
+from worker.spec.tensor_names import RowOrder, TensorNames, names_of, rotates_neighbours
 
 
 def read_gpt2(config: ConfigFields) -> ModelSpec:
@@ -128,18 +128,6 @@ def gpt_neox_names(spec: ModelSpec) -> TensorNames:
     )
 
 
-def cohere2_names(spec: ModelSpec) -> TensorNames:
-    """Return the tensor names. Rotary embeddings turn neighbouring items of a head, so the rows of
-    queries and keys are stored interleaved, also in layers without rotary embeddings."""
-    attention = spec.attentions[0]
-    return names_of(
-        orders={
-            "q": interleaved(attention.num_heads, attention.head_dim),
-            "k": interleaved(attention.num_kv_heads, attention.head_dim),
-        }
-    )
-
-
 STARCODER2_NAMES = {
     "up": "model.layers.{i}.mlp.c_fc",
     "down": "model.layers.{i}.mlp.c_proj",
@@ -256,6 +244,6 @@ FAMILIES = (
         },
         ignored={"head_dim": None},
         read=read_cohere2,
-        names=cohere2_names,
+        names=lambda spec: names_of(orders=rotates_neighbours(spec)),
     ),
 )

@@ -22,6 +22,15 @@ def read_llama(config: ConfigFields) -> ModelSpec:
     return config.model([layer] * config.num_layers, config.rms_norm())
 
 
+def read_arcee(config: ConfigFields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(config.rope(), qkv_bias=bias, output_bias=bias)
+    mlp = config.mlp(bias=config.flag("mlp_bias"), is_gated=False)
+    return config.model(
+        [LayerSpec(attention=attention, mlp=mlp)] * config.num_layers, config.rms_norm()
+    )
+
+
 def read_seed_oss(config: ConfigFields) -> ModelSpec:
     attention = config.attention(
         config.rope(),
@@ -206,6 +215,21 @@ FAMILIES = (
         defaults=DEFAULTS | BIASES,
         ignored={"sliding_window": None},
         read=read_llama,
+        names=lambda spec: names_of(),
+    ),
+    ModelFamily(
+        architecture="ArceeForCausalLM",
+        model_type="arcee",
+        defaults=DEFAULTS
+        | BIASES
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        read=read_arcee,
         names=lambda spec: names_of(),
     ),
     ModelFamily(

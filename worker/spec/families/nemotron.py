@@ -1,12 +1,21 @@
-"""Nemotron-H, whose layers have one block each: Mamba-2, attention without positions, an MLP, or a
-mixture of experts."""
+"""Nemotron 3 and 4, with attention only, and Nemotron-H, whose layers have one block each: Mamba-2,
+attention without positions, an MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 from worker.errors import UnusableModel
-from worker.spec.families.family import FULL, LINEAR, OLDER_KINDS, ConfigFields, ModelFamily
+from worker.spec.families.family import (
+    DEFAULTS,
+    FULL,
+    LINEAR,
+    OLDER_KINDS,
+    ConfigFields,
+    ModelFamily,
+)
 from worker.spec.model_spec import LayerSpec, MlpSpec, ModelSpec, checked_layers
 from worker.spec.recurrent import Mamba2Spec
 from worker.spec.tensor_names import TensorNames, names_of
@@ -14,6 +23,16 @@ from worker.spec.tensor_names import TensorNames, names_of
 MLP, EXPERTS = "mlp", "moe"
 KINDS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 """Letter in `hybrid_override_pattern` -> kind of layer."""
+
+
+def read_nemotron(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of Nemotron 3 or 4 describes. Layer norms multiply by
+    1 + weight."""
+    bias = config.flag("attention_bias")
+    attention = config.attention(config.rope(partial=0.5), qkv_bias=bias, output_bias=bias)
+    mlp = config.mlp(bias=config.flag("mlp_bias"), is_gated=False)
+    norm = replace(config.layer_norm("norm_eps"), offset=1.0)
+    return config.model([LayerSpec(attention=attention, mlp=mlp)] * config.num_layers, norm)
 
 
 def read_nemotron_h(config: ConfigFields) -> ModelSpec:
@@ -148,7 +167,28 @@ def nemotron_h_names(spec: ModelSpec) -> TensorNames:
     return names_of(NAMES, endings=endings, unused=("mtp.",), prefix=PREFIX, other_prefix="model.")
 
 
+NEMOTRON_DEFAULTS: dict[str, Any] = {
+    key: value for key, value in DEFAULTS.items() if key != "rms_norm_eps"
+}
 FAMILIES = (
+    ModelFamily(
+        architecture="NemotronForCausalLM",
+        model_type="nemotron",
+        defaults=NEMOTRON_DEFAULTS
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        read=read_nemotron,
+        names=lambda spec: names_of(),
+    ),
     ModelFamily(
         architecture="NemotronHForCausalLM",
         model_type="nemotron_h",

@@ -1,5 +1,5 @@
-"""The families of OLMo 2, OLMo 3, OLMo Hybrid and EXAONE 4. Their layers with attention have norms
-after attention and MLP, not before, and norms of queries and keys."""
+"""The families of OLMoE, OLMo 2, OLMo 3, OLMo Hybrid and EXAONE 4. All have norms of queries and
+keys. Except in OLMoE, layers with attention have norms after attention and MLP, not before."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ from worker.spec.tensor_names import names_of
 DELTA_EPS = 1e-5
 """Added to the mean square in the norms of gated delta nets; `rms_norm_eps` is that of the other
 norms."""
+
+
+def read_olmoe(config: ConfigFields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    attention = config.attention(
+        config.rope(), qkv_bias=bias, output_bias=bias, qk_norm="projection"
+    )
+    experts = config.mlp(
+        num_experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        renormalize=config.flag("norm_topk_prob"),
+    )
+    layer = LayerSpec(attention=attention, mlp=experts)
+    return config.model([layer] * config.num_layers, config.rms_norm())
 
 
 def read_olmo2(config: ConfigFields) -> ModelSpec:
@@ -146,6 +160,24 @@ OTHER_NAMES = {
 """Other names of some roles, which other versions of transformers write."""
 OLMO_DEFAULTS = DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
 FAMILIES = (
+    ModelFamily(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        defaults=OLMO_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        aliases={"num_local_experts": "num_experts"},
+        read=read_olmoe,
+        names=lambda spec: names_of(),
+    ),
     ModelFamily(
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",

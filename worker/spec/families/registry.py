@@ -7,15 +7,18 @@ from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families import (
+    ernie,
     falcon,
     gemma,
     gemma3n,
     gemma4,
+    glm,
     gpt,
     gpt_oss,
     jamba,
     lfm,
     llama,
+    minimax,
     mistral,
     nemotron,
     olmo,
@@ -26,7 +29,7 @@ from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
-    *(nemotron, falcon, jamba),
+    *(nemotron, falcon, jamba, glm, ernie, minimax),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
