@@ -59,6 +59,11 @@ FUSED = {
     "mixtral": "awq",
     "lfm2": "awq",
     "lfm2_moe": "fp8 blocks",
+    "minimax_m2": "fp8 blocks",
+    "glm4_moe": "fp8 blocks",
+    "glm4": "gptq 4 bits",
+    "ernie4_5": "awq",
+    "ernie4_5_moe": "packed 4 bits",
 }
 KINDS = {"layer_types": ["conv", "full_attention"]}
 

@@ -260,7 +260,9 @@ def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Pa
     weights = load_file(ours / "model.safetensors")
     stored, numbers = {}, {}
     for name, tensor in weights.items():
-        if tensor.ndim != 2 or any(part in name for part in ("embed", "lm_head", ".gate.")):
+        if tensor.ndim != 2 or any(
+            part in name for part in ("embed", "lm_head", ".gate.", "correction_bias")
+        ):
             stored[name] = numbers[name] = tensor
             continue
         parts, values = form.write(tensor.float().numpy())

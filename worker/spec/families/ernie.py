@@ -54,12 +54,8 @@ def _attention(config: ConfigFields) -> AttentionSpec:
 
 
 def ernie4_5_moe_names(spec: ModelSpec) -> TensorNames:
-    names = with_choice_bias(
-        spec,
-        SHARED_NAMES,
-        name="mlp.moe_statics.e_score_correction_bias",
-        others=("mlp.gate.moe_statics.e_score_correction_bias",),
-    )
+    name = "mlp.moe_statics.e_score_correction_bias"
+    names = with_choice_bias(spec, SHARED_NAMES, name=name)
     return replace(names, orders=rotates_neighbours(spec))
 
 

@@ -3,7 +3,6 @@ part of each head, and GLM-4.5 to 4.7, with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from worker.errors import UnusableModel
@@ -78,20 +77,17 @@ SHARED_NAMES = {
 
 
 def with_choice_bias(
-    spec: ModelSpec, *roles: dict[str, str], name: str = CHOICE_BIAS, others: Sequence[str] = ()
+    spec: ModelSpec, *roles: dict[str, str], name: str = CHOICE_BIAS
 ) -> TensorNames:
     """Return the usual names, with `roles`, of a model whose experts have choice biases. Published
     files also have layers for drafts, which follow the others and are not used.
 
-    name     name of the choice biases in a layer
-    others   names that some files have in its place
+    name   name of the choice biases in a layer
     """
-    layer = "model.layers.{i}."
     return names_of(
         *roles,
-        {"choice_bias": layer + name},
+        {"choice_bias": f"model.layers.{{i}}.{name}"},
         endings={"choice_bias": ("", "")},
-        others={"choice_bias": tuple(layer + other for other in others)},
         unused=(f"model.layers.{spec.num_layers}.",),
     )
 
