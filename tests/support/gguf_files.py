@@ -16,6 +16,7 @@ import numpy as np
 from gguf import (
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     RopeScalingType,
@@ -46,6 +47,16 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "arcee": MODEL_ARCH.ARCEE,
+    "nemotron": MODEL_ARCH.NEMOTRON,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "glm": MODEL_ARCH.CHATGLM,
+    "glm4": MODEL_ARCH.GLM4,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma4_text": MODEL_ARCH.GEMMA4,
@@ -72,7 +83,7 @@ GRANITE_HYBRID = "granitehybrid"
 NEMOTRON_MOE = "nemotron_h_moe"
 """The architecture of a Nemotron-H with experts."""
 GRANITES = frozenset({"granite", "granitemoe", "granitemoeshared", "granitemoehybrid"})
-PERMUTED = frozenset({"llama", "mistral", "mixtral", "smollm3"}) | GRANITES
+PERMUTED = frozenset({"llama", "arcee", "mistral", "mixtral", "smollm3"}) | GRANITES
 """Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes a list of the layers that have windows."""
@@ -194,14 +205,37 @@ def _add_facts(writer: GGUFWriter, config: Any) -> None:
 def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
     """Write the facts of the model's own architecture."""
     match config.model_type:
-        case "mixtral" | "qwen3_moe" | "gpt_oss":
+        case "mixtral" | "qwen3_moe" | "gpt_oss" | "olmoe" | "minimax_m2":
             writer.add_expert_count(config.num_local_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
+            if config.model_type == "minimax_m2":
+                writer.add_expert_feed_forward_length(config.intermediate_size)
+                writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
             if config.model_type == "gpt_oss":
                 writer.add_expert_feed_forward_length(config.intermediate_size)
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "nemotron":
+            writer.add_layer_norm_eps(config.norm_eps)
+        case "glm4_moe":
+            writer.add_expert_count(config.n_routed_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        case "ernie4_5_moe":
+            writer.add_expert_count(config.moe_num_experts)
+            writer.add_expert_used_count(config.moe_k)
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
         case "lfm2" | "lfm2_moe":
             attends = [kind == "full_attention" for kind in config.layer_types]
             writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
@@ -443,9 +477,9 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         data = data * _falcon_factor(config, name)
         yield _mamba(name, data, config.mamba_n_groups) if ".mamba." in name else (name, data)
         return
+    if name.endswith("e_score_correction_bias"):
+        name, data = name.removesuffix("_bias") + ".bias", data.reshape(-1)
     if config.model_type == "nemotron_h":
-        if name.endswith("e_score_correction_bias"):
-            name = name.removesuffix("_bias") + ".bias"
         yield _mamba(name, data, config.n_groups) if ".mixer." in name else (name, data)
         return
     if "block_sparse_moe.input_linear" in name:
@@ -606,7 +640,7 @@ def _ordered(config: Any, name: str, data: Array) -> Array:
             if projection in name:
                 halves = data.reshape(count, 2, len(data) // count // 2, *data.shape[1:])
                 return halves.swapaxes(1, 2).reshape(data.shape)
-    if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+    if config.model_type.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
         return data + 1
     if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
         return data.T

@@ -221,7 +221,7 @@ def rms(metadata: Metadata) -> Config:
     return {"rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
 
 
-def _layer_norm(key: str) -> Callable[[Metadata], Config]:
+def layer_norm(key: str) -> Callable[[Metadata], Config]:
     return lambda metadata: {key: metadata.number("attention.layer_norm_epsilon")}
 
 
@@ -451,7 +451,7 @@ def is_rotated(metadata: Metadata) -> bool:
 
 def cohere2(metadata: Metadata) -> Config:
     return {
-        **_layer_norm("layer_norm_eps")(metadata),
+        **layer_norm("layer_norm_eps")(metadata),
         "sliding_window": metadata.integer("attention.sliding_window"),
         **windows_pattern(metadata, 4),
         "logit_scale": metadata.number("logit_scale"),
@@ -460,24 +460,24 @@ def cohere2(metadata: Metadata) -> Config:
 
 def starcoder2(metadata: Metadata) -> Config:
     has_biases = "blk.0.attn_q.bias" in metadata.file.tensors
-    return _layer_norm("norm_epsilon")(metadata) | {"use_bias": has_biases}
+    return layer_norm("norm_epsilon")(metadata) | {"use_bias": has_biases}
 
 
 def stablelm(metadata: Metadata) -> Config:
     return {
-        **_layer_norm("layer_norm_eps")(metadata),
+        **layer_norm("layer_norm_eps")(metadata),
         "use_parallel_residual": metadata.flag("use_parallel_residual", True),
     }
 
 
 def gpt2(metadata: Metadata) -> Config:
     inner = metadata.shared("feed_forward_length")
-    return _layer_norm("layer_norm_epsilon")(metadata) | {"n_inner": inner}
+    return layer_norm("layer_norm_epsilon")(metadata) | {"n_inner": inner}
 
 
 def gpt_neox(metadata: Metadata) -> Config:
     return {
-        **_layer_norm("layer_norm_eps")(metadata),
+        **layer_norm("layer_norm_eps")(metadata),
         "use_parallel_residual": metadata.flag("use_parallel_residual", True),
         "attention_bias": "blk.0.attn_qkv.bias" in metadata.file.tensors,
     }

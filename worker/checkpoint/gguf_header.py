@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from worker.checkpoint import gguf_config, gguf_gemma
+from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma
 from worker.checkpoint.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
@@ -58,6 +58,7 @@ SHARED_ROLES = {
     "shared_down": LAYER + "ffn_down_shexp",
     "shared_score": LAYER + "ffn_gate_inp_shexp",
 }
+CHOICE_ROLES = {"choice_bias": LAYER + "exp_probs_b.bias"}
 HYBRID_ROLES = {
     "mlp_norm": LAYER + "post_attention_norm",
     "delta_qkv": LAYER + "attn_qkv",
@@ -83,8 +84,8 @@ MAMBA_ROLES = {
 NEMOTRON_ROLES = {
     **MAMBA_ROLES,
     **SHARED_ROLES,
+    **CHOICE_ROLES,
     "mlp_norm": LAYER + "attn_norm",
-    "choice_bias": LAYER + "exp_probs_b.bias",
     "latent_in": LAYER + "ffn_latent_down",
     "latent_out": LAYER + "ffn_latent_up",
 }
@@ -92,7 +93,7 @@ CONV_ROLES = {
     "conv_in": LAYER + "shortconv.in_proj",
     "conv": LAYER + "shortconv.conv",
     "conv_out": LAYER + "shortconv.out_proj",
-    "choice_bias": LAYER + "exp_probs_b.bias",
+    **CHOICE_ROLES,
 }
 EMBEDDING_NORM = "token_embd_norm"
 """The name of the last norm in some files of LFM2, in which it has the name of the embeddings."""
@@ -205,6 +206,47 @@ FAMILIES = {
         config=gguf_config.qwen_hybrid,
         roles=HYBRID_ROLES | TILED_ROLES,
         has_whole_norms=True,
+    ),
+    "arcee": GGUFFamily(
+        families=("ArceeForCausalLM",), config=gguf_config.rms, is_interleaved=True
+    ),
+    "nemotron": GGUFFamily(
+        families=("NemotronForCausalLM",),
+        config=gguf_config.layer_norm("norm_eps"),
+        has_whole_norms=True,
+    ),
+    "olmoe": GGUFFamily(families=("OlmoeForCausalLM",), config=gguf_experts.olmoe),
+    "chatglm": GGUFFamily(
+        families=("GlmForCausalLM",),
+        config=gguf_config.rms,
+        roles={"gate_up": LAYER + "ffn_up"},
+        is_interleaved=True,
+    ),
+    "glm4": GGUFFamily(
+        families=("Glm4ForCausalLM",),
+        config=gguf_experts.glm4,
+        roles=POST_NORMS | {"gate_up": LAYER + "ffn_up"},
+        is_interleaved=True,
+    ),
+    "glm4moe": GGUFFamily(
+        families=("Glm4MoeForCausalLM",),
+        config=gguf_experts.glm4_moe,
+        roles=SHARED_ROLES | CHOICE_ROLES | {"mlp_norm": LAYER + "post_attention_norm"},
+    ),
+    "ernie4_5": GGUFFamily(
+        families=("Ernie4_5ForCausalLM",), config=gguf_config.rms, is_interleaved=True
+    ),
+    "ernie4_5-moe": GGUFFamily(
+        families=("Ernie4_5_MoeForCausalLM",),
+        config=gguf_experts.ernie4_5_moe,
+        roles=SHARED_ROLES | CHOICE_ROLES,
+        is_interleaved=True,
+    ),
+    "minimax-m2": GGUFFamily(
+        families=("MiniMaxM2ForCausalLM",), config=gguf_experts.minimax_m2, roles=CHOICE_ROLES
+    ),
+    "gemma": GGUFFamily(
+        families=("GemmaForCausalLM",), config=gguf_config.rms, has_whole_norms=True
     ),
     "gemma2": GGUFFamily(
         families=("Gemma2ForCausalLM",),
@@ -356,7 +398,7 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         endings=dict.fromkeys((*WITHOUT_ENDING, *family.without_ending), ("", "")),
         stores_decay_factors=True,
         # The layers for drafts follow those of the model.
-        unused=(*([f"blk.{spec.num_layers}."] if spec.state_items else []), *_unread(spec)),
+        unused=(f"blk.{spec.num_layers}.", *_unread(spec)),
     )
 
 

@@ -117,12 +117,13 @@ FAMILIES = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"), LLAMA3
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), DBRX),
+    "glm4": replace(LLAMA3, adds_bos=False),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), DBRX),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2),
     "qwen35": QWEN35,
     "seed-coder": SEED,
     "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O),
 }
 """Value of `tokenizer.ggml.pre` -> family."""
 
