@@ -16,8 +16,11 @@ HYBRIDS = [
     *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid", "jamba"),
 ]
 """Model types some of whose layers are recurrent."""
+WITHOUT_ATTENTION = ["mamba", "falcon_mamba", "mamba2"]
+"""Model types all of whose layers are recurrent."""
+RECURRENT = [*HYBRIDS, *WITHOUT_ATTENTION]
 UNDIVIDED = {
-    **dict.fromkeys(HYBRIDS, "has recurrent layers"),
+    **dict.fromkeys(RECURRENT, "has recurrent layers"),
     **dict.fromkeys(("qwen2_moe", "granitemoeshared"), "shared experts"),
     "gemma3n_text": "several streams",
     "gemma4_text": "share keys",
@@ -59,6 +62,12 @@ HYBRID: dict[str, Any] = {
     "head_dim": 32,
     "linear_conv_kernel_dim": 4,
     **DELTA_SIZES,
+}
+MAMBA_SIZES: dict[str, Any] = {
+    "state_size": 20,
+    "time_step_rank": 12,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,  # tied, they would make random models repeat one token
 }
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 32},
@@ -189,6 +198,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 12,
         "initializer_range": 0.08,
     },
+    "mamba": MAMBA_SIZES | {"initializer_range": 0.12},
+    "falcon_mamba": MAMBA_SIZES,
+    "mamba2": {
+        "head_dim": 24,
+        "n_groups": 2,
+        "state_size": 12,
+        "chunk_size": 16,
+        "initializer_range": 0.08,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -235,6 +253,17 @@ WINDOW = {"sliding_window": 24}
 BIASED = {"attention_bias": True}
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
+OF_MAMBA: dict[str, dict[str, Any]] = {
+    "tied": TIED,
+    "biases": {"use_bias": True, "use_conv_bias": False},
+    "usual rank": {"time_step_rank": "auto"},
+    "long convolution": {"conv_kernel": 6},
+    "short convolution": {"conv_kernel": 2},
+    "one state": {"state_size": 1, "mixer_rms_eps": 0.1},
+    "as wide as the hidden states": {"intermediate_size": 96},
+    "residuals in the dtype": {"residual_in_fp32": False},
+    "large eps": {"layer_norm_epsilon": 0.1},
+}
 
 DENSE_GRANITE: dict[str, Any] = {
     "layer_types": ["full_attention"] * 4,
@@ -389,6 +418,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "attention first": {"attn_layer_period": 2, "attn_layer_offset": 0},
         "only attention": {"attn_layer_period": 1, "attn_layer_offset": 0},
         "as many key/value heads": {"num_key_value_heads": 6},
+    },
+    "mamba": OF_MAMBA | {"one state": {"state_size": 1}},
+    "falcon_mamba": OF_MAMBA | {"large eps": {"mixer_rms_eps": 0.1}},
+    "mamba2": {
+        "tied": TIED,
+        "biases": {"use_bias": True, "use_conv_bias": False},
+        "one group": {"n_groups": 1},
+        "a group for each head": {"n_groups": 8},
+        "limits of dt": {"time_step_limit": (0.3, 0.6)},
+        "long convolution": {"conv_kernel": 6},
+        "short convolution": {"conv_kernel": 2},
+        "one state": {"state_size": 1},
+        "as wide as the hidden states": {"expand": 1},
+        "residuals in the dtype": {"residual_in_fp32": False},
+        "large eps": {"layer_norm_epsilon": 0.1},
     },
     "lfm2": {
         "untied": UNTIED,
@@ -556,6 +600,9 @@ def random_model(model_type: str, **changes: Any) -> Any:
     settings = SIZES | OWN_SIZES.get(model_type, {}) | changes
     if model_type == "gpt_neox":
         del settings["num_key_value_heads"]
+    if model_type == "mamba2":
+        width = settings.get("expand", 2) * settings["hidden_size"]
+        settings["num_heads"] = width // settings["head_dim"]
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(model_type, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -21,7 +21,7 @@ from protocol.engine.kv_window import KVGroups
 from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT, STATE_SHARE, default_slots
 from protocol.tools.start_facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
@@ -322,7 +322,7 @@ def test_the_weights_of_per_layer_inputs_and_of_streams_are_planned(
     assert weights_bytes(ours, "bfloat16") == loaded.card.weights_bytes
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> None:
     """The states of all slots count, and checkpoints of them if there is room."""
     theirs = random_model(model_type, hidden_size=192, head_dim=32)

@@ -16,6 +16,9 @@ this number."""
 FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory of a CPU."""
+MAX_EMPTY_BLOCKS = 1 << 18
+"""Most blocks of a model without attention, unless the user has configured more or one request needs
+more. They store nothing, but the engine keeps a record of each."""
 MAX_DEFAULT_BLOCKS = 1 << 20
 """Most blocks of a cache whose size the user has not configured. The engine keeps a record of each,
 so a GPU full of the small blocks of a small model would slow down its start."""
@@ -40,6 +43,8 @@ class KVDemand:
     window           window of all layers in tokens, see protocol/engine/kv_window.py; None: no
                      blocks are freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
+    num_states       number of slots and checkpoints if blocks store nothing (kv_blocks.py), and so
+                     memory does not limit their number; None: blocks store keys and values
     """
 
     context_tokens: int
@@ -47,6 +52,7 @@ class KVDemand:
     limits: StepLimits
     window: int | None = None
     groups: KVGroups | None = None
+    num_states: int | None = None
 
     def longest_request_blocks(self, options: WorkerConfig) -> int:
         """Return the number of blocks, including the null block, that a cache needs to compute a
@@ -126,14 +132,26 @@ def _affordable(
 ) -> int:
     """Return the configured number of blocks, or the number that fits the configured memory. If
     neither is configured, return the number that fits `default_bytes`; if it is None, return
-    enough blocks for the requests, but at most 1/FREE_SHARE of the free memory."""
+    enough blocks for the requests, but at most 1/FREE_SHARE of the free memory. If blocks store
+    nothing, return at most as many as can be of use."""
     if options.kv_blocks:
         return options.kv_blocks
+    if demand.num_states is not None:
+        most = int(options.kv_memory_gib * GIB) or free_bytes // FREE_SHARE
+        return min(_useful_blocks(options, demand, demand.num_states), most // demand.block_bytes)
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // demand.block_bytes
     if default_bytes is not None:
         return min(default_bytes // demand.block_bytes, MAX_DEFAULT_BLOCKS)
     return min(_enough_blocks(options, demand), free_bytes // FREE_SHARE // demand.block_bytes)
+
+
+def _useful_blocks(options: WorkerConfig, demand: KVDemand, num_states: int) -> int:
+    """Return the number of blocks that can be of use if they store nothing: those of the longest
+    text before each of `num_states` states, because a prefix is found only as far as a state
+    follows it. MAX_EMPTY_BLOCKS limits it."""
+    longest = demand.held_blocks(options, options.max_len or demand.context_tokens)
+    return 1 + max(min(num_states * longest, MAX_EMPTY_BLOCKS), longest)
 
 
 def _enough_blocks(options: WorkerConfig, demand: KVDemand) -> int:

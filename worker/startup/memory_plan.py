@@ -44,7 +44,7 @@ from worker.spec.architectures import (
     request_state_bytes,
     state_bytes,
 )
-from worker.spec.kv_blocks import BlockLayers
+from worker.spec.kv_blocks import BlockLayers, are_empty
 from worker.spec.layer_tensors import LayerTensors
 from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
@@ -150,10 +150,10 @@ def plan_memory(
     weights = sum(weights_bytes(each, dtype) for each in models)
     limits = step_limits(options, is_gpu=device != "cpu")
     limits = fitting_limits(model.spec, limits, options, free_bytes - weights)
-    demand = _demand(options, models, dtype, limits)
-    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
-    step = work_bytes(model, dtype, demand.limits)
+    step = work_bytes(model, dtype, limits)
     checkpoints = num_checkpoints(model.spec, limits, free_bytes - weights - step)
+    demand = _demand(options, models, dtype, limits, checkpoints)
+    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
     one_state = request_state_bytes(model.spec)
     states = one_state * (limits.max_slots + checkpoints)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
@@ -204,9 +204,16 @@ def plan_memory(
 
 
 def _demand(
-    options: WorkerConfig, models: Sequence[AnyPlanned], dtype: str, limits: StepLimits
+    options: WorkerConfig,
+    models: Sequence[AnyPlanned],
+    dtype: str,
+    limits: StepLimits,
+    checkpoints: int,
 ) -> KVDemand:
-    """Return the needs of the K/V caches: context length, block size, step limits and windows."""
+    """Return the needs of the K/V caches: context length, block size, step limits and windows.
+
+    checkpoints   number of checkpoints of recurrent states
+    """
     specs = [each.spec for each in models]
     groups = kv_groups(options, specs)
     rounds_kv = options.kv_dtype == "int8"
@@ -219,6 +226,7 @@ def _demand(
         limits=limits,
         window=kv_window(options, specs),
         groups=groups,
+        num_states=limits.max_slots + checkpoints if are_empty(specs) else None,
     )
 
 
@@ -422,7 +430,8 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
     # Queries, keys, values, gates and results.
-    heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
+    widths = ((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
+    heads = max(widths, default=0)
     widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
     table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0

@@ -16,6 +16,7 @@ from worker.spec.families import (
     jamba,
     lfm,
     llama,
+    mamba,
     mistral,
     nemotron,
     olmo,
@@ -26,7 +27,7 @@ from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
-    *(nemotron, falcon, jamba),
+    *(nemotron, falcon, jamba, mamba),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
