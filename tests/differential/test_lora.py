@@ -34,7 +34,10 @@ from worker.spec.model_spec import ModelSpec
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
-REFUSED_BY_PEFT = {"NemotronHForCausalLM": "out_proj"}
+REFUSED_BY_PEFT = dict.fromkeys(
+    ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
+    "out_proj",
+)
 WITHOUT_EXPERTS = {"nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]}}
 """Changes without shared experts, whose modules PEFT would adapt too, because their names end as
 those of other MLPs do."""

@@ -344,14 +344,13 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
     of their rows."""
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
-    if family.is_interleaved:
-        attention = spec.attentions[0]
+    attention = next(iter(spec.attentions), None)
+    if attention is not None and family.is_interleaved:
         orders = {
             "q": interleaved(attention.num_heads, attention.head_dim),
             "k": interleaved(attention.num_kv_heads, attention.head_dim),
         }
-    attention = spec.attentions[0]
-    if attention.gated:
+    if attention is not None and attention.gated:
         orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
     return TensorNames(
         {**ROLES, **family.roles},
