@@ -11,7 +11,7 @@ import torch
 from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
-from tests.support.family_models import RECURRENT, MODEL_TYPES, VARIANTS, random_model
+from tests.support.family_models import MODEL_TYPES, RECURRENT, VARIANTS, random_model
 from tests.support.replica import Replica, load
 
 ATOL = 1e-4

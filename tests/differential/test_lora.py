@@ -20,7 +20,7 @@ from tests.support.adapters import (
 )
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, expected, some_tokens
-from tests.support.family_models import FULL, RECURRENT, MAMBA, MODEL_TYPES, OWN_SIZES, random_model
+from tests.support.family_models import FULL, MAMBA, MODEL_TYPES, OWN_SIZES, RECURRENT, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.same_bits import DENSE, small_model

@@ -19,7 +19,7 @@ from tests.support.eager import (
     load,
     some_tokens,
 )
-from tests.support.family_models import RECURRENT, random_model
+from tests.support.family_models import HYBRIDS, random_model
 from tests.support.kernels import native_kernels
 from tests.support.quantized_files import FORMATS, write_quantized
 from worker.attention.select import select_attention
@@ -69,6 +69,8 @@ RECURRENT: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_5_text": ("fp8 blocks", HYBRID),
     "qwen3_next": ("packed 4 bits", HYBRID | EXPERTS),
     "olmo_hybrid": ("packed 4 bits", HYBRID),
+    "mamba": ("fp8 blocks", {"time_step_rank": 32}),
+    "mamba2": ("packed 4 bits", {}),
     "granitemoehybrid": ("gptq 4 bits", {"shared_intermediate_size": 160, "num_local_experts": 0}),
 }
 """Model type -> the format, and sizes that its groups of columns divide."""
@@ -91,7 +93,7 @@ def test_recurrent_layers_are_quantised_too(tmp_path: Path, model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", FUSED)
 def test_fused_layers_and_experts_are_quantised_too(tmp_path: Path, model_type: str) -> None:
-    kinds = KINDS if model_type in RECURRENT else {}
+    kinds = KINDS if model_type in HYBRIDS else {}
     model = random_model(model_type, num_hidden_layers=2, **kinds)
     ours, dense = write_quantized(tmp_path, model, FORMATS[FUSED[model_type]])
     logits = reference(dense)

@@ -93,8 +93,9 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first eight are recurrent; two of these models have no attention. Those of the last
-two share keys and values. The last model has no windows, because some ways need all blocks of a text."""
+The layers of the first eight are recurrent, and two of these models have no attention. Those of the
+last two share keys and values. The last model has no windows, because some ways need all blocks of
+a text."""
 
 
 def small_model(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tokens
+from protocol.shared.state_memory import num_empty_blocks
 from protocol.tools.start_facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.spec.step_limits import StepLimits
@@ -16,9 +17,6 @@ this number."""
 FREE_SHARE = 4
 """If the user has not configured the cache's size, the cache gets at most 1/FREE_SHARE of the free
 memory of a CPU."""
-MAX_EMPTY_BLOCKS = 1 << 18
-"""Most blocks of a model without attention, unless the user has configured more or one request needs
-more. They store nothing, but the engine keeps a record of each."""
 MAX_DEFAULT_BLOCKS = 1 << 20
 """Most blocks of a cache whose size the user has not configured. The engine keeps a record of each,
 so a GPU full of the small blocks of a small model would slow down its start."""
@@ -133,25 +131,18 @@ def _affordable(
     """Return the configured number of blocks, or the number that fits the configured memory. If
     neither is configured, return the number that fits `default_bytes`; if it is None, return
     enough blocks for the requests, but at most 1/FREE_SHARE of the free memory. If blocks store
-    nothing, return at most as many as can be of use."""
+    nothing, return at most `num_empty_blocks`."""
     if options.kv_blocks:
         return options.kv_blocks
     if demand.num_states is not None:
+        longest = demand.held_blocks(options, options.max_len or demand.context_tokens)
         most = int(options.kv_memory_gib * GIB) or free_bytes // FREE_SHARE
-        return min(_useful_blocks(options, demand, demand.num_states), most // demand.block_bytes)
+        return min(num_empty_blocks(demand.num_states, longest), most // demand.block_bytes)
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // demand.block_bytes
     if default_bytes is not None:
         return min(default_bytes // demand.block_bytes, MAX_DEFAULT_BLOCKS)
     return min(_enough_blocks(options, demand), free_bytes // FREE_SHARE // demand.block_bytes)
-
-
-def _useful_blocks(options: WorkerConfig, demand: KVDemand, num_states: int) -> int:
-    """Return the number of blocks that can be of use if they store nothing: those of the longest
-    text before each of `num_states` states, because a prefix is found only as far as a state
-    follows it. MAX_EMPTY_BLOCKS limits it."""
-    longest = demand.held_blocks(options, options.max_len or demand.context_tokens)
-    return 1 + max(min(num_states * longest, MAX_EMPTY_BLOCKS), longest)
 
 
 def _enough_blocks(options: WorkerConfig, demand: KVDemand) -> int:

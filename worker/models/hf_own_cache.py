@@ -59,7 +59,6 @@ SAME = 0.99
 class that forgets its state gives others."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class TokenCache:
     """The cache of a request's tokens so far: how many they are, and the argument that passes it to

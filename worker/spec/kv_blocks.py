@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from worker.spec.model_spec import KVHeads, ModelFacts
 
-
 EMPTY_TOKEN_BYTES = 1
 """Bytes of a token in the blocks of a model without attention."""
 

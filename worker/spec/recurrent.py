@@ -244,8 +244,8 @@ class Mamba1Spec(ConvolvedSpec):
         S = exp(dt * A) * S + dt * x B^T;  output = S C + D * x
 
     dt is [channels], and A is [channels, state]. The linear that makes dt is the product of two
-    matrices of rank `rank`. The result is multiplied by the SiLU of a gate. The inputs of the second
-    matrix, B and C may be normed (`norms`). Source: arXiv 2312.00752, arXiv 2403.19887.
+    matrices of rank `rank`. The result is multiplied by the SiLU of a gate. B, C and the inputs of
+    dt's second matrix may be normed (`norms`). Source: arXiv 2312.00752, arXiv 2403.19887.
     """
 
     channels: int
@@ -257,7 +257,7 @@ class Mamba1Spec(ConvolvedSpec):
     conv_bias: bool = True
     #: Whether the projections of the input and of the result have biases.
     bias: bool = False
-    #: Whether the inputs of dt's second matrix, B and C are normed, as in Jamba. None: they are not.
+    #: Norms of the inputs of dt's second matrix, of B and of C. None: there are none.
     norms: MadeNorms = "with weights"
 
     @property

@@ -27,8 +27,8 @@ from worker.kv.tiers.reader import TierReader
 from worker.kv.tiers.writer import TierMemories, TierWriter, max_unwritten
 
 MAX_STATE_PLACES = 1024
-"""Most places that a state takes. Each is copied by a call of its own, so there must not be too many
-of them if blocks are small, or store nothing."""
+"""Most places that a state takes. Each is copied by a call of its own, so there must not be many of
+them if blocks are small, or store nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,10 +185,10 @@ def _hybrid_names(spec: ModelSpec, without: set[str]) -> TensorNames:
     of its gate are next to each other."""
     roles = {role: name for role, name in DELTA_NAMES.items() if role not in without}
     endings = dict.fromkeys(("delta_decay", "delta_bias"), ("", ""))
-    orders = {
-        "q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))
-        for attention in spec.attentions
-    }
+    orders = {}
+    if spec.attentions:
+        attention = spec.attentions[0]
+        orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
     return names_of(roles, SHARED_NAMES, orders=orders, endings=endings, unused=("mtp.",))
 
 
