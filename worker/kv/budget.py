@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tokens
 from protocol.shared.state_memory import num_empty_blocks
 from protocol.tools.start_facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
+from worker.spec.kv_blocks import are_empty
+from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 
 AVERAGE_REQUEST_TOKENS = 1024
@@ -51,6 +54,14 @@ class KVDemand:
     window: int | None = None
     groups: KVGroups | None = None
     num_states: int | None = None
+
+    def with_states(self, num_checkpoints: int, models: Sequence[ModelFacts]) -> KVDemand:
+        """Return the demand with `num_states`, if no layer has attention.
+
+        models   the model, and its draft model if there is one
+        """
+        num_states = self.limits.max_slots + num_checkpoints
+        return replace(self, num_states=num_states) if are_empty(models) else self
 
     def longest_request_blocks(self, options: WorkerConfig) -> int:
         """Return the number of blocks, including the null block, that a cache needs to compute a

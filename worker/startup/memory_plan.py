@@ -25,13 +25,7 @@ from protocol.engine.sampling import (
 )
 from protocol.tools.start_facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
-from worker.kv.budget import (
-    FREE_SHARE,
-    KVDemand,
-    in_gib,
-    kv_budget,
-    round_down,
-)
+from worker.kv.budget import FREE_SHARE, KVDemand, in_gib, kv_budget, round_down
 from worker.loading.header import PLAIN_KINDS
 from worker.lora.targets import adapter_bytes
 from worker.models.compiled import is_fitting
@@ -44,7 +38,7 @@ from worker.spec.architectures import (
     request_state_bytes,
     state_bytes,
 )
-from worker.spec.kv_blocks import BlockLayers, are_empty
+from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import LayerTensors
 from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
@@ -152,7 +146,8 @@ def plan_memory(
     limits = fitting_limits(model.spec, limits, options, free_bytes - weights)
     step = work_bytes(model, dtype, limits)
     checkpoints = num_checkpoints(model.spec, limits, free_bytes - weights - step)
-    demand = _demand(options, models, dtype, limits, checkpoints)
+    demand = _demand(options, models, dtype, limits)
+    demand = demand.with_states(checkpoints, [each.spec for each in models])
     work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
     one_state = request_state_bytes(model.spec)
     states = one_state * (limits.max_slots + checkpoints)
@@ -198,22 +193,16 @@ def plan_memory(
         request_state_bytes=one_state,
         num_checkpoints=checkpoints if model.spec.state_items else None,
         tier_bytes=tier,
+        has_kv=demand.num_states is None,
         free_bytes=free_bytes,
         expanded=expanded,
     )
 
 
 def _demand(
-    options: WorkerConfig,
-    models: Sequence[AnyPlanned],
-    dtype: str,
-    limits: StepLimits,
-    checkpoints: int,
+    options: WorkerConfig, models: Sequence[AnyPlanned], dtype: str, limits: StepLimits
 ) -> KVDemand:
-    """Return the needs of the K/V caches: context length, block size, step limits and windows.
-
-    checkpoints   number of checkpoints of recurrent states
-    """
+    """Return the needs of the K/V caches: context length, block size, step limits and windows."""
     specs = [each.spec for each in models]
     groups = kv_groups(options, specs)
     rounds_kv = options.kv_dtype == "int8"
@@ -226,7 +215,6 @@ def _demand(
         limits=limits,
         window=kv_window(options, specs),
         groups=groups,
-        num_states=limits.max_slots + checkpoints if are_empty(specs) else None,
     )
 
 

@@ -27,7 +27,7 @@ from worker.lora.startup import kept_bytes
 from worker.slots.fields import STATE, slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.spec.architectures import keeps_own_cache, num_checkpoints, state_bytes
-from worker.spec.kv_blocks import BlockLayers, are_empty
+from worker.spec.kv_blocks import BlockLayers
 from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
@@ -96,19 +96,19 @@ def reserve_memory(
         window=window,
         groups=groups,
     )
-    is_empty = are_empty([model.spec for model in parts.models])
+    specs = [model.spec for model in parts.models]
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
         checkpoints = num_checkpoints(loaded.spec, limits, free)
         free -= 4 * checkpoints * loaded.spec.state_items
-        demand = replace(demand, num_states=limits.max_slots + checkpoints if is_empty else None)
+        demand = demand.with_states(checkpoints, specs)
         budget = kv_budget(config, demand, free_bytes=max(free, 0))
     else:
         memory = measured_memory(config, parts, make_caches, limits, device, encoder)
         checkpoints = num_checkpoints(loaded.spec, limits, memory.free_bytes - memory.step_bytes)
         kept = 4 * checkpoints * loaded.spec.state_items + state_bytes(loaded.spec, limits)
-        demand = replace(demand, num_states=limits.max_slots + checkpoints if is_empty else None)
+        demand = demand.with_states(checkpoints, specs)
         budget = gpu_kv_budget(
             config, demand, replace(memory, reserve_bytes=memory.reserve_bytes + kept)
         )
