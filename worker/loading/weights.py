@@ -277,7 +277,7 @@ class _Loader:
             weights=Mamba1Weights(
                 conv=self._taps(tensors.conv),
                 conv_bias=self._vector_or_none(tensors.conv_bias),
-                decay=decay.exp_().neg_(),
+                decay=decay if tensors.is_factor else decay.exp_().neg_(),
                 bias=self._vector(tensors.bias),
                 skip=self._vector(tensors.skip),
             ),

@@ -82,7 +82,8 @@ class Mamba1Tensors:
     plain_sizes
                 sizes of norms of these three, whose weights are 1 and not in the files
     step        [channels, rank] makes dt, to which `bias` is added
-    decay       [channels, state], the logarithm of the decay's amount
+    decay       [channels, state], the factor of the decay if `is_factor`, or else the logarithm of
+                its amount
     skip        the factor of x in the result
     """
 
@@ -97,6 +98,7 @@ class Mamba1Tensors:
     skip: VectorTensor
     output: FusedMatrix
     decay_shape: Shape
+    is_factor: bool
     plain_sizes: tuple[int, ...] = ()
 
     @property

@@ -311,6 +311,7 @@ class ModelTensors(TensorParts):
             skip=VectorTensor(self._name("mamba_skip", index), width),
             output=matrix("mamba_output", hidden, width, mamba.bias),
             decay_shape=(width, mamba.state),
+            is_factor=self.names.stores_decay_factors,
             plain_sizes=tuple(mamba.made_widths) if mamba.norms == "without weights" else (),
         )
 
