@@ -201,6 +201,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mamba": MAMBA_SIZES | {"initializer_range": 0.12},
     "falcon_mamba": MAMBA_SIZES,
     "mamba2": {
+        "num_heads": 8,
         "head_dim": 24,
         "n_groups": 2,
         "state_size": 12,
