@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.config.worker import MAX_SLOTS
-from protocol.shared.state_memory import default_slots, num_checkpoints
+from protocol.shared.state_memory import default_slots, num_checkpoints, num_empty_blocks
 
 GIB = 1 << 30
 RESERVED_BYTES = 2 * GIB
@@ -59,7 +59,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of a model: the fields of its config.json."""
 
     hidden_size: Size
-    intermediate_size: Size
+    #: 0: there are no MLPs.
+    intermediate_size: Annotated[int, Meta(ge=0)]
     num_hidden_layers: Size
     num_attention_heads: Size
     vocab_size: Size
@@ -95,8 +96,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_state: int = 0
     mamba_d_conv: int = 0
     mamba_expand: int = 2
-    #: Mamba-1, as in Jamba.
+    #: Mamba-1, as in Jamba. A width of 0 is `mamba_expand` times the hidden size.
     mamba_dt_rank: int | str = 0
+    mamba_width: int = 0
     #: A layer has attention if its index is the offset plus a multiple of the period. With a period
     #: of 0, `layer_types` says which layers have it.
     attn_layer_period: int = 0
@@ -158,7 +160,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             state = width * self.mamba_d_state + (self.mamba_d_conv - 1) * convolved
             return state, hidden * (2 * width + convolved + heads)
         if rank := self.mamba_dt_rank:
-            width, state = self.mamba_expand * hidden, self.mamba_d_state
+            width = self.mamba_width or self.mamba_expand * hidden
+            state = self.mamba_d_state
             rank = rank if isinstance(rank, int) else -(-hidden // 16)
             parameters = 3 * hidden * width + width * (2 * rank + 2 * state)
             # The matrix A is as large as that of a state, and float32.
@@ -315,6 +318,24 @@ MODELS = {
 }
 
 
+MAMBA_FIELDS = {
+    "intermediate_size": "mamba_width",
+    "time_step_rank": "mamba_dt_rank",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+}
+"""Name in the configs of Mamba and Falcon Mamba -> name in `ModelShape`."""
+MAMBA2_FIELDS = {
+    "num_heads": "mamba_n_heads",
+    "n_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+}
+"""The same for Mamba-2."""
+
+
 class HardwareTable(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs and models by name. A TOML file has tables such as [gpus.mine] and [models.mine]."""
 
@@ -333,9 +354,23 @@ class HardwareTable(msgspec.Struct, frozen=True, kw_only=True):
         try:
             fields = msgspec.json.decode(Path(name).read_bytes(), type=dict[str, Any])
             # A model that also takes images has the sizes of its text model in a part of its own.
-            return msgspec.convert(fields.get("text_config", fields), ModelShape)
+            fields = _with_usual_names(fields.get("text_config", fields))
+            return msgspec.convert(fields, ModelShape)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{name}: {error}") from None
+
+
+def _with_usual_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model without attention under the names that those of hybrids have.
+    Other configs are returned as they are."""
+    own = {"mamba": MAMBA_FIELDS, "falcon_mamba": MAMBA_FIELDS, "mamba2": MAMBA2_FIELDS}
+    names = own.get(str(fields.get("model_type")))
+    if names is None:
+        return fields
+    found = {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
+    layers = ["mamba"] * int(fields.get("num_hidden_layers", 0))
+    usual = {"tie_word_embeddings": names is MAMBA_FIELDS, **fields}
+    return usual | {"intermediate_size": 0, "num_attention_heads": 1, "layer_types": layers} | found
 
 
 def read_table(path: str = "") -> HardwareTable:
@@ -384,10 +419,12 @@ def plan_memory(
     gpu_memory: float,
     block_tokens: int,
     max_slots: int = 0,
+    max_len: int = 0,
 ) -> ReplicaMemory:
     """Return what fits beside the weights of one replica, by the rules of the worker.
 
     max_slots   number of slots; 0: the default, which follows the size of recurrent states
+    max_len     most tokens of a request; 0: the model's limit
 
     Raises ValueError if the weights leave too little room.
     """
@@ -399,13 +436,18 @@ def plan_memory(
     slots = max_slots or default_slots(usual, state, max(int(free), 0))
     checkpoints = num_checkpoints(state, slots, int(free) - slots * state)
     states = state * (slots + checkpoints)
-    blocks = int((room - states) / (model.kv_bytes * block_tokens))
+    if model.kv_bytes:
+        blocks = int((room - states) / (model.kv_bytes * block_tokens))
+    else:
+        longest = -(-(max_len or model.max_position_embeddings) // block_tokens)
+        blocks = num_empty_blocks(slots + checkpoints, longest) if room > states else 0
     if blocks < 2:
         need = f"{model.weight_bytes / GIB:.0f} GiB of weights"
+        for_kv = "for K/V " if model.kv_bytes else ""
         if states:
             need += f" and {states / GIB:.0f} GiB of recurrent states (--max-slots)"
         raise ValueError(
-            f"{need} leave no room for K/V in {tensor_parallel} x {gpu.memory_gib:.0f} GiB "
+            f"{need} leave no room {for_kv}in {tensor_parallel} x {gpu.memory_gib:.0f} GiB "
             "(--tensor-parallel)"
         )
     return ReplicaMemory(slots, checkpoints, blocks)

@@ -65,6 +65,7 @@ def _estimated(config: SimulationConfig) -> SimulatedReplicaType:
         gpu_memory=worker.gpu_memory,
         block_tokens=worker.block_tokens,
         max_slots=worker.max_slots,
+        max_len=worker.max_len,
     )
     blocks = worker.kv_blocks or memory.num_blocks
     longest = min(worker.max_len or model.max_position_embeddings, model.max_position_embeddings)

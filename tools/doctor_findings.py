@@ -193,7 +193,8 @@ def _model_memory(plan: ModelPlan) -> Finding:
     form = plan.dtype + "".join(f", {kind} is expanded" for kind in plan.expanded)
     text = (
         f"{_gib(plan.free_bytes)} free; {_gib(plan.weights_bytes)} for weights ({form}), "
-        f"{_gib(plan.kv_bytes)} for K/V, {_gib(plan.work_bytes)} for working memory"
+        f"{_gib(plan.kv_bytes) if plan.has_kv else 'none'} for K/V, "
+        f"{_gib(plan.work_bytes)} for working memory"
     )
     if plan.state_bytes:
         text += f" ({_gib(plan.state_bytes)} of it for recurrent states)"

@@ -94,7 +94,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_len: int
     #: Size of the weights after loading, including the draft model's.
     weights_bytes: int
-    #: Size of the KV cache.
+    #: Size of the KV cache. Without attention, it is the little that its empty blocks take.
     kv_bytes: int
     #: Size of a KV cache that can serve requests of `context_tokens`.
     longest_kv_bytes: int
@@ -112,6 +112,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int | None = None
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
+    #: Whether a layer has attention, and so keys and values.
+    has_kv: bool = True
     #: Quantised types in the files whose weights are expanded to `dtype`.
     expanded: list[str] = []
 

@@ -11,7 +11,7 @@ import torch
 from protocol.engine.sampling import SamplingParams
 from tests.support.checkpoints import write_directory
 from tests.support.eager import BLOCK_TOKENS, expected, some_tokens
-from tests.support.family_models import HYBRIDS, MODEL_TYPES, VARIANTS, random_model
+from tests.support.family_models import MODEL_TYPES, RECURRENT, VARIANTS, random_model
 from tests.support.replica import Replica, load
 
 ATOL = 1e-4
@@ -30,7 +30,7 @@ def test_greedy_answers_and_logprobs_are_those_of_transformers(
     theirs, start = random_model(model_type, **changes), some_tokens(20)
     prompts = [start + some_tokens(count, seed=count) for count in (3, 9, 15, 21)]
     loaded = draft = load(write_directory(tmp_path / "model", theirs))
-    if model_type in HYBRIDS:
+    if model_type in RECURRENT:
         draft = load(write_directory(tmp_path / "draft", random_model("llama")))
     replica = Replica(
         loaded,

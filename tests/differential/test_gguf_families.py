@@ -34,6 +34,8 @@ UNSTORED = {
         *("tied", "biases of Mamba", "norm before the gate", "limits", "by expansion"),
         *("linear rope", "llama3 rope", "yarn rope"),
     },
+    "falcon_mamba": {"large eps", "one state"},
+    "mamba2": {"limits of dt"},
     "qwen2_moe": {"renormalised", "dense layers", "windows"},
     "qwen3_next": {"not renormalised", "dense layers"},
     "olmoe": {"renormalised"},
@@ -51,6 +53,7 @@ UNSTORED = {
 """Variants whose options llama.cpp's converter does not write, or refuses."""
 FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
+    "falcon_mamba": {"mixer_rms_eps": 1e-5},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
 }

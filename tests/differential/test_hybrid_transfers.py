@@ -25,7 +25,7 @@ from protocol.worker import kv
 from protocol.worker.kv import KVFetch, KVStore, TierSource
 from tests.support.checkpoints import write_directory
 from tests.support.eager import load, some_tokens
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, random_model
 from tests.support.replica import Replica
 from worker.kv.tiers import reader as tier_reader
 from worker.kv.tiers.reader import TierReader
@@ -39,7 +39,7 @@ PROMPTS = [some_tokens(count, seed=count) for count in (23, 9, 34, 17)]
 ATOL = 1e-4
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=RECURRENT)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     model = random_model(request.param)
     return load(write_directory(tmp_path_factory.mktemp("hybrid"), model))

@@ -17,7 +17,7 @@ from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import SlotInit
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, expected, some_tokens
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, random_model
 from tests.support.kernels import native_kernels
 from tests.support.replica import Replica, load
 from worker.attention.select import select_attention
@@ -47,14 +47,14 @@ def load_compiled_pair(path: Path, model_type: str, **changes: Any) -> tuple[Any
     return theirs, load(directory, kernels=native_kernels(), weights="packed")
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=RECURRENT)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, LoadedModel]:
     return load_pair(tmp_path_factory.mktemp("hybrid"), request.param)
 
 
-@pytest.fixture(scope="module", params=list(product(HYBRIDS, [False, True])), ids=str)
+@pytest.fixture(scope="module", params=list(product(RECURRENT, [False, True])), ids=str)
 def any_pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, LoadedModel]:

@@ -20,7 +20,7 @@ from tests.support.adapters import (
 )
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, expected, some_tokens
-from tests.support.family_models import FULL, HYBRIDS, MAMBA, MODEL_TYPES, OWN_SIZES, random_model
+from tests.support.family_models import FULL, MAMBA, MODEL_TYPES, OWN_SIZES, RECURRENT, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.same_bits import DENSE, small_model
@@ -34,7 +34,10 @@ from worker.spec.model_spec import ModelSpec
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
-REFUSED_BY_PEFT = {"NemotronHForCausalLM": "out_proj"}
+REFUSED_BY_PEFT = dict.fromkeys(
+    ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
+    "out_proj",
+)
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]},
     "glm4_moe": {"first_k_dense_replace": 0},
@@ -54,7 +57,8 @@ def adapted_modules(loaded: LoadedModel) -> list[str]:
 def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel]:
     """Write a random model, and load it. Return transformers' model and ours."""
     # With larger weights, float32 logits of transformers itself are 1e-4 from those in float64.
-    spread = {"gemma": 0.06, "gemma2": 0.06}.get(model_type, 0.03 if model_type in HYBRIDS else 0.1)
+    narrow = dict.fromkeys(("gemma", "gemma2"), 0.06) | dict.fromkeys(RECURRENT, 0.03)
+    spread = narrow.get(model_type, 0.1)
     sizes: dict[str, Any] = {"hidden_size": 192, "initializer_range": spread}
     if "head_dim" in OWN_SIZES.get(model_type, {}):
         sizes["head_dim"] = 32

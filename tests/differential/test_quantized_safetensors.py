@@ -74,6 +74,8 @@ RECURRENT: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_5_text": ("fp8 blocks", HYBRID),
     "qwen3_next": ("packed 4 bits", HYBRID | EXPERTS),
     "olmo_hybrid": ("packed 4 bits", HYBRID),
+    "mamba": ("fp8 blocks", {"time_step_rank": 32}),
+    "mamba2": ("packed 4 bits", {}),
     "granitemoehybrid": ("gptq 4 bits", {"shared_intermediate_size": 160, "num_local_experts": 0}),
 }
 """Model type -> the format, and sizes that its groups of columns divide."""

@@ -13,12 +13,13 @@ import torch
 from protocol.worker.steps import NO_CHECKPOINT, SlotInit, StepPlan
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.eager import CPU, expected, load, some_tokens
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, random_model
 from tests.support.plans import slot_init, step_plan
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
-from worker.kv.cache import KVCache
+from worker.kv.cache import make_cache
 from worker.slots.fields import STATE, slot_fields
+from worker.spec.kv_blocks import BlockLayers
 from worker.step.runner import Runner
 from worker.step.slot_registry import CheckedRunner, Poison
 
@@ -43,14 +44,9 @@ class Steps:
         theirs = random_model(model_type)
         loaded = load(write_directory(path, theirs))
         spec = loaded.spec
-        sizes = (
-            1 + MAX_SLOTS * MAX_BLOCKS,
-            BLOCK_TOKENS,
-            spec.layer_heads[0].count,
-            spec.layer_heads[0].dim,
-        )
-        cache = KVCache(spec.num_kv_layers, *sizes, torch.float32, CPU)
-        cache.k[:, 1:] = cache.v[:, 1:] = float("nan")
+        sizes = (1 + MAX_SLOTS * MAX_BLOCKS, BLOCK_TOKENS)
+        cache = make_cache(BlockLayers.of(spec), *sizes, torch.float32, CPU)
+        cache.rows[:, 1:] = 0xFF  # NaN
         fields = slot_fields(MAX_BLOCKS * BLOCK_TOKENS, MAX_BLOCKS, spec.state_items)
         slots = new_slots(
             fields, MAX_SLOTS, CPU, poison=Poison.WILD, num_checkpoints=NUM_CHECKPOINTS
@@ -96,7 +92,7 @@ def blocks_of(slot: int) -> range:
     return range(1 + slot * MAX_BLOCKS, 1 + (slot + 1) * MAX_BLOCKS)
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_requests_continue_from_the_checkpoints_of_another_one(
     tmp_path: Path, model_type: str
 ) -> None:
@@ -132,7 +128,7 @@ def test_requests_continue_from_the_checkpoints_of_another_one(
 
 
 @pytest.mark.parametrize("right", range(4))
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_drafts_change_the_state_only_if_they_are_right(
     tmp_path: Path, model_type: str, right: int
 ) -> None:

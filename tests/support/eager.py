@@ -116,7 +116,7 @@ def some_tokens(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 @torch.inference_mode()
 def expected(model: Any, tokens: list[int]) -> Tensor:
     """Return the logits of transformers, [tokens, V], computed in one forward pass."""
-    return model(torch.tensor([tokens])).logits[0]
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
 def assert_same(ours: Tensor, theirs: Tensor, atol: float = 1e-4) -> None:

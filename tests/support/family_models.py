@@ -16,8 +16,11 @@ HYBRIDS = [
     *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid", "jamba"),
 ]
 """Model types some of whose layers are recurrent."""
+WITHOUT_ATTENTION = ["mamba", "falcon_mamba", "mamba2"]
+"""Model types all of whose layers are recurrent."""
+RECURRENT = [*HYBRIDS, *WITHOUT_ATTENTION]
 UNDIVIDED = {
-    **dict.fromkeys(HYBRIDS, "has recurrent layers"),
+    **dict.fromkeys(RECURRENT, "has recurrent layers"),
     **dict.fromkeys(
         ("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"), "shared experts"
     ),
@@ -73,6 +76,12 @@ GLM_MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_routed_experts": 6,
     "first_k_dense_replace": 1,
+}
+MAMBA_SIZES: dict[str, Any] = {
+    "state_size": 20,
+    "time_step_rank": 12,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,  # tied, they would make random models repeat one token
 }
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 32, "initializer_range": 0.05},
@@ -222,6 +231,16 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 12,
         "initializer_range": 0.08,
     },
+    "mamba": MAMBA_SIZES | {"initializer_range": 0.12},
+    "falcon_mamba": MAMBA_SIZES,
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 24,
+        "n_groups": 2,
+        "state_size": 12,
+        "chunk_size": 16,
+        "initializer_range": 0.08,
+    },
     "gpt2": {"n_inner": 160},
     "gpt_oss": {
         "head_dim": 32,
@@ -268,6 +287,17 @@ WINDOW = {"sliding_window": 24}
 BIASED = {"attention_bias": True}
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
+OF_MAMBA: dict[str, dict[str, Any]] = {
+    "tied": TIED,
+    "biases": {"use_bias": True, "use_conv_bias": False},
+    "usual rank": {"time_step_rank": "auto"},
+    "long convolution": {"conv_kernel": 6},
+    "short convolution": {"conv_kernel": 2},
+    "one state": {"state_size": 1, "mixer_rms_eps": 0.1},
+    "as wide as the hidden states": {"intermediate_size": 96},
+    "residuals in the dtype": {"residual_in_fp32": False},
+    "large eps": {"layer_norm_epsilon": 0.1},
+}
 
 DENSE_GRANITE: dict[str, Any] = {
     "layer_types": ["full_attention"] * 4,
@@ -348,6 +378,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "rope": {"position_embedding_type": "rope"},
         "dense": {"num_local_experts": 0},
         "only attention": DENSE_GRANITE,
+        "no attention": {"layer_types": [MAMBA] * 4},
         "wide heads": DENSE_GRANITE | {"head_dim": 32, "intermediate_size": 48},
         "no rope": DENSE_GRANITE | {"position_embedding_type": "nope"},
     },
@@ -416,6 +447,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "dense": DENSE_NEMOTRON,
         "experts": SPARSE_NEMOTRON,
         "no state": {"layers_block_type": [FULL, "mlp"] * 3},
+        "no attention": {"layers_block_type": [MAMBA, "moe"] * 3},
         "attention first": {"layers_block_type": [FULL, MAMBA, "moe"] * 2},
         "MLP first": {"layers_block_type": ["mlp", "moe", MAMBA, "mlp", FULL, FULL]},
         "biases": {"use_bias": True},
@@ -462,7 +494,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "one expert": {"num_experts_per_tok": 1},
         "attention first": {"attn_layer_period": 2, "attn_layer_offset": 0},
         "only attention": {"attn_layer_period": 1, "attn_layer_offset": 0},
+        "no attention": {"attn_layer_period": 8, "attn_layer_offset": 7},
         "as many key/value heads": {"num_key_value_heads": 6},
+    },
+    "mamba": OF_MAMBA | {"one state": {"state_size": 1}},
+    "falcon_mamba": OF_MAMBA | {"large eps": {"mixer_rms_eps": 0.1}},
+    "mamba2": {
+        "tied": TIED,
+        "biases": {"use_bias": True, "use_conv_bias": False},
+        "one group": {"n_groups": 1},
+        "a group for each head": {"n_groups": 8},
+        "limits of dt": {"time_step_limit": (0.3, 0.6)},
+        "long convolution": {"conv_kernel": 6},
+        "short convolution": {"conv_kernel": 2},
+        "one state": {"state_size": 1},
+        "as wide as the hidden states": {"expand": 1},
+        "residuals in the dtype": {"residual_in_fp32": False},
+        "large eps": {"layer_norm_epsilon": 0.1},
     },
     "lfm2": {
         "untied": UNTIED,
@@ -630,6 +678,9 @@ def random_model(model_type: str, **changes: Any) -> Any:
     settings = SIZES | OWN_SIZES.get(model_type, {}) | changes
     if model_type == "gpt_neox":
         del settings["num_key_value_heads"]
+    if model_type == "mamba2":
+        width = settings.get("expand", 2) * settings["hidden_size"]
+        settings["num_heads"] = width // settings["head_dim"]
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(model_type, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

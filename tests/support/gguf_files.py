@@ -41,6 +41,9 @@ ARCHITECTURES = {
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
+    "mamba": MODEL_ARCH.MAMBA,
+    "falcon_mamba": MODEL_ARCH.MAMBA,
+    "mamba2": MODEL_ARCH.MAMBA2,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
@@ -178,8 +181,32 @@ def _add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
+def _add_mamba(writer: GGUFWriter, config: Any) -> None:
+    """Write the facts of a model without attention. Its context is that of the converter."""
+    is_mamba2 = config.model_type == "mamba2"
+    inner = config.expand * config.hidden_size if is_mamba2 else config.intermediate_size
+    writer.add_context_length(1 << 20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if is_mamba2:
+        writer.add_ssm_time_step_rank(inner // config.head_dim)
+        writer.add_ssm_group_count(config.n_groups)
+    else:
+        writer.add_ssm_time_step_rank(config.time_step_rank)
+        writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
 def _add_facts(writer: GGUFWriter, config: Any) -> None:
     """Write the facts that all architectures have."""
+    if config.model_type in ("mamba", "falcon_mamba", "mamba2"):
+        _add_mamba(writer, config)
+        return
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -477,9 +504,14 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         data = data * _falcon_factor(config, name)
         yield _mamba(name, data, config.mamba_n_groups) if ".mamba." in name else (name, data)
         return
+    if config.model_type in ("mamba", "falcon_mamba"):
+        if name.endswith("A_log"):
+            data = -np.exp(data)
+        yield name, data.squeeze(1) if name.endswith("conv1d.weight") else data
+        return
     if name.endswith("e_score_correction_bias"):
         name, data = name.removesuffix("_bias") + ".bias", data.reshape(-1)
-    if config.model_type == "nemotron_h":
+    if config.model_type in ("nemotron_h", "mamba2"):
         yield _mamba(name, data, config.n_groups) if ".mixer." in name else (name, data)
         return
     if "block_sparse_moe.input_linear" in name:

@@ -81,15 +81,14 @@ ARCHITECTURES = (
     # latent attention
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
-    *("BambaForCausalLM", "FalconMambaForCausalLM"),
-    *("Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM"),
-    *("RwkvForCausalLM", "Lfm3ForCausalLM"),
+    *("BambaForCausalLM", "MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
+    *("InklingForCausalLM", "LaraMiniForCausalLM"),
     # shared keys and values
     "MiMoV2FlashForCausalLM",
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
-    "HrmTextForCausalLM",
+    *("HYV4ForCausalLM", "HrmTextForCausalLM"),
 )
 
 

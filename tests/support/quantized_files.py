@@ -250,6 +250,10 @@ FORMATS: dict[str, QuantFormat] = {
 }
 
 
+NOT_QUANTIZED = ("embed", "lm_head", ".gate.", "correction_bias", "A_log")
+"""Parts of the names of matrices that are no layers, or stay as they are."""
+
+
 def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Path]:
     """Write a model twice: with its layers quantised, and with the numbers that the quantised
     layers stand for. Embeddings, the head and routers stay as they are. Return both directories,
@@ -260,9 +264,7 @@ def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Pa
     weights = load_file(ours / "model.safetensors")
     stored, numbers = {}, {}
     for name, tensor in weights.items():
-        if tensor.ndim != 2 or any(
-            part in name for part in ("embed", "lm_head", ".gate.", "correction_bias")
-        ):
+        if tensor.ndim != 2 or any(part in name for part in NOT_QUANTIZED):
             stored[name] = numbers[name] = tensor
             continue
         parts, values = form.write(tensor.float().numpy())

@@ -87,12 +87,15 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
     "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
     "linears between": ("jamba", WIDE | JAMBA),
+    "only mamba": ("falcon_mamba", WIDE | {"state_size": 16, "time_step_rank": 32}),
+    "only mamba2": ("mamba2", WIDE | {"head_dim": 32}),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first six are recurrent; those of the last two share keys and values. The last
-model has no windows, because some ways need all blocks of a text."""
+The layers of the first eight are recurrent, and two of these models have no attention. Those of the
+last two share keys and values. The last model has no windows, because some ways need all blocks of
+a text."""
 
 
 def small_model(

@@ -22,6 +22,7 @@ from worker.spec.architectures import (
     fallback,
 )
 from worker.spec.families.registry import FAMILIES, find_family
+from worker.spec.tensors import ModelTensors
 from worker.spec.wrappers import WRAPPERS
 
 OURS = {family.architecture for family in FAMILIES}
@@ -205,8 +206,6 @@ MIXED = {"layer_types": ["attention"] + ["mamba"] * 31}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "models without any layer with attention are not supported"),
-        ({"layers_block_type": ["mamba"] * 32}, "without any layer with attention"),
         ({"layer_types": ["sliding_attention"] * 32}, "layers of type 'sliding_attention'"),
         ({**MIXED, "mamba_d_head": 7}, "mamba_d_head 7 times mamba_n_heads 128 is not 8192"),
         ({**MIXED, "mamba_n_groups": 3}, "128 heads of a Mamba layer cannot share 3 groups"),
@@ -229,7 +228,6 @@ def test_a_granite_4_that_contradicts_itself_is_refused(
     [
         ({"attn_layer_offset": 8}, "attn_layer_offset is 8; it must be at least 0, and below"),
         ({"expert_layer_period": 0}, "expert_layer_offset is 1; it must be at least 0, and below"),
-        ({"num_hidden_layers": 4}, "models without any layer with attention are not supported"),
         ({"mamba_dt_rank": "full"}, "'mamba_dt_rank' is 'full'"),
         ({"mamba_d_conv": 1}, "a convolution of 1 tokens is not supported"),
         ({"mamba_d_state": 0}, "a dimension of a recurrent layer is not above zero"),
@@ -242,6 +240,53 @@ def test_a_granite_4_that_contradicts_itself_is_refused(
 def test_a_jamba_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnusableModel, match=message):
         find_family({"model_type": "jamba"}).spec({"model_type": "jamba", **values})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"layers_block_type": ["mamba"] * 32}),
+        ("jamba", {"num_hidden_layers": 4}),
+        ("nemotron_h", {"hybrid_override_pattern": "MM-E"}),
+        ("lfm2", {"layer_types": ["conv"] * 32}),
+        ("qwen3_next", {"full_attention_interval": 50}),
+        ("mamba2", {}),
+    ],
+    ids=str,
+)
+def test_a_model_may_have_no_attention(model_type: str, values: dict[str, Any]) -> None:
+    family = find_family({"model_type": model_type})
+    spec = family.spec(values)
+    assert (spec.num_kv_layers, spec.layer_heads, spec.window, spec.windows) == (0, (), None, set())
+    assert spec.state_items
+    assert [*ModelTensors(spec, family.names(spec)).tensors()]
+
+
+def test_layers_without_any_token_mixer_are_refused() -> None:
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "--E"}
+    with pytest.raises(UnusableModel, match="models without attention and recurrent layers are"):
+        find_family(config).spec(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "message"),
+    [
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("mamba", {"mixer_rms_eps": 1e-5}, "mixer_rms_eps 1e-05 is not supported for mamba"),
+        ("mamba", {"time_step_rank": "full"}, "'time_step_rank' is 'full'"),
+        ("falcon_mamba", {"conv_kernel": 1}, "a convolution of 1 tokens is not supported"),
+        ("mamba2", {"num_heads": 96}, "96 heads of 64 are not 8192, which is expand times hidden"),
+        ("mamba2", {"n_groups": 3}, "128 heads of a Mamba layer cannot share 3 groups"),
+        ("mamba2", {"time_step_limit": [0.0]}, "'time_step_limit' is"),
+    ],
+    ids=str,
+)
+def test_a_mamba_that_is_not_supported_is_refused(
+    model_type: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnusableModel, match=message):
+        find_family({"model_type": model_type}).spec(values)
 
 
 def test_the_model_type_suffices() -> None:

@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from protocol.worker.kv_peers import ShmOffer
+from tests.support.engines import a_card
 from tests.support.pretended_device import DEVICE, PretendedDevice
-from worker.kv.blocks import WHOLE, WORD_BYTES, DeviceBlocks, HostBlocks
-from worker.kv.cache import KVCache, block_bytes
+from worker.kv.blocks import WHOLE, WORD_BYTES, DeviceBlocks, HostBlocks, memory_blocks
+from worker.kv.cache import EmptyCache, KVCache, block_bytes
 from worker.kv.layout import KVLayout
 from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
 from worker.kv.movers.zmq import Cuts
+from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.host import HostMemory, PlacedMemory
+from worker.kv.tiers.store import StoredMemory, TierStore
 from worker.kv.transfer.shared_memory import SharedMemory, map_offered
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
@@ -150,6 +153,30 @@ def test_the_rows_of_a_cache_are_its_keys_and_values_block_by_block():
 
 
 # ---- layouts
+def test_a_state_takes_few_places_even_if_blocks_store_nothing() -> None:
+    cache, states = torch.zeros(1, 9, 16, dtype=torch.uint8), torch.zeros(3, 100_000)
+    rows = states.view(torch.uint8)[None]
+    memories = (
+        StoredMemory(cache, memory_blocks(cache), b"a" * 16),
+        StoredMemory(rows, memory_blocks(rows), b"b" * 16),
+    )
+    place = 392  # 400,000 bytes / MAX_STATE_PLACES, in whole words
+    reports = ReportQueue()
+    with pytest.raises(ValueError, match=r"one recurrent state \(400,392 bytes\)"):
+        TierStore(*memories, None, 1021 * place, reports)
+    TierStore(*memories, None, 1022 * place, reports).close()
+    reports.close()
+
+
+def test_the_layout_of_a_model_without_attention_has_no_heads() -> None:
+    card = a_card(digest="ab" * 32)
+    layout = KVLayout.from_cache(card, EmptyCache(5, 16, torch.device("cpu")), 4000)
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (0, 0, 0)
+    assert layout.description == (
+        "model abababababab, no K/V, 16 tokens a block, states of 4,000 bytes"
+    )
+
+
 LAYOUT = KVLayout(
     model="ab" * 32, dtype="float32", num_layers=2, num_kv_heads=3, head_dim=8, block_tokens=16
 )

@@ -223,9 +223,9 @@ def test_readable_kinds_are_those_that_the_gguf_package_dequantises(tmp_path: Pa
 
 
 def test_a_file_of_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "architecture 'mamba'" in refusal(tmp_path / "other.gguf")
+    assert "architecture 'rwkv7'" in refusal(tmp_path / "other.gguf")

@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups
-from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT, STATE_SHARE, default_slots
+from protocol.shared.state_memory import (
+    CHECKPOINTS_PER_SLOT,
+    MAX_EMPTY_BLOCKS,
+    STATE_SHARE,
+    default_slots,
+)
 from protocol.tools.start_facts import GIB, ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, WITHOUT_ATTENTION, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from tests.support.sparse_checkpoint import write_sparse_llama
@@ -31,7 +36,7 @@ from worker.device.timing import StartupTiming
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kernels.native import NativeKernels
 from worker.kv.budget import KVBudget, KVDemand, kv_budget
-from worker.kv.cache import block_bytes
+from worker.kv.cache import block_bytes, cache_bytes, make_cache
 from worker.kv.rounding import ROUNDED
 from worker.loading.decoder import load_model
 from worker.loading.header import read_header
@@ -39,6 +44,7 @@ from worker.lora.targets import adapter_bytes
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
 from worker.spec import kernel_sizes as sizes
+from worker.spec.kv_blocks import BlockLayers, are_empty
 from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup import assembly
@@ -62,16 +68,19 @@ def budget(
     *,
     window: int | None = None,
     groups: KVGroups | None = None,
+    num_states: int | None = None,
     **config: Any,
 ) -> KVBudget:
-    """Return the K/V budget for blocks of one MiB, with 16 tokens by default."""
+    """Return the K/V budget for blocks of one MiB, with 16 tokens by default. With `num_states`,
+    blocks store nothing."""
     options = WorkerConfig(model="m", **config)
     demand = KVDemand(
         context_tokens=context_tokens,
-        block_bytes=1 << 20,
+        block_bytes=1 << 20 if num_states is None else 16,
         limits=step_limits(options, is_gpu=False),
         window=window,
         groups=groups,
+        num_states=num_states,
     )
     return kv_budget(options, demand, free_bytes=free)
 
@@ -95,6 +104,18 @@ def test_by_default_every_slot_gets_an_average_request_and_one_the_longest() -> 
 def test_the_default_kv_memory_is_at_most_a_quarter_of_the_free_memory() -> None:
     assert budget(max_slots=64, free=8 * GIB) == KVBudget(2048, 8192)
     assert budget(max_slots=64, free=GIB) == KVBudget(256, 255 * 16)
+
+
+@pytest.mark.parametrize("free", [GIB, 64 * GIB])
+def test_states_limit_the_number_of_blocks_that_store_nothing(free: int) -> None:
+    """A prefix is found only as far as a state follows it, so more blocks are of no use."""
+    assert budget(free=free, num_states=20) == KVBudget(20 * 512 + 1, 8192)
+    assert budget(free=free, num_states=20, max_len=100) == KVBudget(20 * 7 + 1, 100)
+    assert budget(free=free, num_states=20, kv_memory_gib=0.5) == KVBudget(20 * 512 + 1, 8192)
+    assert budget(free=free, num_states=20, kv_blocks=100) == KVBudget(100, 99 * 16)
+    assert budget(free=free, num_states=2000) == KVBudget(MAX_EMPTY_BLOCKS + 1, 8192)
+    longest = 32 * MAX_EMPTY_BLOCKS
+    assert budget(longest, free, num_states=20) == KVBudget(2 * MAX_EMPTY_BLOCKS + 1, longest)
 
 
 def test_a_model_with_windows_needs_blocks_for_a_window_and_a_step() -> None:
@@ -322,7 +343,7 @@ def test_the_weights_of_per_layer_inputs_and_of_streams_are_planned(
     assert weights_bytes(ours, "bfloat16") == loaded.card.weights_bytes
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> None:
     """The states of all slots count, and checkpoints of them if there is room."""
     theirs = random_model(model_type, hidden_size=192, head_dim=32)
@@ -342,6 +363,28 @@ def test_the_memory_of_a_hybrid_is_planned(tmp_path: Path, model_type: str) -> N
     with pytest.raises(NotEnoughMemory) as refused:
         plan(ours, 0.1, max_slots=4096)
     assert refused.value.remedy.startswith("serve with fewer --max-slots, each of which takes")
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_ATTENTION)
+def test_the_blocks_of_a_model_without_attention_take_next_to_nothing(
+    tmp_path: Path, model_type: str
+) -> None:
+    ours = planned(write_directory(tmp_path, random_model(model_type)))
+    layers = BlockLayers.of(ours.spec)
+    assert (layers.is_empty, layers.num_entries, are_empty([ours.spec])) == (True, 1, True)
+    assert planned_block_bytes(ours.spec, 16, "float32") == cache_bytes(layers, 1, 16, torch.int8)
+    found = plan(ours, 1, max_slots=4)
+    states = 4 + 4 * CHECKPOINTS_PER_SLOT
+    longest = found.context_tokens // 16
+    assert found.kv_bytes == 16 * (1 + states * longest)
+    assert found.longest_kv_bytes == 16 * (1 + longest)
+    assert found.max_len == found.context_tokens == ours.spec.context_tokens
+    on_gpu = plan_on_gpu(ours, max_slots=4)
+    assert (on_gpu.kv_bytes, on_gpu.max_len) == (found.kv_bytes, found.max_len)
+    cache = make_cache(layers, 9, 16, torch.bfloat16, CPU)
+    assert (cache.num_blocks, cache.num_entries, cache.rows.shape) == (9, 1, (1, 9, 16))
+    cache.zero(torch.arange(9))
+    assert not cache.rows.any()
 
 
 def test_the_default_number_of_slots_follows_the_size_of_their_states(tmp_path: Path) -> None:

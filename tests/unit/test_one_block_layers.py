@@ -71,13 +71,13 @@ class OfLayerZero(RandomTensors):
         RandomTensors.read_into(self, name.replace("layers.1.", "layers.0."), target, index)
 
 
-def hidden_states(spec: ModelSpec) -> Tensor:
+def hidden_states(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Tensor:
     tensors = ModelTensors(spec, names_of(ROLES))
-    weights = load_weights(tensors, OfLayerZero(), dtype=torch.float32, device=CPU)
+    weights = load_weights(tensors, OfLayerZero(), dtype=dtype, device=CPU)
     model = DecoderModel(spec, weights)
     batch = attention_batch([PagedRow(0, 19, range(1, 6))], BLOCK_TOKENS)
-    cache = make_cache(BlockLayers.of(spec), 6, BLOCK_TOKENS, torch.float32, CPU)
-    attend = select_attention(BLOCK_TOKENS, dtype=torch.float32)
+    cache = make_cache(BlockLayers.of(spec), 6, BLOCK_TOKENS, dtype, CPU)
+    attend = select_attention(BLOCK_TOKENS, dtype=dtype)
     return model(torch.arange(1, 20), batch, cache, attend)
 
 
@@ -99,3 +99,14 @@ def test_layers_with_one_block_are_computed_by_operation() -> None:
 def test_layers_with_one_block_are_not_divided_among_ranks() -> None:
     with pytest.raises(UnusableModel, match="only attention or only an MLP"):
         divided(model_spec(*SPLIT), 2)
+
+
+def test_the_sum_of_the_results_may_be_float32_although_the_weights_are_not() -> None:
+    """It is then nearer to what weights in float32 give, which are the same numbers."""
+    right = hidden_states(model_spec(*SPLIT * 4))
+    plain, precise = (
+        hidden_states(model_spec(*SPLIT * 4, float_residual=is_float), torch.bfloat16)
+        for is_float in (False, True)
+    )
+    assert (plain.dtype, precise.dtype) == (torch.bfloat16, torch.float32)
+    assert (precise - right).norm() < (plain - right).norm()

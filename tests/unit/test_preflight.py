@@ -22,6 +22,7 @@ from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
+from tools import doctor_findings as findings
 from tools.commands.models import memory_line
 from tools.models.preflight import limit, preflight_each
 from worker.device import cuda_driver, machine
@@ -83,6 +84,16 @@ def test_the_memory_of_recurrent_states_is_part_of_the_plan(tmp_path: Path) -> N
         "of working memory, 0.5 MB of it for recurrent states: 0.0 MB for each of 64 requests and "
         "256 checkpoints of the prefix cache); requests of up to 512 tokens"
     ) in memory_line(found)
+
+
+def test_a_model_without_attention_has_no_memory_for_kv(tmp_path: Path) -> None:
+    (found,) = preflight_each([str(write_directory(tmp_path, random_model("mamba2")))])
+    (plan,) = found.plans
+    assert not plan.has_kv
+    assert plan.kv_bytes < 1 << 20
+    assert " of weights, no K/V, " in memory_line(found)
+    text = " ".join(each.fact for each in findings.model(found))
+    assert "for weights (bfloat16), none for K/V, " in text
 
 
 def test_the_plan_is_for_this_machine(tiny: Path) -> None:

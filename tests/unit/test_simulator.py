@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import MAX_SLOTS, WorkerConfig
 from protocol.engine.messages import Limits
-from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT
+from protocol.shared.state_memory import CHECKPOINTS_PER_SLOT, MAX_EMPTY_BLOCKS
 from protocol.tools.simulation import LoadFigures, SimulationConfig, SimulationResult
 from protocol.wire.errors import ErrorInfo
 from simulator.figures import Histogram, LoadRecorder
-from simulator.hardware import GPUS, MODELS, plan_memory, read_table
+from simulator.hardware import GPUS, MODELS, ReplicaMemory, plan_memory, read_table
 from simulator.light import LightReplica
 from simulator.machine import SimulatedReplicaType, replica_type
 from simulator.replica import EngineReplica
@@ -29,7 +29,7 @@ from simulator.trace import read_trace
 from simulator.workload import WorkloadStreams
 from tests.support.checkpoints import write_directory
 from tests.support.engines import VOCAB, Bench
-from tests.support.family_models import HYBRIDS, random_model
+from tests.support.family_models import RECURRENT, random_model
 from tools.bench.simulation import result_table
 from worker.loading.header import read_header
 from worker.startup.memory_plan import PlannedModel, block_bytes, weights_bytes
@@ -452,7 +452,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 # The table has no shape for layers with only a mixer or only an MLP, as those of Nemotron-H.
-@pytest.mark.parametrize("model_type", sorted({*HYBRIDS} - {"nemotron_h"}))
+@pytest.mark.parametrize("model_type", sorted({*RECURRENT} - {"nemotron_h"}))
 def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
     tmp_path: Path, model_type: str
 ) -> None:
@@ -460,7 +460,8 @@ def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
     header = read_header(write_directory(tmp_path, theirs))
     shape = read_table().model(str(tmp_path / "config.json"))
     assert shape.state_bytes == 4 * header.spec.state_items
-    assert shape.kv_bytes == block_bytes(header.spec, 1, "bfloat16")
+    of_token = block_bytes(header.spec, 1, "bfloat16") if header.spec.num_kv_layers else 0
+    assert shape.kv_bytes == of_token
     planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=False)
     # The shape has neither norms nor biases nor the rows of convolutions.
     tolerance = 0.25 if model_type.startswith("lfm2") else 0.03
@@ -483,6 +484,24 @@ def test_states_take_memory_of_the_cache_and_fewer_slots_leave_more_of_it() -> N
         plan_memory(gpu, model, **options, max_slots=4096)
     with pytest.raises(ValueError, match="does not divide models with recurrent layers"):
         plan_memory(gpu, model, **options | {"tensor_parallel": 2})
+
+
+def test_the_blocks_of_a_model_without_attention_follow_the_number_of_states(
+    tmp_path: Path,
+) -> None:
+    write_directory(tmp_path, random_model("mamba2"))
+    gpu, model = GPUS["L4"], read_table().model(str(tmp_path / "config.json"))
+    options: dict[str, Any] = {"tensor_parallel": 1, "gpu_memory": 0.9, "block_tokens": 16}
+    assert (model.kv_bytes, model.attention_layers) == (0, 0)
+    found = plan_memory(gpu, model, **options, max_slots=4, max_len=320)
+    assert found == ReplicaMemory(4, 16, 1 + 20 * 20)
+    long = replace(model, max_position_embeddings=1 << 17)
+    assert plan_memory(gpu, long, **options).num_blocks == 1 + MAX_EMPTY_BLOCKS
+    with pytest.raises(ValueError, match=r"states \(--max-slots\) leave no room in 1 x 24 GiB"):
+        plan_memory(gpu, model, **options, max_slots=1 << 20)
+    work = StepWork(1, 1000)
+    steps = Roofline(gpu, model, 1)
+    assert steps.seconds(work) == steps.seconds(StepWork(1, 100_000))
 
 
 def test_a_table_of_ones_own_adds_gpus(tmp_path: Path) -> None:

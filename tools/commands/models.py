@@ -154,7 +154,8 @@ def memory_line(found: Preflight) -> str:
     (plan,) = found.plans
     total = plan.weights_bytes + plan.kv_bytes + plan.work_bytes
     parts = (
-        f"{format_size(plan.weights_bytes)} of weights, {format_size(plan.kv_bytes)} of K/V, "
+        f"{format_size(plan.weights_bytes)} of weights, "
+        f"{format_size(plan.kv_bytes) + ' of' if plan.has_kv else 'no'} K/V, "
         f"{format_size(plan.work_bytes)} of working memory"
     )
     if plan.state_bytes:

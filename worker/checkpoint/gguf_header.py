@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma
+from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma, gguf_mamba
 from worker.checkpoint.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
@@ -20,7 +20,6 @@ from worker.checkpoint.gguf_config import (
     Metadata,
 )
 from worker.checkpoint.gguf_file import GGUFFile
-from worker.checkpoint.gguf_mamba import falcon_h1, nemotron_h
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
@@ -307,16 +306,29 @@ FAMILIES = {
         ("nemotron_h", "nemotron_h_moe"),
         GGUFFamily(
             families=("NemotronHForCausalLM",),
-            config=nemotron_h,
+            config=gguf_mamba.nemotron_h,
             common=gguf_config.of_whole_model,
             roles=NEMOTRON_ROLES,
         ),
     ),
     "falcon-h1": GGUFFamily(
         families=("FalconH1ForCausalLM",),
-        config=falcon_h1,
+        config=gguf_mamba.falcon_h1,
         roles=MAMBA_ROLES,
         without_ending=("mlp_norm",),
+    ),
+    "mamba": GGUFFamily(
+        families=("MambaForCausalLM", "FalconMambaForCausalLM"),
+        choose=gguf_mamba.mamba_family,
+        config=gguf_mamba.mamba,
+        common=gguf_config.of_whole_model,
+        roles=MAMBA_ROLES | {"mamba_made": LAYER + "ssm_x", "mamba_step": LAYER + "ssm_dt"},
+    ),
+    "mamba2": GGUFFamily(
+        families=("Mamba2ForCausalLM",),
+        config=gguf_mamba.mamba2,
+        common=gguf_config.of_whole_model,
+        roles=MAMBA_ROLES,
     ),
     "smollm3": GGUFFamily(
         families=("SmolLM3ForCausalLM",), config=gguf_config.rms, is_interleaved=True
@@ -386,10 +398,10 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
     of their rows."""
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
-    if family.is_interleaved:
+    attention = next(iter(spec.attentions), None)
+    if attention is not None and family.is_interleaved:
         orders = rotates_neighbours(spec)
-    attention = spec.attentions[0]
-    if attention.gated:
+    if attention is not None and attention.gated:
         orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
     return TensorNames(
         {**ROLES, **family.roles},
@@ -416,12 +428,14 @@ def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor as the model's own files have it: the converter drops or adds
     axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
+    is_mamba1 = file.metadata["general.architecture"] == "mamba"
+    of_heads = () if is_mamba1 else (".ssm_a", ".ssm_d", ".ssm_norm.weight")
     for name, shape in shapes.items():
         if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:
             shapes[name] = (shape[0], 1, shape[1])
         elif name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
             shapes[name] = (1, *shape)
-        elif name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")) and len(shape) == 2:
+        elif name.endswith(of_heads) and len(shape) == 2:
             shapes[name] = (shape[0] * shape[1],)
     return shapes
 
@@ -448,7 +462,7 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
     is_tiled = TILED_ROLES.items() <= gguf_family(metadata.architecture).roles.items()
 
     layers = range(spec.num_layers)
-    attends = next(index for index in layers if spec.layers[index].attention is not None)
+    attends = next((index for index in layers if spec.layers[index].attention is not None), 0)
     has_mlp = next((index for index in layers if spec.layers[index].mlp is not None), 0)
 
     def has_bias(*names: str, layer: int) -> bool:

@@ -1,5 +1,5 @@
-"""Translates the metadata of GGUF files of Nemotron-H and Falcon-H1 to the keys of config.json.
-Needs no torch.
+"""Translates the metadata of GGUF files of Nemotron-H, Falcon-H1 and Mamba to the keys of
+config.json. Needs no torch.
 
 llama.cpp has two architectures for Nemotron-H: `nemotron_h_moe` has experts in all layers without a
 token mixer, `nemotron_h` has MLPs there.
@@ -8,7 +8,7 @@ token mixer, `nemotron_h` has MLPs there.
 from __future__ import annotations
 
 from worker.checkpoint.gguf_config import Config, Metadata, rms
-from worker.spec.families.family import FULL, LINEAR
+from worker.spec.families.family import FULL, LINEAR, UNLIMITED_CONTEXT
 from worker.spec.families.nemotron import EXPERTS, MLP
 
 
@@ -81,4 +81,47 @@ def falcon_h1(metadata: Metadata) -> Config:
         "projectors_bias": any(name.endswith(".ssm_out.bias") for name in tensors),
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
         "mamba_norm_before_gate": False,
+    }
+
+
+def mamba_family(metadata: Metadata) -> str:
+    """Return the class of a file of `mamba`: only Falcon Mamba has norms of dt, B and C."""
+    has_norms = metadata.flag("ssm.dt_b_c_rms", False)
+    return "FalconMambaForCausalLM" if has_norms else "MambaForCausalLM"
+
+
+def mamba(metadata: Metadata) -> Config:
+    """Return the keys of Mamba or Falcon Mamba besides those of `of_whole_model`. As in llama.cpp,
+    all norms have the same epsilon."""
+    found = _without_attention(metadata) | {
+        "intermediate_size": metadata.integer("ssm.inner_size"),
+        "time_step_rank": metadata.integer("ssm.time_step_rank"),
+    }
+    if mamba_family(metadata) == "FalconMambaForCausalLM":
+        found["mixer_rms_eps"] = found["layer_norm_epsilon"]
+    return found
+
+
+def mamba2(metadata: Metadata) -> Config:
+    """Return the keys of Mamba-2 besides those of `of_whole_model`."""
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    return _without_attention(metadata) | {
+        "num_heads": heads,
+        "head_dim": inner // max(heads, 1),
+        "expand": inner // max(metadata.integer("embedding_length"), 1),
+        "n_groups": metadata.integer("ssm.group_count"),
+    }
+
+
+def _without_attention(metadata: Metadata) -> Config:
+    """Return the keys that all models without attention have. The converter writes the same
+    context for all of them, since their configs have none."""
+    tensors = metadata.file.tensors
+    return {
+        "max_position_embeddings": min(metadata.integer("context_length"), UNLIMITED_CONTEXT),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "state_size": metadata.integer("ssm.state_size"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "use_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tokens
+from protocol.shared.state_memory import num_empty_blocks
 from protocol.tools.start_facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
+from worker.spec.kv_blocks import are_empty
+from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 
 AVERAGE_REQUEST_TOKENS = 1024
@@ -40,6 +44,8 @@ class KVDemand:
     window           window of all layers in tokens, see protocol/engine/kv_window.py; None: no
                      blocks are freed before the request ends, or `groups` describes the window
     groups           the K/V groups; None: a block stores all layers
+    num_states       number of slots and checkpoints if blocks store nothing (kv_blocks.py), and so
+                     memory does not limit their number; None: blocks store keys and values
     """
 
     context_tokens: int
@@ -47,6 +53,15 @@ class KVDemand:
     limits: StepLimits
     window: int | None = None
     groups: KVGroups | None = None
+    num_states: int | None = None
+
+    def with_states(self, num_checkpoints: int, models: Sequence[ModelFacts]) -> KVDemand:
+        """Return the demand with `num_states`, if no layer has attention.
+
+        models   the model, and its draft model if there is one
+        """
+        num_states = self.limits.max_slots + num_checkpoints
+        return replace(self, num_states=num_states) if are_empty(models) else self
 
     def longest_request_blocks(self, options: WorkerConfig) -> int:
         """Return the number of blocks, including the null block, that a cache needs to compute a
@@ -126,9 +141,14 @@ def _affordable(
 ) -> int:
     """Return the configured number of blocks, or the number that fits the configured memory. If
     neither is configured, return the number that fits `default_bytes`; if it is None, return
-    enough blocks for the requests, but at most 1/FREE_SHARE of the free memory."""
+    enough blocks for the requests, but at most 1/FREE_SHARE of the free memory. If blocks store
+    nothing, return at most `num_empty_blocks`."""
     if options.kv_blocks:
         return options.kv_blocks
+    if demand.num_states is not None:
+        longest = demand.held_blocks(options, options.max_len or demand.context_tokens)
+        most = int(options.kv_memory_gib * GIB) or free_bytes // FREE_SHARE
+        return min(num_empty_blocks(demand.num_states, longest), most // demand.block_bytes)
     if options.kv_memory_gib:
         return int(options.kv_memory_gib * GIB) // demand.block_bytes
     if default_bytes is not None:

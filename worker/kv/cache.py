@@ -18,7 +18,7 @@ from torch import Tensor
 from worker.device.zeros import lazy_zeros
 from worker.kv.rounding import ROUNDED, head_bytes, round_heads, stored_width
 from worker.kv.transfer.shared_memory import SharedMemory
-from worker.spec.kv_blocks import BlockLayers, LayerPlace
+from worker.spec.kv_blocks import EMPTY_TOKEN_BYTES, BlockLayers, LayerPlace
 from worker.spec.model_spec import KVHeads
 
 
@@ -216,6 +216,49 @@ class MixedCache(PagedCache):
         self._blocks.index_fill_(0, blocks, 0)
 
 
+class EmptyCache(PagedCache):
+    """The cache of a model without attention. Its blocks store no keys and values, only bytes that
+    stay zero (worker/spec/kv_blocks.py)."""
+
+    is_rounded = False
+    entries = ()
+    num_entries = 1
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        device: torch.device,
+        shared: SharedMemory | None = None,
+    ) -> None:
+        """Create a cache. The arguments are those of KVCache."""
+        self.block_tokens = block_tokens
+        self.shared = shared
+        size = block_tokens * EMPTY_TOKEN_BYTES
+        self._blocks = _memory(num_blocks * size, device, shared).view(num_blocks, size)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._blocks.dtype
+
+    @property
+    def rows(self) -> Tensor:
+        return self._blocks[None]
+
+    def heads(self, index: int) -> KVHeads:
+        raise IndexError("no layer has attention")
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        raise IndexError("no layer has attention")
+
+    def zero(self, blocks: Tensor) -> None:
+        """Do nothing: no step writes to the blocks."""
+
+
 def make_cache(
     layers: BlockLayers,
     num_blocks: int,
@@ -225,6 +268,8 @@ def make_cache(
     shared: SharedMemory | None = None,
 ) -> PagedCache:
     """Return a new cache for these layers. The other arguments are those of KVCache."""
+    if layers.is_empty:
+        return EmptyCache(num_blocks, block_tokens, device, shared)
     if not layers.is_uniform:
         return MixedCache(layers, num_blocks, block_tokens, dtype, device, shared)
     return KVCache(

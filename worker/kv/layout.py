@@ -13,6 +13,7 @@ import msgspec
 
 from protocol.engine.model_card import ModelCard
 from worker.kv.cache import PagedCache
+from worker.spec.model_spec import KVHeads
 
 DIGEST_BYTES = 16
 
@@ -20,7 +21,8 @@ DIGEST_BYTES = 16
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Properties that must be equal in two caches that exchange blocks: the model's digest, the
     dtype and the shape, and the size of a recurrent state. The numbers of blocks and checkpoints
-    may differ. The heads are those of the first layer: the digest covers those of the others."""
+    may differ. The heads are those of the first layer: the digest covers those of the others. They
+    are 0 if no layer has attention."""
 
     model: str
     dtype: str
@@ -45,7 +47,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_cache(cls, card: ModelCard, cache: PagedCache, state_bytes: int = 0) -> Self:
-        first = cache.heads(0)
+        first = cache.heads(0) if cache.entries else KVHeads(0, 0)
         return cls(
             model=card.digest,
             dtype=str(cache.dtype).removeprefix("torch."),
@@ -65,8 +67,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def description(self) -> str:
         """Return the layout as text for error messages."""
         state = f", states of {self.state_bytes:,} bytes" if self.state_bytes else ""
+        kv = (
+            f"K/V in {self.dtype}, {self.num_layers} layers of {self.num_kv_heads} heads of "
+            f"{self.head_dim}"
+        )
         return (
-            f"model {self.model[:12]}, K/V in {self.dtype}, {self.num_layers} layers of "
-            f"{self.num_kv_heads} heads of {self.head_dim}, {self.block_tokens} tokens a block"
-            f"{state}"
+            f"model {self.model[:12]}, {kv if self.num_layers else 'no K/V'}, "
+            f"{self.block_tokens} tokens a block{state}"
         )

@@ -1,4 +1,4 @@
-"""A Mamba-1 layer, the token mixer of most layers of Jamba.
+"""A Mamba-1 layer, the token mixer of most layers of Jamba, and of all of Mamba.
 
 The convolution and the recurrence are two operations on the states, and the linears between them
 compute all tokens of a step together. With drafts, each operation is computed once more with those
@@ -32,14 +32,14 @@ class Mamba1:
 
     inputs   makes x before the convolution, and the gate: [T, 2 C]
     made     makes of x the input of `step`, B and C
-    norms    those of these three, float32
+    norms    those of these three, float32; empty: there are none
     step     makes dt: [T, C]. Its bias is one of `weights`
     """
 
     spec: Mamba1Spec
     inputs: Linear
     made: Linear
-    norms: tuple[Norm, Norm, Norm]
+    norms: tuple[Norm, ...]
     step: Linear
     weights: Mamba1Weights
     output: Linear
@@ -63,10 +63,12 @@ class Mamba1:
         mixed = convolve(states, offset)
         states.on_accepted(lambda accepted: convolve(accepted, offset))
         made = torch.split(self.made.to_float(mixed.to(dtype)), self.spec.made_widths, dim=1)
-        low_rank, b, c = (
-            kernels.add_norm(part.contiguous(), None, norm)
-            for part, norm in zip(made, self.norms, strict=True)
-        )
+        low_rank, b, c = (part.contiguous() for part in made)
+        if self.norms:
+            low_rank, b, c = (
+                kernels.add_norm(part, None, norm)
+                for part, norm in zip((low_rank, b, c), self.norms, strict=True)
+            )
         step = self.step.to_float(low_rank.to(dtype))
         scanned = ScanInputs(mixed, step, b, c, gate)
         scan = partial(kernels.mamba1_scan, self.spec, self.weights, scanned)

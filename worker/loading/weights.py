@@ -262,19 +262,21 @@ class _Loader:
     def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:
         decay = torch.empty(tensors.decay_shape, dtype=torch.float32, device=self._device)
         self._source.read_into(tensors.decay, decay)
-        of_step, of_b, of_c = (
-            Norm(NormSpec(eps=spec.eps), self._norm_weight(each)) for each in tensors.norms
-        )
+        weights = [self._norm_weight(each) for each in tensors.norms]
+        weights += [
+            torch.ones(size, dtype=torch.float32, device=self._device)
+            for size in tensors.plain_sizes
+        ]
         return Mamba1(
             spec=spec,
             inputs=self._fused(tensors.inputs),
             made=self._plain(tensors.made),
-            norms=(of_step, of_b, of_c),
+            norms=tuple(Norm(NormSpec(eps=spec.eps), weight) for weight in weights),
             step=self._plain(tensors.step),
             weights=Mamba1Weights(
                 conv=self._taps(tensors.conv),
                 conv_bias=self._vector_or_none(tensors.conv_bias),
-                decay=decay.exp_().neg_(),
+                decay=decay if tensors.is_factor else decay.exp_().neg_(),
                 bias=self._vector(tensors.bias),
                 skip=self._vector(tensors.skip),
             ),

@@ -13,7 +13,7 @@ def is_fitting(spec: ModelSpec) -> bool:
         widths |= {width for mlp in layer.mlps for width in (mlp.intermediate, mlp.shared) if width}
     if spec.layer_inputs is not None:
         widths.add(spec.layer_inputs.width)
-    return all(
+    return sizes.are_fitting(widths) and all(
         sizes.fits(
             heads=attention.num_heads,
             kv_heads=attention.num_kv_heads,

@@ -178,6 +178,8 @@ class DecoderModel:
         self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
+        self._dtype = dtype
+        self._has_float_sum = spec.float_residual and dtype != torch.float32
         # Rounded to the model's dtype, as in training.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         ropes = {each.rope for each in spec.attentions if each.rope is not None}
@@ -193,7 +195,8 @@ class DecoderModel:
             return False
         if self.whole is not None:
             return self.whole.keeps_bits
-        if any(isinstance(x, Mamba1Spec) and x.state % SIZE_MULTIPLE for x in self.spec.recurrents):
+        mambas = [each for each in self.spec.recurrents if isinstance(each, Mamba1Spec)]
+        if any(mamba.norms and mamba.state % SIZE_MULTIPLE for mamba in mambas):
             return False  # torch computes the norms of B and C, some rows together
         return all(isinstance(each, PackedLinear) for each in linears_in(self.weights))
 
@@ -223,7 +226,7 @@ class DecoderModel:
                 return whole(token_ids, plan, cache, adapters)
         plans = self._plans(batch, cache, attention)
         x = self._embedded(token_ids, batch.positions)
-        turns = self._turns(batch.positions, x.dtype)
+        turns = self._turns(batch.positions, self._dtype)
         table, ends = self.weights.inputs, self.weights.streams
         inputs = None if table is None else table(token_ids, x)
         streams = None if ends is None else ends.spread_out(x)
@@ -360,7 +363,7 @@ class DecoderModel:
             x.mul_(self._embedding_scale)
         if self.weights.positions is not None:
             x.add_(self.weights.positions.index_select(0, positions))
-        return x
+        return x.float() if self._has_float_sum else x
 
     def _turns(
         self, positions: Tensor, dtype: torch.dtype
@@ -375,8 +378,15 @@ class DecoderModel:
         self, x: Tensor, delta: Tensor | None, norm: Norm | None, post_norm: Norm | None = None
     ) -> Tensor:
         """Add a block's result `delta` to x [T, hidden] in place, after `post_norm` and times the
-        residual scale. Return the norm of x; x itself without a norm."""
+        residual scale. Return the norm of x; x itself without a norm.
+
+        If x is float32 and the weights are not, the norm has their dtype.
+        """
         scale = self.spec.residual_scale
+        if self._has_float_sum:
+            if delta is not None:
+                self.kernels.add_norm(x, delta.to(x.dtype), None, post_norm=post_norm, scale=scale)
+            return x if norm is None else self.kernels.add_norm(x.to(self._dtype), None, norm)
         return self.kernels.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
 
 

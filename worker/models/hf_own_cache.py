@@ -45,6 +45,7 @@ from worker.models.hf import (
     silence,
 )
 from worker.spec.architectures import OwnCache, TransformersArchitecture, TransformersSpec
+from worker.spec.families.family import UNLIMITED_CONTEXT
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,6 @@ FIRST, NEXT = 16, 17
 SAME = 0.99
 """Smallest cosine of two hidden states that count as the same. Those of bfloat16 differ by less. A
 class that forgets its state gives others."""
-
-
-UNLIMITED = 1 << 17
-"""Context of models whose config has no limit, such as Mamba's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,5 +354,5 @@ def _class(name: str) -> Any:
 def _context(config: Any) -> int:
     """Return the longest context, in tokens. A model without positions has no limit of its own."""
     if getattr(config, "max_position_embeddings", None) is None:
-        return UNLIMITED
+        return UNLIMITED_CONTEXT
     return context_of(config)

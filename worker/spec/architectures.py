@@ -107,10 +107,10 @@ _OWN_CACHE: dict[str, str] = {
         HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
-        BailingHybridForCausalLM BambaForCausalLM FalconMambaForCausalLM
+        BailingHybridForCausalLM BambaForCausalLM
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
-        Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM
+        Lfm3ForCausalLM
         MiniMaxForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM

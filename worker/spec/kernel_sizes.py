@@ -5,6 +5,8 @@ The constants are those of csrc/packed.h, csrc/attention.h and csrc/stored_kv.h.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 ALIGNMENT = 64
 """Bytes to which the start of a packed matrix is aligned."""
 PANEL, GROUP = 32, 32
@@ -69,8 +71,13 @@ def fits(*, heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...]) ->
         head_dim % DIM_MULTIPLE == 0
         and head_dim <= MAX_DIM
         and heads // kv_heads <= MAX_GROUP
-        and all(size % SIZE_MULTIPLE == 0 for size in sizes)
+        and are_fitting(sizes)
     )
+
+
+def are_fitting(sizes: Collection[int]) -> bool:
+    """Return whether the kernels support these hidden and intermediate sizes."""
+    return all(size % SIZE_MULTIPLE == 0 for size in sizes)
 
 
 def can_pack(inputs: int) -> bool:

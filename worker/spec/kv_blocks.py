@@ -3,6 +3,11 @@
 Usually a block stores all layers. If only some layers have a window, each column of a block table
 has several blocks, its entries (KVGroups in protocol/engine/kv_window.py), which store different
 layers. All blocks have the same size, so that any of them can be any entry.
+
+If no layer has attention, blocks store no keys and values. The engine counts them all the same: a
+prefix of a prompt is found by its blocks, and by a checkpoint of the recurrent state after them. So
+a block has EMPTY_TOKEN_BYTES for each token, which are zero, and code that copies or stores blocks
+needs no other case.
 """
 
 from __future__ import annotations
@@ -12,6 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from worker.spec.model_spec import KVHeads, ModelFacts
+
+EMPTY_TOKEN_BYTES = 1
+"""Bytes of a token in the blocks of a model without attention."""
 
 
 class LayerPlace(NamedTuple):
@@ -49,6 +57,14 @@ def layer_places(windows: Sequence[int | None], heads: Sequence[KVHeads]) -> lis
     return places
 
 
+def are_empty(models: Sequence[ModelFacts]) -> bool:
+    """Return whether blocks store no keys and values, because no layer has attention.
+
+    models   the model, and its draft model if there is one
+    """
+    return not any(model.num_kv_layers for model in models)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockLayers:
     """The layers with keys and values of their own, and the place of each of them."""
@@ -70,12 +86,17 @@ class BlockLayers:
     @property
     def num_entries(self) -> int:
         """Return the number of blocks in a column of a block table."""
-        return 1 + max(place.entry for place in self.places)
+        return 1 + max((place.entry for place in self.places), default=0)
 
     @property
     def num_rows(self) -> int:
         """Return the most layers that a block stores."""
         return 1 + max(place.row for place in self.places)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether blocks store no keys and values, because no layer has attention."""
+        return not self.heads
 
     @property
     def is_uniform(self) -> bool:
@@ -93,6 +114,8 @@ class BlockLayers:
 
         head_bytes   returns the size in bytes of a stored head from its head dim
         """
+        if self.is_empty:
+            return EMPTY_TOKEN_BYTES
         return 2 * self._largest(lambda heads: heads.count * head_bytes(heads.dim))
 
     def _largest(self, size: Callable[[KVHeads], int]) -> int:

@@ -336,6 +336,8 @@ class ModelSpec:
     embedding_scale: float = 1.0
     #: Factor of the result that each block adds to its input.
     residual_scale: float = 1.0
+    #: Whether the sum of the blocks' results is float32, whatever the dtype of the weights is.
+    float_residual: bool = False
     logits_scale: float = 1.0
     #: Logits become `cap * tanh(logit / cap)`.
     logits_soft_cap: float | None = None
@@ -374,8 +376,8 @@ class ModelSpec:
             raise UnusableModel(
                 f"a dimension of the model is not within 1..{MAX_DIMENSION}: {sizes}"
             )
-        if not self.attentions:
-            raise UnusableModel("models without any layer with attention are not supported")
+        if not any(layer.has_mixer for layer in self.layers):
+            raise UnusableModel("models without attention and recurrent layers are not supported")
         for index, layer in enumerate(self.layers):
             if layer.attention is not None and layer.attention.kv_of is not None:
                 self._check_shared(index, layer.attention, layer.attention.kv_of)
@@ -447,9 +449,10 @@ class ModelSpec:
 
     @property
     def window(self) -> int | None:
-        """Return the longest window of all layers, in tokens; None if a layer sees all tokens."""
-        windows = self.layer_windows
-        return None if None in windows else max(filter(None, windows))
+        """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
+        if no layer has attention."""
+        windows = [window for window in self.layer_windows if window is not None]
+        return max(windows) if windows and len(windows) == self.num_kv_layers else None
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -15,6 +15,7 @@ from typing import Literal
 from worker.errors import UnusableModel
 
 NormPlace = Literal["after gate", "before gate"] | None
+MadeNorms = Literal["with weights", "without weights"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +244,8 @@ class Mamba1Spec(ConvolvedSpec):
         S = exp(dt * A) * S + dt * x B^T;  output = S C + D * x
 
     dt is [channels], and A is [channels, state]. The linear that makes dt is the product of two
-    matrices of rank `rank`. The result is multiplied by the SiLU of a gate. As in Jamba, the inputs
-    of the second matrix, B and C are normed. Source: arXiv 2312.00752, arXiv 2403.19887.
+    matrices of rank `rank`. The result is multiplied by the SiLU of a gate. B, C and the inputs of
+    dt's second matrix may be normed (`norms`). Source: arXiv 2312.00752, arXiv 2403.19887.
     """
 
     channels: int
@@ -256,6 +257,8 @@ class Mamba1Spec(ConvolvedSpec):
     conv_bias: bool = True
     #: Whether the projections of the input and of the result have biases.
     bias: bool = False
+    #: Norms of the inputs of dt's second matrix, of B and of C. None: there are none.
+    norms: MadeNorms = "with weights"
 
     @property
     def output_width(self) -> int:

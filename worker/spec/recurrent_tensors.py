@@ -78,9 +78,12 @@ class Mamba1Tensors:
     inputs      rows of x before the convolution, and of the gate
     conv        of x; `conv_bias` [channels], None: there is none
     made        rows of the input of `step`, of B and of C; it stays dense, and so does `step`
-    norms       those of these three. Their weights have no offset
+    norms       those of these three, whose weights have no offset; empty: the files have none
+    plain_sizes
+                sizes of norms of these three, whose weights are 1 and not in the files
     step        [channels, rank] makes dt, to which `bias` is added
-    decay       [channels, state], the logarithm of the decay's amount
+    decay       [channels, state], the factor of the decay if `is_factor`, or else the logarithm of
+                its amount
     skip        the factor of x in the result
     """
 
@@ -95,6 +98,8 @@ class Mamba1Tensors:
     skip: VectorTensor
     output: FusedMatrix
     decay_shape: Shape
+    is_factor: bool
+    plain_sizes: tuple[int, ...] = ()
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -109,7 +114,7 @@ class Mamba1Tensors:
     def float_items(self) -> int:
         shapes = self.conv.items + math.prod(self.decay_shape)
         vectors = sum(vector.size for vector in self.vectors)
-        return shapes + vectors + sum(norm.size for norm in self.norms)
+        return shapes + vectors + sum(norm.size for norm in self.norms) + sum(self.plain_sizes)
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:

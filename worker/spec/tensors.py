@@ -288,8 +288,10 @@ class ModelTensors(TensorParts):
     def _mamba1(self, mamba: Mamba1Spec, index: int) -> MixerTensors:
         hidden, width, roles = self.spec.hidden, mamba.channels, self.names.roles
         of_made = ("mamba_step_norm", "mamba_b_norm", "mamba_c_norm")
-        sizes = zip(of_made, mamba.made_widths, strict=True)
-        norms = (NormTensor(roles[role].format(i=index), size) for role, size in sizes)
+        norms: list[NormTensor] = []
+        if mamba.norms == "with weights":
+            sizes = zip(of_made, mamba.made_widths, strict=True)
+            norms = [NormTensor(roles[role].format(i=index), size) for role, size in sizes]
 
         def matrix(role: str, rows: int, columns: int, bias: bool = False) -> FusedMatrix:
             return FusedMatrix((self._part(role, rows, index),), columns, bias)
@@ -309,6 +311,8 @@ class ModelTensors(TensorParts):
             skip=VectorTensor(self._name("mamba_skip", index), width),
             output=matrix("mamba_output", hidden, width, mamba.bias),
             decay_shape=(width, mamba.state),
+            is_factor=self.names.stores_decay_factors,
+            plain_sizes=tuple(mamba.made_widths) if mamba.norms == "without weights" else (),
         )
 
     def _mamba2(self, mamba: Mamba2Spec, index: int) -> MixerTensors:

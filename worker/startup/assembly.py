@@ -143,7 +143,7 @@ def _log_model(
     loaded: LoadedModel, device: torch.device, memory: ReservedMemory, limits: StepLimits
 ) -> None:
     log.info(
-        "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d "
+        "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d%s "
         "max_len=%d%s",
         loaded.card.name,
         loaded.card.dtype,
@@ -153,6 +153,7 @@ def _log_model(
         loaded.card.weights_bytes >> 20,
         torch.get_num_threads(),
         memory.num_blocks,
+        "" if loaded.spec.num_kv_layers else " without K/V",
         memory.max_len,
         _states(loaded, memory, limits.max_slots),
     )

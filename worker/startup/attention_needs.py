@@ -36,10 +36,12 @@ def attention_needs(
         dtype=name_of(dtype),
         kv_dtype=name_of(kv_dtype),
         num_heads=num_heads,
-        # One backend computes all layers. Unusual head dims come first, then large ones.
+        # One backend computes all layers. Unusual head dims come first, then large ones. Any
+        # backend suits a model without attention.
         head_dim=max(
             (heads.dim for heads in spec.layer_heads),
             key=lambda dim: (dim % HEAD_DIM_MULTIPLE != 0, dim),
+            default=HEAD_DIM_MULTIPLE,
         ),
         block_tokens=block_tokens,
         has_sinks=has_sinks,
@@ -54,7 +56,7 @@ def _facts(spec: ModelSpec | TransformersSpec) -> tuple[int, bool, bool]:
     layers = spec.attentions
     has_sinks = any(each.sinks for each in layers)
     has_soft_cap = any(each.soft_cap is not None for each in layers)
-    return max(each.num_heads for each in layers), has_sinks, has_soft_cap
+    return max((each.num_heads for each in layers), default=1), has_sinks, has_soft_cap
 
 
 def version_of(text: str) -> tuple[int, int]:

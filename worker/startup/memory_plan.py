@@ -25,13 +25,7 @@ from protocol.engine.sampling import (
 )
 from protocol.tools.start_facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
-from worker.kv.budget import (
-    FREE_SHARE,
-    KVDemand,
-    in_gib,
-    kv_budget,
-    round_down,
-)
+from worker.kv.budget import FREE_SHARE, KVDemand, in_gib, kv_budget, round_down
 from worker.loading.header import PLAIN_KINDS
 from worker.lora.targets import adapter_bytes
 from worker.models.compiled import is_fitting
@@ -150,10 +144,11 @@ def plan_memory(
     weights = sum(weights_bytes(each, dtype) for each in models)
     limits = step_limits(options, is_gpu=device != "cpu")
     limits = fitting_limits(model.spec, limits, options, free_bytes - weights)
-    demand = _demand(options, models, dtype, limits)
-    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
-    step = work_bytes(model, dtype, demand.limits)
+    step = work_bytes(model, dtype, limits)
     checkpoints = num_checkpoints(model.spec, limits, free_bytes - weights - step)
+    demand = _demand(options, models, dtype, limits)
+    demand = demand.with_states(checkpoints, [each.spec for each in models])
+    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
     one_state = request_state_bytes(model.spec)
     states = one_state * (limits.max_slots + checkpoints)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
@@ -198,6 +193,7 @@ def plan_memory(
         request_state_bytes=one_state,
         num_checkpoints=checkpoints if model.spec.state_items else None,
         tier_bytes=tier,
+        has_kv=demand.num_states is None,
         free_bytes=free_bytes,
         expanded=expanded,
     )
@@ -422,7 +418,8 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
     # Queries, keys, values, gates and results.
-    heads = max((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
+    widths = ((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
+    heads = max(widths, default=0)
     widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
     table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0

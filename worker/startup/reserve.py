@@ -96,16 +96,19 @@ def reserve_memory(
         window=window,
         groups=groups,
     )
+    specs = [model.spec for model in parts.models]
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
         checkpoints = num_checkpoints(loaded.spec, limits, free)
         free -= 4 * checkpoints * loaded.spec.state_items
+        demand = demand.with_states(checkpoints, specs)
         budget = kv_budget(config, demand, free_bytes=max(free, 0))
     else:
         memory = measured_memory(config, parts, make_caches, limits, device, encoder)
         checkpoints = num_checkpoints(loaded.spec, limits, memory.free_bytes - memory.step_bytes)
         kept = 4 * checkpoints * loaded.spec.state_items + state_bytes(loaded.spec, limits)
+        demand = demand.with_states(checkpoints, specs)
         budget = gpu_kv_budget(
             config, demand, replace(memory, reserve_bytes=memory.reserve_bytes + kept)
         )

@@ -18,13 +18,17 @@ from protocol.config.worker import WorkerConfig
 from protocol.tools.start_facts import GIB
 from protocol.worker.kv import KVFetch, KVStore, KVTierNews, KVUsed, TierSource
 from worker.device.device import free_bytes
-from worker.kv.blocks import CacheBlocks
+from worker.kv.blocks import WORD_BYTES, CacheBlocks
 from worker.kv.report_queue import ReportQueue
 from worker.kv.tiers.changes import KINDS, Counts, Kind, Tier
 from worker.kv.tiers.disk import DiskTier, StoredLayout
 from worker.kv.tiers.host import HostMemory, HostTier, PlacedMemory, num_parts
 from worker.kv.tiers.reader import TierReader
 from worker.kv.tiers.writer import TierMemories, TierWriter, max_unwritten
+
+MAX_STATE_PLACES = 1024
+"""Most places that a state takes. Each is copied by a call of its own, so there must not be many of
+them if blocks are small, or store nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class TierStore:
         self._has_host = host_bytes > 0
         self._disk = disk
         self._counts = Counts()
-        self._place_bytes = cache.blocks.block_bytes
+        self._place_bytes = _place_bytes(cache, states)
         num_places = self._num_state_places(states)
         capacity = host_bytes // self._place_bytes
         if not host_bytes:
@@ -165,6 +169,13 @@ class TierStore:
             changes, num_bytes = self._disk.drain_changes(), self._disk.num_bytes
             reports.append(_tier_report("disk", changes, num_bytes, counts))
         return [report for report in reports if report is not None]
+
+
+def _place_bytes(cache: StoredMemory, states: StoredMemory | None) -> int:
+    """Return the size of a place of the host tier: that of a block, unless a state would take more
+    than MAX_STATE_PLACES places."""
+    least = 0 if states is None else -(-states.blocks.block_bytes // MAX_STATE_PLACES)
+    return max(cache.blocks.block_bytes, -(-least // WORD_BYTES) * WORD_BYTES)
 
 
 def _tier_report(

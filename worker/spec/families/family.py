@@ -41,6 +41,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 OLDER_KINDS = {"attention": FULL, "mamba": LINEAR}
 """Kinds of layers in older configs -> their names now."""
 
+UNLIMITED_CONTEXT = 1 << 17
+"""Context of models whose config has no limit, such as Mamba's."""
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -168,11 +170,12 @@ class ConfigFields(Fields):
             "architecture": self.architecture,
             "vocab_size": self.integer("vocab_size"),
             "hidden": self.integer("hidden_size"),
-            "context_tokens": self.integer("max_position_embeddings"),
             "layers": tuple(shared.setdefault(layer, layer) for layer in layers),
             "norm": norm,
             "tied_embeddings": self.flag("tie_word_embeddings"),
         }
+        if "context_tokens" not in changes:
+            usual["context_tokens"] = self.integer("max_position_embeddings")
         for layer in shared:
             rope = layer.attention.rope if layer.attention else None
             if rope is not None and isinstance(rope.scaling, LongRopeScaling):

@@ -183,10 +183,12 @@ SEPARATE = {"delta_qkv", "delta_z", "delta_b", "delta_a"}
 def _hybrid_names(spec: ModelSpec, without: set[str]) -> TensorNames:
     """Return the names of a hybrid's tensors, without some roles. The rows of each head's query and
     of its gate are next to each other."""
-    attention = spec.attentions[0]
     roles = {role: name for role, name in DELTA_NAMES.items() if role not in without}
     endings = dict.fromkeys(("delta_decay", "delta_bias"), ("", ""))
-    orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
+    orders = {}
+    if spec.attentions:
+        attention = spec.attentions[0]
+        orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
     return names_of(roles, SHARED_NAMES, orders=orders, endings=endings, unused=("mtp.",))
 
 

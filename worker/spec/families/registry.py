@@ -18,6 +18,7 @@ from worker.spec.families import (
     jamba,
     lfm,
     llama,
+    mamba,
     minimax,
     mistral,
     nemotron,
@@ -29,7 +30,7 @@ from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
-    *(nemotron, falcon, jamba, glm, ernie, minimax),
+    *(nemotron, falcon, jamba, mamba, glm, ernie, minimax),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
