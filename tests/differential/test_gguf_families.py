@@ -24,6 +24,7 @@ UNSTORED = {
     "seed_oss": {"llama3 rope"},
     "smollm3": {"windows", "all rotated", "none rotated", "every second"},
     "mistral": {"window"},
+    "ministral3": {"window", "plain rope"},
     "mixtral": {"window"},
     "qwen2": {"windows", "llama3 rope"},
     "qwen3": {"windows", "llama3 rope"},

@@ -40,14 +40,18 @@ def test_the_logits_of_a_text_are_those_of_transformers(
     check(write_directory(tmp_path, model), logits_of(model, tokens), tokens)
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Mistral3"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Gemma3ForConditionalGeneration", "gemma3_text"),
+        ("Mistral3ForConditionalGeneration", "mistral"),
+    ],
+)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_files_show_whether_the_embeddings_are_also_the_head(
-    tmp_path: Path, architecture: str, is_tied: bool
+    tmp_path: Path, name: str, kind: str, is_tied: bool
 ) -> None:
     """Published configs of these two do not say it."""
-    name = next(each for each in WRAPPERS if each.startswith(architecture))
-    (kind,) = WRAPPERS[name]
     model, tokens = random_wrapper(name, kind), some_tokens(NUM_TOKENS)
     directory = write_directory(tmp_path, model)
     config = json.loads((directory / "config.json").read_text())

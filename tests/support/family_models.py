@@ -71,6 +71,16 @@ ERNIE_MOE: dict[str, Any] = {
     "moe_num_experts": 5,
     "moe_num_shared_experts": 2,
 }
+GROWING: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+"""Rope parameters of a Ministral 3 whose queries grow every 16 tokens."""
 GLM_MOE: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "num_experts_per_tok": 2,
@@ -119,6 +129,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"head_dim": 32},
     "ministral": {"head_dim": 32},
+    "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
+    "hunyuan_v1_dense": {"head_dim": 32},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
@@ -400,6 +412,31 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "ministral": {
         "window": WINDOW,
         "some windows": WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        **ROPES,
+    },
+    "ministral3": {
+        "window": WINDOW,
+        "tied": TIED,
+        "plain rope": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 7,
+            }
+        },
+    },
+    "hunyuan_v1_dense": {
+        "tied": TIED,
+        "biases": BIASED,
+        "stretched base": {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            }
+        },
         **ROPES,
     },
     "mixtral": {"window": WINDOW, "one expert": {"num_experts_per_tok": 1}, "tied": TIED},

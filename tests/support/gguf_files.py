@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.LLAMA,
     "mixtral": MODEL_ARCH.LLAMA,
+    "ministral3": MODEL_ARCH.MISTRAL3,
     "qwen2": MODEL_ARCH.QWEN2,
     "lfm2": MODEL_ARCH.LFM2,
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
@@ -86,7 +87,7 @@ GRANITE_HYBRID = "granitehybrid"
 NEMOTRON_MOE = "nemotron_h_moe"
 """The architecture of a Nemotron-H with experts."""
 GRANITES = frozenset({"granite", "granitemoe", "granitemoeshared", "granitemoehybrid"})
-PERMUTED = frozenset({"llama", "arcee", "mistral", "mixtral", "smollm3"}) | GRANITES
+PERMUTED = frozenset({"llama", "arcee", "mistral", "ministral3", "mixtral", "smollm3"}) | GRANITES
 """Model types for which the converter interleaves the rows of the query and key projections."""
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes a list of the layers that have windows."""
@@ -243,6 +244,10 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        case "ministral3":
+            rope = config.rope_parameters
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         case "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
         case "glm4_moe":

@@ -157,6 +157,11 @@ def _llama_family(metadata: Metadata) -> str:
     return "LlamaForCausalLM" if metadata.window is None else "MistralForCausalLM"
 
 
+def _mistral3_family(metadata: Metadata) -> str:
+    grows = metadata.number(gguf_config.GROWTH, 0.0)
+    return "Ministral3ForCausalLM" if grows else "MistralForCausalLM"
+
+
 def _olmo_family(metadata: Metadata) -> str:
     return "Olmo2ForCausalLM" if metadata.window is None else "Olmo3ForCausalLM"
 
@@ -176,6 +181,12 @@ FAMILIES = {
         families=("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
         choose=_llama_family,
         config=gguf_config.llama,
+        is_interleaved=True,
+    ),
+    "mistral3": GGUFFamily(
+        families=("Ministral3ForCausalLM", "MistralForCausalLM"),
+        choose=_mistral3_family,
+        config=gguf_config.mistral3,
         is_interleaved=True,
     ),
     "qwen2": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),

@@ -222,6 +222,7 @@ class CLayer(Structure):
         ("activation", CActivation),
         ("q_norm_width", c_int64),
         ("k_norm_width", c_int64),
+        ("norms_rotated", c_int64),
         ("rope", c_int64),
         ("entry", c_int64),
         ("is_parallel", c_int64),
@@ -268,6 +269,13 @@ class CStepAdapters(Structure):
     ]
 
 
+class CGrowth(Structure):
+    """Factors of the queries by their positions: [count] float32, one for each `tokens` positions.
+    A count of 0 means that there are none."""
+
+    _fields_ = [("factors", c_void_p), ("count", c_int64), ("tokens", c_int64)]
+
+
 class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
@@ -300,6 +308,7 @@ class CForward(Structure):
         ("embedding_scale", c_double),
         ("residual_scale", c_double),
         ("rounds_kv", c_int64),
+        ("growth", CGrowth),
         ("adapters", CStepAdapters),
     ]
 

@@ -49,6 +49,8 @@ def why_not(spec: ModelSpec) -> str:
         return "its layers have inputs, factors or experts of their own"
     if any(each.kv_of is not None or each.value_norm for each in spec.attentions):
         return "its layers share keys and values, or make them in another way"
+    if len({each.growth for each in spec.attentions}) > 1:
+        return "the queries of only some layers grow with their positions"
     if len({(each.num_heads, each.kv_heads) for each in spec.attentions}) > 1:
         return "its layers have different sizes"
     return ""

@@ -19,7 +19,7 @@ from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
-from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turned
+from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turn_heads, turned
 from worker.kv.cache import PagedCache
 from worker.layers.altup import AltUp, StreamEnds
 from worker.layers.embedding import Embedding
@@ -40,7 +40,7 @@ from worker.slots.states import StepStates
 from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.recurrent import Mamba1Spec
-from worker.spec.rope_config import RopeConfig
+from worker.spec.rope_config import QueryGrowth, RopeConfig
 
 
 @dataclass(slots=True)
@@ -184,6 +184,11 @@ class DecoderModel:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         ropes = {each.rope for each in spec.attentions if each.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in ropes}
+        self._growths = {
+            growth: torch.tensor(growth.factors(spec.context_tokens), dtype=dtype, device=device)
+            for growth in {each.growth for each in spec.attentions}
+            if growth is not None
+        }
         self.whole = WholePass.of(spec, weights, self.kernels)
 
     @property
@@ -227,6 +232,7 @@ class DecoderModel:
         plans = self._plans(batch, cache, attention)
         x = self._embedded(token_ids, batch.positions)
         turns = self._turns(batch.positions, self._dtype)
+        factors = self._query_factors(batch.positions)
         table, ends = self.weights.inputs, self.weights.streams
         inputs = None if table is None else table(token_ids, x)
         streams = None if ends is None else ends.spread_out(x)
@@ -242,8 +248,9 @@ class DecoderModel:
                 if isinstance(mixer, AttentionBlock):
                     assert place is not None
                     plan, turn = plans[place], turns[mixer.spec.rope]
+                    factor = factors[mixer.spec.growth]
                     delta = self._attend(
-                        mixer, normed, turn, batch, cache, place, attention, plan, terms
+                        mixer, normed, turn, factor, batch, cache, place, attention, plan, terms
                     )
                 else:
                     delta = mixer(normed, self.kernels, _some(states), offset, terms)
@@ -296,6 +303,7 @@ class DecoderModel:
         block: AttentionBlock,
         x: Tensor,
         turn: CosSin | None,
+        factor: Tensor | None,
         batch: AttentionBatch,
         cache: PagedCache,
         place: int,
@@ -304,8 +312,10 @@ class DecoderModel:
         terms: LayerAdapters | None,
     ) -> Tensor:
         """Return the attention [T, hidden] of x [T, hidden]. `place` is the number of the layer
-        whose keys and values are read, among those that have some. The layer writes its own."""
+        whose keys and values are read, among those that have some. The layer writes its own. The
+        queries are multiplied by `factor` [T, 1, 1]."""
         spec = block.spec
+        q_norm, k_norm = block.q_norm, block.k_norm
         qkv, gate = adapted(terms, "qkv", x, block.qkv(x)), None
         if spec.gated:
             queries, gate, rest = torch.split(
@@ -315,18 +325,26 @@ class DecoderModel:
         if spec.keys_as_values:
             qkv = torch.cat([qkv, qkv[:, spec.q_width :]], dim=1)
         if spec.kv_of is None:
-            norm_heads(heads_of(qkv, spec.head_dim)[:, -spec.num_kv_heads :], block.v_norm)
+            heads = heads_of(qkv, spec.head_dim)
+            norm_heads(heads[:, -spec.num_kv_heads :], block.v_norm)
+            if spec.norms_rotated:
+                turn_heads(heads[:, : -spec.num_kv_heads], turn)
+                norm_heads(heads[:, : spec.num_heads], q_norm)
+                norm_heads(heads[:, spec.num_heads : -spec.num_kv_heads], k_norm)
+                turn, q_norm, k_norm = None, None, None
             q = self.kernels.place(
                 qkv,
                 turn,
                 cache,
                 place,
                 batch.for_entry(cache.entries[place]).slot_mapping,
-                q_norm=block.q_norm,
-                k_norm=block.k_norm,
+                q_norm=q_norm,
+                k_norm=k_norm,
             )
         else:
-            q = turned(qkv, turn, spec.head_dim, block.q_norm)
+            q = turned(qkv, turn, spec.head_dim, q_norm)
+        if factor is not None:
+            q = q * factor
         seen = attention.run(
             q,
             *cache.layer(place),
@@ -373,6 +391,14 @@ class DecoderModel:
             factor = attention_factor(rope)
             turns[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
         return turns
+
+    def _query_factors(self, positions: Tensor) -> dict[QueryGrowth | None, Tensor | None]:
+        """Return the factors [T, 1, 1] of the queries at these positions."""
+        found: dict[QueryGrowth | None, Tensor | None] = {None: None}
+        for growth, factors in self._growths.items():
+            runs = (positions // growth.tokens).clamp_(max=len(factors) - 1)
+            found[growth] = factors[runs].view(-1, 1, 1)
+        return found
 
     def _add_norm(
         self, x: Tensor, delta: Tensor | None, norm: Norm | None, post_norm: Norm | None = None

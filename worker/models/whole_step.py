@@ -84,6 +84,13 @@ class WholePass:
         )
         self._routers = [_router(layer.mlp, kernels) for layer in weights.layers]
         self._mlps = [_mlps(layer) for layer in weights.layers]
+        growth = self._attention.growth
+        factors = [] if growth is None else growth.factors(spec.context_tokens)
+        # Rounded to the model's dtype, as those of the eager decoder.
+        self._factors = torch.tensor(factors, dtype=dtype).float()
+        self._growth = structs.CGrowth(
+            address(self._factors), len(factors), 1 if growth is None else growth.tokens
+        )
         self._layers = (structs.CLayer * len(weights.layers))(
             *(_layer(layer, ropes, dtype) for layer in weights.layers)
         )
@@ -229,6 +236,7 @@ class WholePass:
             embedding_scale=self._embedding_scale,
             residual_scale=spec.residual_scale,
             rounds_kv=self._rounds_kv,
+            growth=self._growth,
             **scratch,
         )
 
@@ -300,6 +308,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
         ),
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
+        norms_rotated=attention.norms_rotated,
         rope=-1 if attention.rope is None else ropes.index(attention.rope),
         activation=activation_struct(mlp),
         is_parallel=layer.spec.order in ("parallel", "parallel_one_norm"),

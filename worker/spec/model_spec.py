@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from worker.errors import UnusableModel
 from worker.spec.recurrent import RecurrentSpec
-from worker.spec.rope_config import RopeConfig
+from worker.spec.rope_config import QueryGrowth, RopeConfig
 
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
@@ -124,6 +124,10 @@ class AttentionSpec:
     kv_of: int | None = None
     #: Factor of the result.
     result_scale: float = 1.0
+    #: Whether the norms of queries and keys read them after their rotation.
+    norms_rotated: bool = False
+    #: Factors of the queries, after their rotation, by their positions. None: there are none.
+    growth: QueryGrowth | None = None
 
     @property
     def q_width(self) -> int:

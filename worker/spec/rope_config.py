@@ -108,12 +108,38 @@ class RopeConfig:
             raise UnusableModel(f"rotary embeddings need an even width, not {self.width}")
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Factors of queries that grow with their positions: 1 + beta * ln(1 + position // tokens). The
+    scores of long texts so stay as far apart as those of short ones. Source: Llama 4, whose layers
+    without positions have them."""
+
+    beta: float
+    tokens: int
+
+    def factors(self, context_tokens: int) -> list[float]:
+        """Return the factor of each run of `tokens` positions of a text."""
+        runs = -(-context_tokens // self.tokens)
+        return [1 + self.beta * math.log(1 + run) for run in range(max(runs, 1))]
+
+
+def query_growth(config: Fields, default: Mapping[str, Any] | None = None) -> QueryGrowth:
+    """Return the growth of queries that the rope parameters describe. `default` is that of
+    `rope_config`. Raises UnusableModel, naming the field, if a value is missing or wrong."""
+    _, rope = _rope_fields(config, default)
+    tokens = rope.integer(ORIGINAL_CONTEXT)
+    if tokens < 1:
+        raise UnusableModel(f"{ORIGINAL_CONTEXT} is {tokens}; it must be above zero")
+    return QueryGrowth(rope.number("llama_4_scaling_beta"), tokens)
+
+
 def rope_config(
     config: Fields,
     head_dim: int,
     *,
     partial: float | None = None,
     default: Mapping[str, Any] | None = None,
+    stretches: bool = False,
 ) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field, if a
     value is missing, wrong or not supported.
@@ -122,6 +148,8 @@ def rope_config(
               None for architectures that do not read this key, which must then be 1 or missing
     default   rope parameters for a config that has none; None: the defaults of ConfigFields, and no
               scaling
+    stretches whether the type "dynamic" with an `alpha` means a larger base, and no scaling, as in
+              Hunyuan
 
     `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
     merged. The `rope_theta` at the top level is used if the replacing object has none.
@@ -140,6 +168,8 @@ def rope_config(
             theta,
             lost,
         )
+    if stretches and _kind(rope) == "dynamic" and rope.get("alpha") is not None:
+        return RopeConfig(width, theta * rope.positive("alpha") ** (width / max(width - 2, 1)))
     return RopeConfig(width, theta, _scaling(rope, config, width))
 
 
@@ -208,13 +238,16 @@ def _width(rope: Fields, config: Fields, head_dim: int, default: float | None) -
     return int(head_dim * share)
 
 
-def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
-    """Return the scaling that the rope parameters select. The key `rope_type` takes precedence over
-    the older `type`, even if it is null."""
-    kind = rope.get("rope_type" if "rope_type" in rope else "type")
+def _kind(rope: Fields) -> Any:
+    """Return the kind of scaling that the rope parameters select. The key `rope_type` takes
+    precedence over the older `type`, even if it is null."""
     if "rope_type" not in rope and "type" not in rope:
-        kind = "default"
-    match kind:
+        return "default"
+    return rope.get("rope_type" if "rope_type" in rope else "type")
+
+
+def _scaling(rope: Fields, config: Fields, width: int) -> Scaling:
+    match kind := _kind(rope):
         case "default":
             return NoScaling()
         case "mrope" if "mrope_section" in rope:  # the older name of "default" in Qwen2-VL

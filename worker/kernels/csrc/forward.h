@@ -41,11 +41,22 @@ struct Layer {
     Scoring scoring;
     Activation activation;
     int64_t q_norm_width, k_norm_width; // D, or all heads together
+    int64_t norms_rotated; // whether the norms of queries and keys read them after their rotation
     int64_t rope;         // index of the rotary embedding; -1: queries and keys are not rotated
     int64_t entry;        // index of the layer's block in a column of a block table
     int64_t is_parallel;  // whether the MLP reads the layer's input: mlp_norm of it, or attention_norm
     int64_t num_experts, top_k; // 1 without a mixture
     int64_t renormalize;  // whether the weights of a token's experts are divided by their sum
+};
+
+// Factors of the queries by their positions, one for each `tokens` positions. A count of 0: there are none.
+struct Growth {
+    const float *factors; // [count], numbers of the model's type
+    int64_t count, tokens;
+
+    INLINE float factor(int64_t position) const {
+        return count ? factors[std::min(position / tokens, count - 1)] : 1;
+    }
 };
 
 // The arguments of a forward pass.
@@ -72,6 +83,7 @@ struct Forward {
     float *parts;                   // scratch memory: [T K, hidden], the results of experts
     double eps, embedding_scale, residual_scale;
     int64_t rounds_kv; // whether the cache stores rounded keys and values
+    Growth growth;
     StepAdapters adapters;
 };
 
@@ -174,20 +186,26 @@ template <class N> struct Pass {
         });
     }
 
+    INLINE void norm_queries_and_keys(const Layer &layer, N *row) {
+        const Heads &h = f.heads;
+        if (!layer.q_norm.weight) return;
+        norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
+        norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width, (float)f.eps);
+    }
+
     // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
     INLINE void place_row(const Layer &layer, int64_t t) {
         const Heads &h = f.heads;
         N *row = (N *)f.qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
         const int64_t slot = f.slot_mapping[layer.entry * f.tokens + t];
-        if (layer.q_norm.weight) {
-            norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
-            norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
-                       (float)f.eps);
-        }
+        if (!layer.norms_rotated) norm_queries_and_keys(layer, row);
         if (layer.rope >= 0) {
             const int64_t at = (layer.rope * f.tokens + t) * h.dim;
             rotate_row(row, (const N *)f.cos + at, (const N *)f.sin + at, h, f.ropes[layer.rope].width);
         }
+        if (layer.norms_rotated) norm_queries_and_keys(layer, row);
+        if (const float factor = f.growth.factor(f.positions[t]); factor != 1)
+            for (int64_t i = 0; i < h.heads * h.dim; i += LANES) store(row + i, load(row + i) * factor);
         if (f.rounds_kv)
             cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot * token_items<Rounded>(h), h);
         else cache_row<N>(row, layer.k_cache, layer.v_cache, slot * token_items<N>(h), h);

@@ -15,6 +15,7 @@ from worker.spec.families import (
     glm,
     gpt,
     gpt_oss,
+    hunyuan,
     jamba,
     lfm,
     llama,
@@ -30,7 +31,7 @@ from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
-    *(nemotron, falcon, jamba, mamba, glm, ernie, minimax),
+    *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
