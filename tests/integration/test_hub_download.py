@@ -117,6 +117,29 @@ def test_a_quantisation_brings_one_file(desk: Desk) -> None:
     ]
 
 
+def test_all_parts_of_a_split_file_are_one_model(desk: Desk) -> None:
+    files = desk.hub.repos["tide/pool-gguf"].files
+    parts = [f"big/pool-Q6_K-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    files.update({path: f"GGUF{path}".encode() for path in parts})
+    model = desk.pull("tide/pool-gguf:Q6_K")
+    assert model.path.endswith(parts[0])
+    assert [Path(file.path).read_bytes() for file in model.files] == [files[each] for each in parts]
+    shutil.rmtree(desk.home)  # as if another program had downloaded them
+    (stored,) = stored_models(desk.home, desk.cache)
+    assert (stored.name, stored.path) == (f"tide/pool-gguf:{parts[0]}", model.path)
+    assert stored.size == model.size
+    assert remove_stored(desk.home, [stored], desk.cache) == model.size
+    assert desk.blobs() == []
+
+
+def test_the_first_part_is_checked_before_the_others_are_downloaded(desk: Desk) -> None:
+    files, content = desk.hub.repos["tide/pool-gguf"].files, gguf_start("rwkv7") + bytes(3_000_000)
+    files.update({f"pool-Q6_K-0000{part}-of-00002.gguf": content for part in (1, 2)})
+    desk.check_config = check_config
+    assert "'rwkv7' is not supported" in desk.refusal("tide/pool-gguf:Q6_K")
+    assert not any("00002-of" in path for path in desk.hub.downloads())
+
+
 def test_a_second_pull_downloads_only_what_has_changed(desk: Desk) -> None:
     first = desk.pull("tide/pool")
     desk.hub.requests.clear()
@@ -248,10 +271,10 @@ def test_without_a_network_one_line_names_the_remedies(desk: Desk) -> None:
 def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloaded(
     desk: Desk,
 ) -> None:
-    desk.hub.repos["tide/pool"].files["config.json"] = b'{"model_type": "mamba"}'
+    desk.hub.repos["tide/pool"].files["config.json"] = b'{"model_type": "t5"}'
     desk.check_config = check_config
     for _ in range(2):  # the second time, config.json is in the cache
-        assert "mamba" in desk.refusal("tide/pool")
+        assert "t5" in desk.refusal("tide/pool")
         assert desk.hub.downloads("model.safetensors") == []
 
 
@@ -259,10 +282,10 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloa
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (gguf_start("mamba"), "'mamba' is not supported in GGUF files"),
+        (gguf_start("rwkv7"), "'rwkv7' is not supported in GGUF files"),
         (b"<!doctype html>", "the file that the server sends is not a GGUF file"),
     ],
-    ids=["mamba", "page"],
+    ids=["rwkv7", "page"],
 )
 def test_a_gguf_file_that_cannot_be_served_is_refused_after_its_first_bytes(
     desk: Desk, is_url: bool, start: bytes, message: str

@@ -105,6 +105,7 @@ def write_gguf(
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     skips: str | None = None,
     more: Mapping[str, Array] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
     """Write a model with the tiny tokenizer, and return `path`.
 
@@ -117,6 +118,7 @@ def write_gguf(
     tokenizer        adds another tokenizer
     skips            name of a tensor that is left out
     more             tensors to add
+    part_tensors     most tensors of a file: the model is split into several ones; 0: it is not
     """
     config: Any = model.config
     # Heads of a Gemma 4 with a window are those of the whole config.
@@ -126,7 +128,9 @@ def write_gguf(
         usual = MODEL_ARCH.GRANITE_HYBRID
     if config.model_type == "nemotron_h" and "moe" in config.layer_types:
         usual = MODEL_ARCH.NEMOTRON_H_MOE
-    writer = GGUFWriter(path, architecture or MODEL_ARCH_NAMES[usual])
+    writer = GGUFWriter(
+        path, architecture or MODEL_ARCH_NAMES[usual], split_max_tensors=part_tensors
+    )
     _add_facts(writer, config)
     _add_own_facts(writer, config)
     _add_rope(writer, config)

@@ -166,9 +166,16 @@ def test_a_missing_quantisation_is_refused_with_a_list_of_those_that_exist(choic
         chosen(f"a/b:{choice}", *GGUFS)
 
 
-def test_a_split_gguf_file_is_refused() -> None:
-    with pytest.raises(Failure, match="one of 2 parts"):
-        chosen("a/b:Q6_K", *GGUFS)
+def test_all_parts_of_a_split_gguf_file_are_chosen_in_their_order() -> None:
+    parts = [each for each in GGUFS if "Q6_K" in each]
+    for choice in ("Q6_K", *parts):
+        assert chosen(f"a/b:{choice}", *reversed(GGUFS)) == parts
+    assert chosen("a/b", *parts) == parts
+    assert chosen("a/b", "m-Q2_K.gguf", *(each.replace("Q6_K", "Q8_0") for each in parts)) == [
+        each.replace("Q6_K", "Q8_0") for each in parts
+    ]
+    with pytest.raises(Failure, match=r"a/b lacks .*-00001-of-00002\.gguf, one of 2 parts"):
+        chosen("a/b:Q6_K", *GGUFS[:-2], GGUFS[-1])
 
 
 def test_without_a_quantisation_safetensors_files_win_over_gguf_files() -> None:

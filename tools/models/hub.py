@@ -188,8 +188,11 @@ class HubDownloads:
         if config is not None and config not in blobs:  # left by an earlier download
             check(self._content(model, config))
         if model.kind == "GGUF" and self._check_config:
-            ((file, blob),) = blobs.items()
-            check_start(self._source(model, file), blob, check)
+            first = model.files[0]  # only it has the metadata, if the model has several parts
+            if first in blobs:
+                check_start(self._source(model, first), blobs[first], check)
+            else:
+                check(self._content(model, first))
         with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
             for file, blob in blobs.items():
                 self._transfer(model, file, blob, bar.update)

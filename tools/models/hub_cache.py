@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from protocol.shared.gguf_parts import is_later_part
 from tools.failure import Failure
 from tools.models.hub_files import RepoFile, choose_files
 from tools.models.names import MAIN, HubName
@@ -54,7 +55,7 @@ def _models_in(snapshot: Path, name: HubName) -> Iterator[PulledModel]:
         if model.kind == "safetensors":
             yield model
     for file in _files(snapshot):
-        if file.path.endswith(".gguf"):
+        if file.path.endswith(".gguf") and not is_later_part(file.path):
             choice = HubName(repo=name.repo, revision=name.revision, choice=file.path)
             with contextlib.suppress(Failure):
                 yield cached_model(choice, snapshot)

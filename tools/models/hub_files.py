@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import all_parts, is_later_part
 from tools.failure import Failure
 from tools.models.names import HubName
 
@@ -44,7 +45,6 @@ PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16", "F16")
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _GGUF = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/){0,2}[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _QUANTISATION = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?[IT]?Q\d[A-Z0-9_]*|MXFP4(?:_[A-Z0-9_]+)?|BF16|F16|F32)(?![A-Za-z0-9_])",
     re.IGNORECASE,
@@ -74,11 +74,11 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> tuple[Kind, list[R
     ggufs = [each for each in files if _GGUF.fullmatch(each.path)]
     ggufs = [each for each in ggufs if not _NO_MODEL.search(each.path)]
     if name.choice:
-        return "GGUF", [_choose_gguf(name, ggufs)]
+        return "GGUF", _choose_gguf(name, ggufs)
     if weights := _choose_weights(files):
         return "safetensors", _with_text_files(name, files, weights)
     if ggufs:
-        return "GGUF", [_preferred_gguf(name, ggufs)]
+        return "GGUF", _preferred_gguf(name, ggufs)
     raise _bad_model(
         f"{name.repo} has neither {SINGLE}, nor {INDEX}, nor .gguf files; "
         "choose a repository with one of these"
@@ -112,8 +112,9 @@ def _with_text_files(
     return sorted(text + weights, key=lambda each: each.size)
 
 
-def _choose_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> RepoFile:
-    """Return the GGUF file that `name.choice` selects: a path, or a quantisation."""
+def _choose_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
+    """Return the GGUF file, or the parts of one, that `name.choice` selects: a path, or a
+    quantisation."""
     choice = name.choice
     exact = [each for each in ggufs if each.path == choice]
     found = exact
@@ -123,17 +124,18 @@ def _choose_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> RepoFile:
         raise _bad_model(f"{name.repo} has no GGUF file {choice!r}; {_offer(name, ggufs)}")
     # If a name repeats another one with a prefix such as "UD-", the plain name is meant.
     best = min(found, key=lambda each: (len(each.path), each.path))
-    return _whole(name, best)
+    return _parts(name, best, ggufs)
 
 
-def _preferred_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> RepoFile:
-    """Return the GGUF file to use if the name gives no quantisation."""
-    if len(ggufs) == 1:
-        return _whole(name, ggufs[0])
+def _preferred_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
+    """Return the GGUF file, or the parts of one, to use if the name gives no quantisation."""
+    if len([each for each in ggufs if not is_later_part(each.path)]) == 1:
+        return _parts(name, ggufs[0], ggufs)
     for quantisation in PREFERRED:
         found = [each for each in ggufs if _has_quantisation(each.path, quantisation)]
-        if found and not all(_SPLIT.search(each.path) for each in found):
-            return _whole(name, min(found, key=lambda each: (len(each.path), each.path)))
+        if found:
+            best = min(found, key=lambda each: (len(each.path), each.path))
+            return _parts(name, best, ggufs)
     raise _bad_model(f"{name.repo} has several GGUF files; {_offer(name, ggufs)}")
 
 
@@ -156,14 +158,14 @@ def _offer(name: HubName, ggufs: Iterable[RepoFile]) -> str:
     return f"choose one of {', '.join(paths[:8])}" if paths else "it has no GGUF files at all"
 
 
-def _whole(name: HubName, file: RepoFile) -> RepoFile:
-    """Return `file`. Raises Failure if it is one part of a split GGUF model."""
-    if split := _SPLIT.search(file.path):
-        raise _bad_model(
-            f"{file.path} of {name.repo} is one of {int(split[1])} parts; split GGUF files are "
-            "not read; choose a smaller quantisation in one file"
-        )
-    return file
+def _parts(name: HubName, file: RepoFile, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
+    """Return `file`, or all parts of the model if it is one of them, in their order. Raises Failure
+    if the repository lacks a part."""
+    known, paths = {each.path: each for each in ggufs}, all_parts(file.path)
+    for path in paths:
+        if path not in known:
+            raise _bad_model(f"{name.repo} lacks {path}, one of {len(paths)} parts of a model")
+    return [known[path] for path in paths]
 
 
 def _bad_model(message: str) -> Failure:

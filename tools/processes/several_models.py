@@ -21,6 +21,7 @@ from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.engine.model_card import ModelCard
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import model_name
 from protocol.tools.control import control_address
 from protocol.tools.start_facts import GIB, ModelPlan, Preflight
 from tools.failure import Failure
@@ -68,7 +69,7 @@ def own_name(model: str) -> str:
     """Return the name of MODEL if the user chooses none: that in the catalogue or on the Hub, or
     else that of its file or directory."""
     path = Path(model)
-    return served_name(model) or (path.stem if path.suffix == ".gguf" else path.name)
+    return served_name(model) or (model_name(path) if path.suffix == ".gguf" else path.name)
 
 
 def with_served_name(models: Sequence[NamedModel], gateway: GatewayConfig) -> list[NamedModel]:

@@ -1,5 +1,8 @@
 """Reads a GGUF file: metadata, tensor table, and the raw bytes of tensors without copying them.
 
+A model may be split into several files, its parts, whose names end with "-00001-of-00003.gguf" and
+so on. Only the first part has the metadata of the model.
+
 The file is not trusted: every count, length, offset and size is checked against the file's size
 before it is used. The parser reads plain structs from one memory mapping, because reading the
 100,000 strings of a tokenizer as numpy views takes seconds.
@@ -9,11 +12,13 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.shared.gguf_parts import all_parts, part_of
 from worker.errors import FETCH_AGAIN, UnusableModel
 
 if TYPE_CHECKING:
@@ -103,6 +108,9 @@ MIN_STRING_BYTES = LENGTH.size
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 ARCHITECTURE = "general.architecture"
+PART, NUM_PARTS, ALL_TENSORS = "split.no", "split.count", "split.tensors.count"
+"""Keys of the parts of a split model: the part's number, from 0, and the numbers of all parts and
+of the tensors in all parts."""
 TRUNCATED = "the header ends early: the file is truncated"
 
 SCALARS = {
@@ -132,30 +140,54 @@ class TensorInfo:
     #: Bytes from the start of the file.
     offset: int
     num_bytes: int
+    #: Number of the file that has the tensor, from 0.
+    part: int = 0
 
 
 class GGUFFile:
-    """A memory-mapped GGUF file.
+    """A memory-mapped GGUF file, with the other parts of a split model.
 
-    The constructor raises UnusableModel if the file is not a GGUF file, is truncated, or
-    contradicts itself.
+    The constructor raises UnusableModel if the file is not a GGUF file, is truncated, contradicts
+    itself, or is not the first part of a split model, or if another part is missing.
+
+    path    the file, or the first part
+    paths   all parts
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        data = _mapped(path)
-        header = _Header(data, path)
+        header = _Header(_mapped(path), path)
         header.read()
         #: Key -> int, float, bool, str, or a list of them.
         self.metadata = header.metadata
         #: Name -> TensorInfo.
         self.tensors = header.tensors
-        self._data = data
+        self.paths = part_paths(path, self.metadata)
+        self._data = [header.data]
+        for part, other in enumerate(self.paths[1:], 1):
+            self._add(_Header(_mapped(other), other, part), len(self.paths))
+        total = self.metadata.get(ALL_TENSORS, len(self.tensors))
+        if len(self.paths) > 1 and len(self.tensors) != total:
+            raise UnusableModel(
+                f"the parts of {path} have {len(self.tensors)} tensors, not {total}",
+                remedy=FETCH_AGAIN,
+            )
+
+    def _add(self, header: _Header, count: int) -> None:
+        """Add the tensors of another part."""
+        header.read()
+        if (header.metadata.get(PART), header.metadata.get(NUM_PARTS)) != (header.part, count):
+            raise header.damaged(f"it is not part {header.part + 1} of {count}")
+        for name, info in header.tensors.items():
+            if name in self.tensors:
+                raise header.damaged(f"an earlier part has the tensor {name!r} too")
+            self.tensors[name] = info
+        self._data.append(header.data)
 
     def content(self, name: str) -> bytes:
         """Return a copy of the tensor's bytes."""
         info = self.tensors[name]
-        return self._data[info.offset : info.offset + info.num_bytes]
+        return self._data[info.part][info.offset : info.offset + info.num_bytes]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the tensor's bytes in the mapped file as a flat array, without copying them."""
@@ -163,7 +195,34 @@ class GGUFFile:
 
         info = self.tensors[name]
         # The mapping is copy-on-write because torch requires writable memory. Nothing writes to it.
-        return np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
+        return np.frombuffer(self._data[info.part], np.uint8, info.num_bytes, info.offset)
+
+
+def part_paths(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """Return the paths of all parts of a model: `path` alone if it is not split.
+
+    metadata   those of the file at `path`
+
+    Raises UnusableModel unless `path` is the first part, and has a name from which those of the
+    other parts follow.
+    """
+    count = metadata.get(NUM_PARTS, 1)
+    if not isinstance(count, int) or count <= 1:
+        return [path]
+    part, parts = part_of(path.name), [path.with_name(each) for each in all_parts(path.name)]
+    if part is None or part[1] != count:
+        raise UnusableModel(
+            f"{path} is one of {count} parts, but is not named like one",
+            remedy=f"give it the name that it had, which ended with -of-{count:05}.gguf",
+        )
+    if metadata.get(PART, 0) != 0 or part[0] != 1:
+        raise UnusableModel(f"{path} is not the first part", remedy=f"name {parts[0]}")
+    for each in parts:
+        if not each.is_file():
+            raise UnusableModel(
+                f"{each} is missing: the model has {count} parts", remedy=FETCH_AGAIN
+            )
+    return parts
 
 
 def architecture_at_start(path: Path) -> str | None:
@@ -189,10 +248,14 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Header:
-    """Parses the file's start once, from the magic number to the end of the tensor table."""
+    """Parses the file's start once, from the magic number to the end of the tensor table.
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data = data
+    part   number of the file among the parts of its model
+    """
+
+    def __init__(self, data: mmap.mmap, path: Path, part: int = 0) -> None:
+        self.data = data
+        self.part = part
         self._path = path
         self._at = 0
         self.metadata: dict[str, Any] = {}
@@ -219,7 +282,7 @@ class _Header:
             raise UnusableModel(f"{self._path} is not a GGUF file")
         version = self._unsigned(4)
         if version not in VERSIONS:
-            raise self._damaged(f"version {version} is not one of {VERSIONS}")
+            raise self.damaged(f"version {version} is not one of {VERSIONS}")
         num_tensors = self._count(8, MIN_TENSOR_BYTES, "tensors")
         return num_tensors, self._count(8, MIN_PAIR_BYTES, "metadata entries")
 
@@ -227,7 +290,7 @@ class _Header:
         """Read a metadata entry and return its key."""
         key = self._string()
         if key in self.metadata:
-            raise self._damaged(f"metadata key {key!r} appears twice")
+            raise self.damaged(f"metadata key {key!r} appears twice")
         self.metadata[key] = self._value(self._unsigned(4))
         return key
 
@@ -239,41 +302,41 @@ class _Header:
         ]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._damaged(f"alignment {alignment!r} is not a power of two")
+            raise self.damaged(f"alignment {alignment!r} is not a power of two")
         start = -(-self._at // alignment) * alignment
         for name, shape, code, offset in table:
             if name in self.tensors:
-                raise self._damaged(f"tensor {name!r} appears twice")
+                raise self.damaged(f"tensor {name!r} appears twice")
             if offset % alignment:
-                raise self._damaged(f"tensor {name!r} is not aligned")
+                raise self.damaged(f"tensor {name!r} is not aligned")
             self.tensors[name] = self._tensor(name, shape, code, start + offset)
 
     def _tensor(self, name: str, shape: tuple[int, ...], code: int, offset: int) -> TensorInfo:
         try:
             kind = GGMLType(code)
         except ValueError:
-            raise self._damaged(f"tensor {name!r} has unknown type {code}") from None
+            raise self.damaged(f"tensor {name!r} has unknown type {code}") from None
         block_items, block_bytes = kind.block
         num_items = 1
         for size in shape:
             num_items *= size
         if shape[-1] % block_items:
-            raise self._damaged(f"rows of {name!r} are not whole blocks of {kind.name}")
+            raise self.damaged(f"rows of {name!r} are not whole blocks of {kind.name}")
         num_bytes = num_items // block_items * block_bytes
-        if offset + num_bytes > len(self._data):
-            raise self._damaged(
+        if offset + num_bytes > len(self.data):
+            raise self.damaged(
                 f"tensor {name!r} ends at byte {offset + num_bytes:,}, the file at "
-                f"{len(self._data):,}: it is truncated"
+                f"{len(self.data):,}: it is truncated"
             )
-        return TensorInfo(kind, shape, offset, num_bytes)
+        return TensorInfo(kind, shape, offset, num_bytes, self.part)
 
     def _shape(self) -> tuple[int, ...]:
         num_dims = self._unsigned(4)
         if not 1 <= num_dims <= MAX_DIMS:
-            raise self._damaged(f"a tensor has {num_dims} dimensions")
+            raise self.damaged(f"a tensor has {num_dims} dimensions")
         shape = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
         if not all(shape):
-            raise self._damaged("a tensor is empty")
+            raise self.damaged("a tensor is empty")
         return tuple(reversed(shape))
 
     def _value(self, code: int) -> Any:
@@ -295,7 +358,7 @@ class _Header:
 
     def _scalar_bytes(self, code: int) -> int:
         if code not in SCALARS:
-            raise self._damaged(f"metadata has unknown type {code}")
+            raise self.damaged(f"metadata has unknown type {code}")
         return struct.calcsize(f"<{SCALARS[code]}")
 
     def _string(self) -> str:
@@ -304,19 +367,19 @@ class _Header:
     def _strings(self, count: int) -> list[str]:
         """Return the next `count` strings. A tokenizer has 100,000s of them, so the loop makes few
         calls."""
-        data, at, limit, strings = self._data, self._at, len(self._data), []
+        data, at, limit, strings = self.data, self._at, len(self.data), []
         unpack = LENGTH.unpack_from
         try:
             for _ in range(count):
                 end = at + LENGTH.size + unpack(data, at)[0]
                 if end > limit:
-                    raise self._damaged(TRUNCATED)
+                    raise self.damaged(TRUNCATED)
                 strings.append(data[at + LENGTH.size : end].decode())
                 at = end
         except struct.error:
-            raise self._damaged(TRUNCATED) from None
+            raise self.damaged(TRUNCATED) from None
         except UnicodeDecodeError as error:
-            raise self._damaged(f"a string is not UTF-8: {error}") from error
+            raise self.damaged(f"a string is not UTF-8: {error}") from error
         self._at = at
         return strings
 
@@ -326,8 +389,8 @@ class _Header:
         item_bytes   the least size of an item
         """
         count = self._unsigned(size)
-        if count * item_bytes > len(self._data) - self._at:
-            raise self._damaged(f"{count:,} {noun} do not fit into the rest of the file")
+        if count * item_bytes > len(self.data) - self._at:
+            raise self.damaged(f"{count:,} {noun} do not fit into the rest of the file")
         return count
 
     def _unsigned(self, size: int) -> int:
@@ -335,11 +398,11 @@ class _Header:
 
     def _take(self, size: int) -> bytes:
         end = self._at + size
-        if end > len(self._data):
-            raise self._damaged(TRUNCATED)
-        taken = self._data[self._at : end]
+        if end > len(self.data):
+            raise self.damaged(TRUNCATED)
+        taken = self.data[self._at : end]
         self._at = end
         return taken
 
-    def _damaged(self, message: str) -> UnusableModel:
+    def damaged(self, message: str) -> UnusableModel:
         return UnusableModel(f"{self._path}: {message}", remedy=FETCH_AGAIN)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.engine.encoding import Pooling
+from protocol.shared.gguf_parts import model_name
 from worker.checkpoint.gguf_config import Metadata, rope_parameters
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokenizer import gguf_text
@@ -123,7 +124,7 @@ def gguf_encoder(file: GGUFFile) -> EncoderHeader:
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
     vectors = VectorSpec(pooling=pooling_type(metadata) or "mean")
-    return EncoderHeader(path.stem, tensors, file, kinds, text, [path], vectors)
+    return EncoderHeader(model_name(path), tensors, file, kinds, text, file.paths, vectors)
 
 
 def _config(metadata: Metadata) -> dict[str, Any]:

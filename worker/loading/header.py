@@ -16,6 +16,7 @@ from typing import Any
 
 from protocol.config.worker import PoolingOption
 from protocol.engine.encoding import EncodingCard
+from protocol.shared.gguf_parts import model_name
 from worker.checkpoint.gguf_config import Metadata
 from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
 from worker.checkpoint.gguf_header import gguf_names, gguf_spec, tensor_shapes
@@ -443,7 +444,7 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    header = ModelHeader(path.stem, tensors, file, kinds, text, [path])
+    header = ModelHeader(model_name(path), tensors, file, kinds, text, file.paths)
     if ranks:
         head = tensors.head.parts[0]
         return _scoring(header, gguf_scorer(metadata, text.tokenizer, head, spec.hidden))

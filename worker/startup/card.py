@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from protocol.engine.model_card import CardFile, ModelCard, sampling_defaults, write_card
+from protocol.shared.gguf_parts import model_name
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokenizer import gguf_text
 from worker.checkpoint.text import TextFacts, directory_name, directory_text, token_ids
@@ -67,7 +68,7 @@ def _gguf_card(path: Path) -> ModelCard:
     if not isinstance(tokens, list) or not tokens:
         raise UnusableModel(f"{path} has no vocabulary")
     return card_of_text(
-        path.stem,
+        model_name(path),
         architecture,
         gguf_text(fields, len(tokens)),
         vocab_size=len(tokens),
