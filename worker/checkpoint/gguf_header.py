@@ -26,9 +26,11 @@ from worker.checkpoint.gguf_names import (
     EMBEDDING_NORM,
     FUSED_EXPERTS,
     FUSED_QKV,
+    GEMMA3N_ROLES,
     GEMMA4_ROLES,
     HYBRID_ROLES,
     LAYER,
+    MAMBA1_ROLES,
     MAMBA_ROLES,
     NEMOTRON_ROLES,
     OLD_EXPERTS,
@@ -182,6 +184,12 @@ FAMILIES = {
         roles=POST_NORMS,
         has_whole_norms=True,
     ),
+    "gemma3n": GGUFFamily(
+        families=("Gemma3nForCausalLM",),
+        config=gguf_gemma.gemma3n,
+        common=gguf_config.of_whole_model,
+        roles=GEMMA3N_ROLES,
+    ),
     "gemma4": GGUFFamily(
         families=("Gemma4ForCausalLM",),
         config=gguf_gemma.gemma4,
@@ -240,12 +248,18 @@ FAMILIES = {
         roles=MAMBA_ROLES,
         without_ending=("mlp_norm",),
     ),
+    "jamba": GGUFFamily(
+        families=("JambaForCausalLM",),
+        config=gguf_mamba.jamba,
+        common=gguf_config.of_whole_model,
+        roles=MAMBA1_ROLES,
+    ),
     "mamba": GGUFFamily(
         families=("MambaForCausalLM", "FalconMambaForCausalLM"),
         choose=gguf_mamba.mamba_family,
         config=gguf_mamba.mamba,
         common=gguf_config.of_whole_model,
-        roles=MAMBA_ROLES | {"mamba_made": LAYER + "ssm_x", "mamba_step": LAYER + "ssm_dt"},
+        roles=MAMBA1_ROLES,
     ),
     "mamba2": GGUFFamily(
         families=("Mamba2ForCausalLM",),
@@ -344,7 +358,7 @@ def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor as the model's own files have it: the converter drops or adds
     axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    is_mamba1 = file.metadata["general.architecture"] == "mamba"
+    is_mamba1 = file.metadata["general.architecture"] in ("mamba", "jamba")
     of_heads = () if is_mamba1 else (".ssm_a", ".ssm_d", ".ssm_norm.weight")
     for name, shape in shapes.items():
         if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:

@@ -49,6 +49,18 @@ HYBRID_ROLES = {
 }
 TILED_ROLES = {"delta_b": LAYER + "ssm_beta", "delta_a": LAYER + "ssm_alpha"}
 """Roles of the gated delta nets whose value heads the converter has put in another order."""
+MAMBA1_ROLES = {
+    "mamba_inputs": LAYER + "ssm_in",
+    "mamba_conv": LAYER + "ssm_conv1d",
+    "mamba_made": LAYER + "ssm_x",
+    "mamba_step_norm": LAYER + "ssm_dt_norm",
+    "mamba_b_norm": LAYER + "ssm_b_norm",
+    "mamba_c_norm": LAYER + "ssm_c_norm",
+    "mamba_step": LAYER + "ssm_dt",
+    "mamba_decay": LAYER + "ssm_a",
+    "mamba_skip": LAYER + "ssm_d",
+    "mamba_output": LAYER + "ssm_out",
+}
 MAMBA_ROLES = {
     "mamba_inputs": LAYER + "ssm_in",
     "mamba_conv": LAYER + "ssm_conv1d",
@@ -80,16 +92,37 @@ OLD_EXPERTS = {
     "expert_down": LAYER + "ffn_down.{e}",
 }
 """Older files have a tensor for each expert."""
-GEMMA4_ROLES = {
-    "post_attention_norm": LAYER + "post_attention_norm",
-    "post_mlp_norm": LAYER + "post_ffw_norm",
-    "factor": LAYER + "layer_output_scale",
+INPUT_ROLES = {
     "inputs_table": "per_layer_token_embd",
     "inputs_projection": "per_layer_model_proj",
     "inputs_norm": "per_layer_proj_norm",
     "input_gate": LAYER + "inp_gate",
     "input_projection": LAYER + "proj",
     "input_norm": LAYER + "post_norm",
+}
+"""Roles of per-layer inputs."""
+POST_NORMS = {
+    "post_attention_norm": LAYER + "post_attention_norm",
+    "post_mlp_norm": LAYER + "post_ffw_norm",
+}
+GEMMA3N_ROLES = {
+    **POST_NORMS,
+    **INPUT_ROLES,
+    "laurel_in": LAYER + "laurel_l",
+    "laurel_out": LAYER + "laurel_r",
+    "laurel_norm": LAYER + "laurel_post_norm",
+    "altup_router": LAYER + "altup_router",
+    "altup_router_norm": LAYER + "altup_router_norm",
+    "altup_predictions": LAYER + "altup_predict_coef",
+    "altup_corrections": LAYER + "altup_correct_coef",
+    "altup_scale": LAYER + "altup_correct_scale",
+    "stream_spread": "altup_proj",
+    "stream_merge": "altup_unembd_proj",
+}
+GEMMA4_ROLES = {
+    **POST_NORMS,
+    **INPUT_ROLES,
+    "factor": LAYER + "layer_output_scale",
     "beside_mlp_norm": LAYER + "post_ffw_norm_1",
     "beside_norm": LAYER + "pre_ffw_norm_2",
     "beside_post_norm": LAYER + "post_ffw_norm_2",
@@ -97,10 +130,6 @@ GEMMA4_ROLES = {
     "expert_factors": LAYER + "ffn_down_exps.scale",
 }
 FUSED_EXPERTS = {"expert_gate_up": LAYER + "ffn_gate_up_exps"}
-POST_NORMS = {
-    "post_attention_norm": LAYER + "post_attention_norm",
-    "post_mlp_norm": LAYER + "post_ffw_norm",
-}
 FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
 WITHOUT_ENDING = (
     *("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip", "choice_bias"),
