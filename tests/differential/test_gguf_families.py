@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import MODEL_ARCH_NAMES
 
+from tests.support.checkpoints import VOCAB
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.family_models import CASES, SPARSE_NEMOTRON, random_model
 from tests.support.gguf_files import ARCHITECTURES, GRANITE_HYBRID, NEMOTRON_MOE, write_gguf
 from worker.checkpoint.gguf_header import FAMILIES
+from worker.errors import UnusableModel
 
 NUM_TOKENS = 61
 UNSTORED = {
@@ -44,6 +47,7 @@ UNSTORED = {
     "gemma": {"untied"},
     "gemma2": {"untied", "no caps", "all full"},
     "gemma3_text": {"every second", "caps"},
+    "gemma3n_text": {"not scaled"},
     "gemma4_text": {"biases", "scaled", "all full"},
     "olmo2": {"llama3 rope"},
     "gpt2": {"by layer", "unscaled", "gelu"},
@@ -57,6 +61,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"mixer_rms_eps": 1e-5},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "gemma3n_text": {"vocab_size_per_layer_input": VOCAB},
 }
 """Options that GGUF files do not store, with the only value that llama.cpp computes with."""
 STORED = [
@@ -117,6 +122,50 @@ def test_the_layer_for_drafts_of_a_nemotron_h_is_left_out(tmp_path: Path) -> Non
     assert_same(
         EagerStepper(load(path), [tokens]).run([(NUM_TOKENS,)])[0], expected(theirs, tokens)
     )
+
+
+def test_a_gemma_3n_reads_zeros_for_tokens_without_per_layer_inputs(tmp_path: Path) -> None:
+    """The converter adds rows of zeros to the table, so these tokens do not read its first row."""
+    theirs, tokens = random_model("gemma3n_text"), [each or 1 for each in some_tokens(NUM_TOKENS)]
+    rows = theirs.config.vocab_size_per_layer_input
+    loaded = load(write_gguf(tmp_path / "tiny.gguf", theirs))
+    with torch.no_grad():
+        theirs.model.embed_tokens_per_layer.weight[0] = 0
+    assert max(tokens) >= rows
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
+
+
+def test_a_gemma_3n_without_cutoffs_drops_gates_in_its_first_ten_layers(tmp_path: Path) -> None:
+    shares = [0.95] * 10 + [0.0] * 2
+    theirs = random_model(
+        "gemma3n_text",
+        num_hidden_layers=12,
+        layer_types=["sliding_attention", "full_attention"] * 6,
+        intermediate_size=96,
+        activation_sparsity_pattern=shares,
+        vocab_size_per_layer_input=VOCAB,
+    )
+    tokens, key = some_tokens(NUM_TOKENS), "gemma3n.activation_sparsity_scale"
+    loaded = load(write_gguf(tmp_path / "tiny.gguf", theirs, skips=key))
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
+
+
+REFUSED: list[tuple[str, dict[str, list[Any]], str]] = [
+    ("gemma3n_text", {"gemma3n.activation_sparsity_scale": [0.5] * 5}, "each of 6 layers"),
+    ("gemma3n_text", {"gemma3n.activation_sparsity_scale": [40.0] * 6}, "within 0..1"),
+    ("jamba", {"jamba.attention.head_count_kv": [2, 2, 0, 0]}, "attn_layers are [0, 1]"),
+    ("jamba", {"jamba.attention.head_count_kv": [2, 0, 3, 0]}, "or the same number"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "metadata", "message"), REFUSED, ids=str)
+def test_metadata_that_the_family_cannot_have_are_refused(
+    tmp_path: Path, model_type: str, metadata: dict[str, list[Any]], message: str
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", random_model(model_type), metadata=metadata)
+    with pytest.raises(UnusableModel) as refused:
+        load(path)
+    assert message in refused.value.message
 
 
 def test_older_files_with_a_tensor_for_each_expert_are_read(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
     "phi3": (VARIANTS["phi3"]["long rope"], "attention.rope.scaling is 'LongRopeScaling'"),
     "ministral": ({}, "MinistralForCausalLM cannot be written as a GGUF file"),
     "granitemoehybrid": ({}, "GraniteMoeHybridForCausalLM cannot be written as a GGUF file"),
+    "gemma3n_text": ({}, "Gemma3nForCausalLM cannot be written as a GGUF file"),
+    "jamba": ({}, "JambaForCausalLM cannot be written as a GGUF file"),
     "qwen2_moe": ({}, "Qwen2MoeForCausalLM cannot be written as a GGUF file"),
     "qwen3_next": ({}, "Qwen3NextForCausalLM cannot be written as a GGUF file"),
     "gpt_oss": ({}, "GptOssForCausalLM cannot be written as a GGUF file"),

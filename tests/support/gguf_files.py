@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import (
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
@@ -42,6 +43,7 @@ ARCHITECTURES = {
     "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
+    "jamba": MODEL_ARCH.JAMBA,
     "mamba": MODEL_ARCH.MAMBA,
     "falcon_mamba": MODEL_ARCH.MAMBA,
     "mamba2": MODEL_ARCH.MAMBA2,
@@ -63,6 +65,7 @@ ARCHITECTURES = {
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
@@ -92,6 +95,7 @@ PERMUTED = frozenset({"llama", "arcee", "mistral", "ministral3", "mixtral", "smo
 WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes a list of the layers that have windows."""
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+STREAM = re.compile(r"(model\.altup_\w*projections)\.\d+\.weight")
 
 
 def write_gguf(
@@ -116,7 +120,7 @@ def write_gguf(
                      files have a tensor for each expert
     architecture     another `general.architecture`, of files with the same keys and tensors
     tokenizer        adds another tokenizer
-    skips            name of a tensor that is left out
+    skips            name of a tensor, or a key, that is left out
     more             tensors to add
     part_tensors     most tensors of a file: the model is split into several ones; 0: it is not
     """
@@ -156,6 +160,7 @@ def write_gguf(
         add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
         add |= {list: writer.add_array}
         add[type(value)](key, value)  # type: ignore[operator]
+    writer.kv_data[0].pop(skips or "", None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -301,8 +306,12 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window(config.sliding_window)
         case "gemma3_text":
             writer.add_sliding_window(config.sliding_window)
+        case "gemma3n_text":
+            _add_gemma3n(writer, config)
         case "gemma4_text":
             _add_gemma4(writer, config)
+        case "jamba":
+            _add_jamba(writer, config)
         case "phi3":
             writer.add_sliding_window(config.sliding_window or 0)
         case "olmo3" | "exaone4" if config.sliding_window is not None:
@@ -375,6 +384,32 @@ def _add_nemotron(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_group_used_count(config.topk_group)
         if config.moe_latent_size is not None:
             writer.add_moe_latent_size(config.moe_latent_size)
+
+
+def _add_jamba(writer: GGUFWriter, config: Any) -> None:
+    heads, period = config.num_key_value_heads, config.attn_layer_period
+    attends = [
+        index % period == config.attn_layer_offset for index in range(config.num_hidden_layers)
+    ]
+    writer.add_head_count_kv([heads * each for each in attends])
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _add_gemma3n(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    shares = torch.tensor(config.activation_sparsity_pattern, dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _add_gemma4(writer: GGUFWriter, config: Any) -> None:
@@ -474,6 +509,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
         model.save_pretrained(folder)
         weights = load_file(Path(folder) / "model.safetensors")
     experts: dict[str, list[Array]] = {}
+    streams: dict[str, list[Array]] = {}
     for name, data in sorted(weights.items(), key=lambda item: _expert_index(item[0])):
         if found := EXPERT.fullmatch(name):
             block, _, projection = found.groups()
@@ -483,9 +519,11 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
             if config.model_type == "lfm2_moe":
                 projection = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[projection]
             experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
+        elif found := STREAM.fullmatch(name):
+            streams.setdefault(f"{found[1]}.weight", []).append(data)
         elif not (name == "lm_head.weight" and config.tie_word_embeddings):
             yield from _converted(config, name, data)
-    for name, parts in experts.items():
+    for name, parts in (experts | streams).items():
         yield name, np.stack(parts)
 
 
@@ -503,6 +541,9 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
     if getattr(config, "linear_num_key_heads", None):
         yield from _hybrid(config, name, data)
         return
+    if config.model_type == "gemma3n_text":
+        yield _gemma3n(config, name, data)
+        return
     if config.model_type == "gemma4_text":
         yield _gemma4(name), data
         return
@@ -513,7 +554,7 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         data = data * _falcon_factor(config, name)
         yield _mamba(name, data, config.mamba_n_groups) if ".mamba." in name else (name, data)
         return
-    if config.model_type in ("mamba", "falcon_mamba"):
+    if config.model_type in ("jamba", "mamba", "falcon_mamba"):
         if name.endswith("A_log"):
             data = -np.exp(data)
         yield name, data.squeeze(1) if name.endswith("conv1d.weight") else data
@@ -572,6 +613,14 @@ def _falcon_factor(config: Any, name: str) -> Any:
     widths = (width, width, groups, groups, config.mamba_n_heads)
     scales = np.repeat(np.array(config.ssm_multipliers, np.float32), widths)
     return scales[:, None] * np.float32(config.ssm_in_multiplier)
+
+
+def _gemma3n(config: Any, name: str, data: Array) -> tuple[str, Array]:
+    """Return a tensor of Gemma 3n. The table of per-layer inputs gets a row of zeros for each token
+    that it lacks. The norms have no offset."""
+    if "embed_tokens_per_layer" in name:
+        data = np.pad(data, ((0, config.vocab_size - len(data)), (0, 0)))
+    return name + ".weight" if name.endswith("_scale") else name, data
 
 
 def _gemma4(name: str) -> str:

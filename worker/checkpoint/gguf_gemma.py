@@ -1,7 +1,9 @@
-"""Translates the metadata of GGUF files of Gemma 2, 3 and 4 to the keys of config.json. Needs no
-torch."""
+"""Translates the metadata of GGUF files of Gemma 2, 3, 3n and 4 to the keys of config.json. Needs
+no torch."""
 
 from __future__ import annotations
+
+from statistics import NormalDist
 
 from worker.checkpoint.gguf_config import (
     Config,
@@ -13,6 +15,11 @@ from worker.checkpoint.gguf_config import (
 )
 from worker.errors import UnusableModel
 from worker.spec.families.family import FULL
+from worker.spec.families.gemma3n import SPARSE_LAYERS, SPARSITY
+
+OWN_KV_LAYERS = 20
+"""Number of the first layers of a Gemma 3n that have keys and values, if the file does not say it.
+"""
 
 
 def gemma2(metadata: Metadata) -> Config:
@@ -34,6 +41,55 @@ def gemma3(metadata: Metadata) -> Config:
         **windows(metadata, 6),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
     }
+
+
+def gemma3n(metadata: Metadata) -> Config:
+    """Return the keys of Gemma 3n besides those of `of_whole_model`. The rank of the linear
+    branches and the number of rows for per-layer inputs are those of the tensors. As in llama.cpp,
+    the factors of the active stream are always applied."""
+    tensors, count = metadata.file.tensors, metadata.num_layers
+    found = {
+        **rms(metadata),
+        **ropes_by_kind(metadata, 10000.0),
+        "num_key_value_heads": metadata.num_kv_heads,
+        "head_dim": metadata.head_dim,
+        "intermediate_size": metadata.by_layer("feed_forward_length"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        **windows_pattern(metadata, 5),
+        "num_kv_shared_layers": metadata.integer(
+            "attention.shared_kv_layers", max(count - OWN_KV_LAYERS, 0)
+        ),
+        "activation_sparsity_pattern": _dropped_shares(metadata),
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 256),
+        "altup_num_inputs": metadata.integer("altup.num_inputs", 4),
+        "altup_active_idx": metadata.integer("altup.active_idx", 0),
+        "altup_correct_scale": True,
+        "final_logit_softcapping": metadata.positive("final_logit_softcapping", 30.0),
+    }
+    if branch := tensors.get("blk.0.laurel_l.weight"):
+        found["laurel_rank"] = branch.shape[0]
+    if table := tensors.get("per_layer_token_embd.weight"):
+        found["vocab_size_per_layer_input"] = table.shape[0]
+    return found
+
+
+def _dropped_shares(metadata: Metadata) -> list[float]:
+    """Return the share of the gates that each layer drops. Files store how many standard deviations
+    above their mean the gates are cut off: minus infinity if they are not.
+
+    llama.cpp does not read this key: the first 10 layers drop 0.95, as they do in files without it.
+    """
+    name, count = "activation_sparsity_scale", metadata.num_layers
+    cutoffs = metadata.get(name)
+    if cutoffs is None:
+        return [SPARSITY if index < SPARSE_LAYERS else 0.0 for index in range(count)]
+    if (
+        not isinstance(cutoffs, list)
+        or len(cutoffs) != count
+        or not all(isinstance(each, float) for each in cutoffs)
+    ):
+        raise UnusableModel(f"{metadata.key(name)} must have a number for each of {count} layers")
+    return [NormalDist().cdf(cutoff) for cutoff in cutoffs]
 
 
 def gemma4(metadata: Metadata) -> Config:

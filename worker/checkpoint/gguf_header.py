@@ -20,6 +20,26 @@ from worker.checkpoint.gguf_config import (
     Metadata,
 )
 from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_names import (
+    CHOICE_ROLES,
+    CONV_ROLES,
+    EMBEDDING_NORM,
+    FUSED_EXPERTS,
+    FUSED_QKV,
+    GEMMA3N_ROLES,
+    GEMMA4_ROLES,
+    HYBRID_ROLES,
+    LAYER,
+    MAMBA1_ROLES,
+    MAMBA_ROLES,
+    NEMOTRON_ROLES,
+    OLD_EXPERTS,
+    POST_NORMS,
+    ROLES,
+    SHARED_ROLES,
+    TILED_ROLES,
+    WITHOUT_ENDING,
+)
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
 from worker.spec.model_spec import LayerSpec, ModelSpec
@@ -29,101 +49,6 @@ from worker.spec.tensor_names import RowOrder, TensorNames, rotates_neighbours
 
 NOT_ROTATED = 9e29
 """Factors of rotary frequencies above this mark pairs that are not rotated."""
-LAYER = "blk.{i}."
-ROLES = {
-    "embedding": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "attention_norm": LAYER + "attn_norm",
-    "q": LAYER + "attn_q",
-    "k": LAYER + "attn_k",
-    "v": LAYER + "attn_v",
-    "sinks": LAYER + "attn_sinks",
-    "q_norm": LAYER + "attn_q_norm",
-    "k_norm": LAYER + "attn_k_norm",
-    "output": LAYER + "attn_output",
-    "mlp_norm": LAYER + "ffn_norm",
-    "gate": LAYER + "ffn_gate",
-    "up": LAYER + "ffn_up",
-    "down": LAYER + "ffn_down",
-    "router": LAYER + "ffn_gate_inp",
-    "expert_gate": LAYER + "ffn_gate_exps",
-    "expert_up": LAYER + "ffn_up_exps",
-    "expert_down": LAYER + "ffn_down_exps",
-}
-SHARED_ROLES = {
-    "shared_gate": LAYER + "ffn_gate_shexp",
-    "shared_up": LAYER + "ffn_up_shexp",
-    "shared_down": LAYER + "ffn_down_shexp",
-    "shared_score": LAYER + "ffn_gate_inp_shexp",
-}
-CHOICE_ROLES = {"choice_bias": LAYER + "exp_probs_b.bias"}
-HYBRID_ROLES = {
-    "mlp_norm": LAYER + "post_attention_norm",
-    "delta_qkv": LAYER + "attn_qkv",
-    "delta_z": LAYER + "attn_gate",
-    "delta_conv": LAYER + "ssm_conv1d",
-    "delta_decay": LAYER + "ssm_a",
-    "delta_bias": LAYER + "ssm_dt.bias",
-    "delta_norm": LAYER + "ssm_norm",
-    "delta_output": LAYER + "ssm_out",
-    **SHARED_ROLES,
-}
-TILED_ROLES = {"delta_b": LAYER + "ssm_beta", "delta_a": LAYER + "ssm_alpha"}
-"""Roles of the gated delta nets whose value heads the converter has put in another order."""
-MAMBA_ROLES = {
-    "mamba_inputs": LAYER + "ssm_in",
-    "mamba_conv": LAYER + "ssm_conv1d",
-    "mamba_decay": LAYER + "ssm_a",
-    "mamba_bias": LAYER + "ssm_dt.bias",
-    "mamba_skip": LAYER + "ssm_d",
-    "mamba_norm": LAYER + "ssm_norm",
-    "mamba_output": LAYER + "ssm_out",
-}
-NEMOTRON_ROLES = {
-    **MAMBA_ROLES,
-    **SHARED_ROLES,
-    **CHOICE_ROLES,
-    "mlp_norm": LAYER + "attn_norm",
-    "latent_in": LAYER + "ffn_latent_down",
-    "latent_out": LAYER + "ffn_latent_up",
-}
-CONV_ROLES = {
-    "conv_in": LAYER + "shortconv.in_proj",
-    "conv": LAYER + "shortconv.conv",
-    "conv_out": LAYER + "shortconv.out_proj",
-    **CHOICE_ROLES,
-}
-EMBEDDING_NORM = "token_embd_norm"
-"""The name of the last norm in some files of LFM2, in which it has the name of the embeddings."""
-OLD_EXPERTS = {
-    "expert_gate": LAYER + "ffn_gate.{e}",
-    "expert_up": LAYER + "ffn_up.{e}",
-    "expert_down": LAYER + "ffn_down.{e}",
-}
-"""Older files have a tensor for each expert."""
-GEMMA4_ROLES = {
-    "post_attention_norm": LAYER + "post_attention_norm",
-    "post_mlp_norm": LAYER + "post_ffw_norm",
-    "factor": LAYER + "layer_output_scale",
-    "inputs_table": "per_layer_token_embd",
-    "inputs_projection": "per_layer_model_proj",
-    "inputs_norm": "per_layer_proj_norm",
-    "input_gate": LAYER + "inp_gate",
-    "input_projection": LAYER + "proj",
-    "input_norm": LAYER + "post_norm",
-    "beside_mlp_norm": LAYER + "post_ffw_norm_1",
-    "beside_norm": LAYER + "pre_ffw_norm_2",
-    "beside_post_norm": LAYER + "post_ffw_norm_2",
-    "router_norm": LAYER + "ffn_gate_inp.scale",
-    "expert_factors": LAYER + "ffn_down_exps.scale",
-}
-FUSED_EXPERTS = {"expert_gate_up": LAYER + "ffn_gate_up_exps"}
-POST_NORMS = {
-    "post_attention_norm": LAYER + "post_attention_norm",
-    "post_mlp_norm": LAYER + "post_ffw_norm",
-}
-FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +195,12 @@ FAMILIES = {
         roles=POST_NORMS,
         has_whole_norms=True,
     ),
+    "gemma3n": GGUFFamily(
+        families=("Gemma3nForCausalLM",),
+        config=gguf_gemma.gemma3n,
+        common=gguf_config.of_whole_model,
+        roles=GEMMA3N_ROLES,
+    ),
     "gemma4": GGUFFamily(
         families=("Gemma4ForCausalLM",),
         config=gguf_gemma.gemma4,
@@ -328,12 +259,18 @@ FAMILIES = {
         roles=MAMBA_ROLES,
         without_ending=("mlp_norm",),
     ),
+    "jamba": GGUFFamily(
+        families=("JambaForCausalLM",),
+        config=gguf_mamba.jamba,
+        common=gguf_config.of_whole_model,
+        roles=MAMBA1_ROLES,
+    ),
     "mamba": GGUFFamily(
         families=("MambaForCausalLM", "FalconMambaForCausalLM"),
         choose=gguf_mamba.mamba_family,
         config=gguf_mamba.mamba,
         common=gguf_config.of_whole_model,
-        roles=MAMBA_ROLES | {"mamba_made": LAYER + "ssm_x", "mamba_step": LAYER + "ssm_dt"},
+        roles=MAMBA1_ROLES,
     ),
     "mamba2": GGUFFamily(
         families=("Mamba2ForCausalLM",),
@@ -369,13 +306,6 @@ FAMILIES = {
     ),
 }
 """`general.architecture` -> how its files are read."""
-
-
-WITHOUT_ENDING = (
-    *("delta_decay", "delta_bias", "mamba_decay", "mamba_bias", "mamba_skip", "choice_bias"),
-    *("router_norm", "expert_factors"),
-)
-"""Roles whose names have no ending."""
 
 
 def gguf_family(architecture: str) -> GGUFFamily:
@@ -439,7 +369,7 @@ def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor as the model's own files have it: the converter drops or adds
     axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    is_mamba1 = file.metadata["general.architecture"] == "mamba"
+    is_mamba1 = file.metadata["general.architecture"] in ("mamba", "jamba")
     of_heads = () if is_mamba1 else (".ssm_a", ".ssm_d", ".ssm_norm.weight")
     for name, shape in shapes.items():
         if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:

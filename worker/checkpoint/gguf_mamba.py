@@ -1,4 +1,4 @@
-"""Translates the metadata of GGUF files of Nemotron-H, Falcon-H1 and Mamba to the keys of
+"""Translates the metadata of GGUF files of Nemotron-H, Falcon-H1, Jamba and Mamba to the keys of
 config.json. Needs no torch.
 
 llama.cpp has two architectures for Nemotron-H: `nemotron_h_moe` has experts in all layers without a
@@ -8,6 +8,7 @@ token mixer, `nemotron_h` has MLPs there.
 from __future__ import annotations
 
 from worker.checkpoint.gguf_config import Config, Metadata, rms
+from worker.errors import UnusableModel
 from worker.spec.families.family import FULL, LINEAR, UNLIMITED_CONTEXT
 from worker.spec.families.nemotron import EXPERTS, MLP
 
@@ -82,6 +83,52 @@ def falcon_h1(metadata: Metadata) -> Config:
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
         "mamba_norm_before_gate": False,
     }
+
+
+def jamba(metadata: Metadata) -> Config:
+    """Return the keys of Jamba besides those of `of_whole_model`. A layer without key/value heads
+    has Mamba-1, and a layer with a router has experts."""
+    tensors, heads = metadata.file.tensors, metadata.by_layer("attention.head_count_kv")
+    has_experts = [
+        f"blk.{index}.ffn_gate_inp.weight" in tensors for index in range(metadata.num_layers)
+    ]
+    if len(set(heads) - {0}) > 1:
+        raise UnusableModel(
+            f"{metadata.key('attention.head_count_kv')} must be 0 or the same number in each layer"
+        )
+    hidden = max(metadata.integer("embedding_length"), 1)
+    return {
+        **rms(metadata),
+        **_period(metadata, "attn_layer", [count != 0 for count in heads]),
+        **_period(metadata, "expert_layer", has_experts),
+        "num_key_value_heads": max([*heads, 1]),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_experts": metadata.integer("expert_count", 0),
+        "num_experts_per_tok": metadata.integer("expert_used_count", 1),
+        "mamba_expand": metadata.integer("ssm.inner_size") // hidden,
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_dt_rank": metadata.integer("ssm.time_step_rank"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in tensors),
+    }
+
+
+def _period(metadata: Metadata, kind: str, found: list[bool]) -> Config:
+    """Return the period and the offset of the layers that are of this kind. Raises UnusableModel if
+    they are not periodic.
+
+    found   whether each layer is of this kind
+    """
+    count = len(found)
+    places = [index for index, is_found in enumerate(found) if is_found]
+    offset = places[0] if places else count
+    period = places[1] - offset if len(places) > 1 else count + 1
+    if places != list(range(offset, count, period)) or offset >= period:
+        raise UnusableModel(
+            f"{metadata.file.path}: layers of one kind must be periodic, but {kind}s are {places}"
+        )
+    return {f"{kind}_period": period, f"{kind}_offset": offset}
 
 
 def mamba_family(metadata: Metadata) -> str:

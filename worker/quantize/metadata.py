@@ -25,8 +25,9 @@ from worker.spec.rope_config import (
 )
 
 Values = dict[str, Any]
-NOT_WRITTEN = frozenset({"gpt-oss"})
-"""Architectures that are read, but whose fused experts and sinks are not written."""
+NOT_WRITTEN = frozenset({"gpt-oss", "gemma3n"})
+"""Architectures that are read but not written: gpt-oss has fused experts and sinks, and the
+matrices of Gemma 3n's streams are in one tensor."""
 WITH_PATTERN = ("olmo2", "exaone4")
 """Architectures whose files say which layers have windows."""
 

@@ -17,8 +17,8 @@ class MatrixPart:
     """One tensor of a matrix that consists of several tensors, stacked by rows.
 
     rows    number of rows that are read
-    index   index of the expert, if the tensor holds several
-    of      number of experts that the tensor holds
+    index   index of the expert, or of the stream of hidden states, if the tensor holds several
+    of      number of experts or streams that the tensor holds
     cut     the part of the tensor that is read; None: all of it
     """
 

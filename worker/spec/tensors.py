@@ -142,14 +142,17 @@ class ModelTensors(TensorParts):
         has one stream."""
         if self.spec.altup is None:
             return None
-        hidden, others = self.spec.hidden, range(self.spec.altup.streams - 1)
+        hidden, count = self.spec.hidden, self.spec.altup.streams - 1
+
+        def parts(role: str) -> tuple[MatrixPart, ...]:
+            """Return the matrix of each further stream. Some files have one tensor for all."""
+            if "{i}" in self.names.roles[role]:
+                return tuple(self._part(role, hidden, each) for each in range(count))
+            return tuple(self._part(role, hidden, 0, each, count) for each in range(count))
+
         return StreamTensors(
-            spread=FusedMatrix(
-                tuple(self._part("stream_spread", hidden, each) for each in others), hidden
-            ),
-            merge=tuple(
-                FusedMatrix((self._part("stream_merge", hidden, each),), hidden) for each in others
-            ),
+            spread=FusedMatrix(parts("stream_spread"), hidden),
+            merge=tuple(FusedMatrix((part,), hidden) for part in parts("stream_merge")),
         )
 
     def _latent(self, mlp: MlpSpec, index: int) -> LatentTensors:
