@@ -19,8 +19,6 @@ from worker.spec.model_spec import checked_layers
 Config = dict[str, Any]
 ROPE_FREQS = "rope_freqs.weight"
 FINETUNED = "rope.scaling.finetuned"
-GROWTH = "attention.temperature_scale"
-"""Key of the factor with which queries grow (`QueryGrowth`)."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -337,23 +335,6 @@ def gpt_oss(metadata: Metadata) -> Config:
         **_experts(metadata),
         "rope_parameters": rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope,
     }
-
-
-def mistral3(metadata: Metadata) -> Config:
-    """Return the keys of Mistral Small 3.1 and later, or of Ministral 3, besides those of `common`.
-    Only the queries of the latter grow with their positions."""
-    found = rms(metadata) | {"sliding_window": metadata.window}
-    if not (beta := metadata.number(GROWTH, 0.0)):
-        return found
-    growth = {
-        "llama_4_scaling_beta": beta,
-        "original_max_position_embeddings": metadata.integer(
-            "rope.scaling.original_context_length"
-        ),
-    }
-    if scale := metadata.number("rope.scaling.yarn_log_multiplier", 0.0):
-        growth |= {"mscale": 1.0, "mscale_all_dim": scale}
-    return found | {"rope_parameters": rope_parameters(metadata) | growth}
 
 
 def phi3(metadata: Metadata) -> Config:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma, gguf_mamba
+from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma, gguf_mamba, gguf_mistral
 from worker.checkpoint.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
@@ -82,11 +82,6 @@ def _llama_family(metadata: Metadata) -> str:
     return "LlamaForCausalLM" if metadata.window is None else "MistralForCausalLM"
 
 
-def _mistral3_family(metadata: Metadata) -> str:
-    grows = metadata.number(gguf_config.GROWTH, 0.0)
-    return "Ministral3ForCausalLM" if grows else "MistralForCausalLM"
-
-
 def _olmo_family(metadata: Metadata) -> str:
     return "Olmo2ForCausalLM" if metadata.window is None else "Olmo3ForCausalLM"
 
@@ -110,8 +105,8 @@ FAMILIES = {
     ),
     "mistral3": GGUFFamily(
         families=("Ministral3ForCausalLM", "MistralForCausalLM"),
-        choose=_mistral3_family,
-        config=gguf_config.mistral3,
+        choose=gguf_mistral.mistral3_family,
+        config=gguf_mistral.mistral3,
         is_interleaved=True,
     ),
     "qwen2": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),

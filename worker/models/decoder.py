@@ -77,6 +77,8 @@ class AttentionBlock:
             yield from linear.tensors()
 
 
+Turn = tuple[CosSin | None, Tensor | None]
+"""How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | ShortConv
 TokenMixer = AttentionBlock | Recurrence
 
@@ -232,7 +234,6 @@ class DecoderModel:
         plans = self._plans(batch, cache, attention)
         x = self._embedded(token_ids, batch.positions)
         turns = self._turns(batch.positions, self._dtype)
-        factors = self._query_factors(batch.positions)
         table, ends = self.weights.inputs, self.weights.streams
         inputs = None if table is None else table(token_ids, x)
         streams = None if ends is None else ends.spread_out(x)
@@ -247,10 +248,9 @@ class DecoderModel:
                 normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
                 if isinstance(mixer, AttentionBlock):
                     assert place is not None
-                    plan, turn = plans[place], turns[mixer.spec.rope]
-                    factor = factors[mixer.spec.growth]
+                    plan, turn = plans[place], turns[mixer.spec.rope, mixer.spec.growth]
                     delta = self._attend(
-                        mixer, normed, turn, factor, batch, cache, place, attention, plan, terms
+                        mixer, normed, turn, batch, cache, place, attention, plan, terms
                     )
                 else:
                     delta = mixer(normed, self.kernels, _some(states), offset, terms)
@@ -302,8 +302,7 @@ class DecoderModel:
         self,
         block: AttentionBlock,
         x: Tensor,
-        turn: CosSin | None,
-        factor: Tensor | None,
+        turn: Turn,
         batch: AttentionBatch,
         cache: PagedCache,
         place: int,
@@ -312,9 +311,8 @@ class DecoderModel:
         terms: LayerAdapters | None,
     ) -> Tensor:
         """Return the attention [T, hidden] of x [T, hidden]. `place` is the number of the layer
-        whose keys and values are read, among those that have some. The layer writes its own. The
-        queries are multiplied by `factor` [T, 1, 1]."""
-        spec = block.spec
+        whose keys and values are read, among those that have some. The layer writes its own."""
+        spec, (angles, factor) = block.spec, turn
         q_norm, k_norm = block.q_norm, block.k_norm
         qkv, gate = adapted(terms, "qkv", x, block.qkv(x)), None
         if spec.gated:
@@ -328,13 +326,13 @@ class DecoderModel:
             heads = heads_of(qkv, spec.head_dim)
             norm_heads(heads[:, -spec.num_kv_heads :], block.v_norm)
             if spec.norms_rotated:
-                turn_heads(heads[:, : -spec.num_kv_heads], turn)
+                turn_heads(heads[:, : -spec.num_kv_heads], angles)
                 norm_heads(heads[:, : spec.num_heads], q_norm)
                 norm_heads(heads[:, spec.num_heads : -spec.num_kv_heads], k_norm)
-                turn, q_norm, k_norm = None, None, None
+                angles, q_norm, k_norm = None, None, None
             q = self.kernels.place(
                 qkv,
-                turn,
+                angles,
                 cache,
                 place,
                 batch.for_entry(cache.entries[place]).slot_mapping,
@@ -342,7 +340,7 @@ class DecoderModel:
                 k_norm=k_norm,
             )
         else:
-            q = turned(qkv, turn, spec.head_dim, q_norm)
+            q = turned(qkv, angles, spec.head_dim, q_norm)
         if factor is not None:
             q = q * factor
         seen = attention.run(
@@ -385,20 +383,20 @@ class DecoderModel:
 
     def _turns(
         self, positions: Tensor, dtype: torch.dtype
-    ) -> dict[RopeConfig | None, CosSin | None]:
-        turns: dict[RopeConfig | None, CosSin | None] = {None: None}
+    ) -> dict[tuple[RopeConfig | None, QueryGrowth | None], Turn]:
+        """Return the turn of each layer's queries and keys, by its rope and growth."""
+        angles: dict[RopeConfig | None, CosSin | None] = {None: None}
         for rope, frequencies in self._frequencies.items():
             factor = attention_factor(rope)
-            turns[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
-        return turns
-
-    def _query_factors(self, positions: Tensor) -> dict[QueryGrowth | None, Tensor | None]:
-        """Return the factors [T, 1, 1] of the queries at these positions."""
-        found: dict[QueryGrowth | None, Tensor | None] = {None: None}
-        for growth, factors in self._growths.items():
-            runs = (positions // growth.tokens).clamp_(max=len(factors) - 1)
-            found[growth] = factors[runs].view(-1, 1, 1)
-        return found
+            angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+        factors: dict[QueryGrowth | None, Tensor | None] = {None: None}
+        for growth, of_runs in self._growths.items():
+            runs = (positions // growth.tokens).clamp_(max=len(of_runs) - 1)
+            factors[growth] = of_runs[runs].view(-1, 1, 1)
+        return {
+            (rope, growth): (angles[rope], factors[growth])
+            for rope, growth in {(each.rope, each.growth) for each in self.spec.attentions}
+        }
 
     def _add_norm(
         self, x: Tensor, delta: Tensor | None, norm: Norm | None, post_norm: Norm | None = None
