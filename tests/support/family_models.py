@@ -13,7 +13,16 @@ from worker.spec.families.registry import FAMILIES
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 HYBRIDS = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "falcon_h1", "olmo_hybrid", "jamba"),
+    *(
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "nemotron_h",
+        "falcon_h1",
+        "olmo_hybrid",
+        "jamba",
+        "bamba",
+    ),
 ]
 """Model types some of whose layers are recurrent."""
 WITHOUT_ATTENTION = ["mamba", "falcon_mamba", "mamba2"]
@@ -234,6 +243,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.08,
     },
     "olmo_hybrid": {**DELTA_SIZES, "initializer_range": 0.08},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 12,
+        "mamba_d_state": 20,
+        "initializer_range": 0.08,
+    },
     "jamba": {
         "attn_layer_period": 4,
         "attn_layer_offset": 2,
@@ -517,6 +532,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "wide heads": {"head_dim": 32},
         "by expansion": {"mamba_d_ssm": None},
         **ROPES,
+    },
+    "bamba": {
+        "tied": TIED,
+        "biases": BIASED | {"mlp_bias": True},
+        "biases of Mamba": {"mamba_proj_bias": True, "mamba_conv_bias": False},
+        "groups": {"mamba_n_groups": 3},
+        "limits": {"time_step_limit": [0.4, 1.1]},
+        "more attention": {"attn_layer_indices": [0, 3]},
+        "wide heads": {"head_dim": 32},
     },
     "jamba": {
         "tied": TIED,

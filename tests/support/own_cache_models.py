@@ -72,7 +72,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": LATENT,
     "MiniCPM3ForCausalLM": LATENT,
     "YoutuForCausalLM": LATENT,
-    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "JetMoeForCausalLM": {"kv_channels": 16},
     "MptForCausalLM": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
     "XGLMForCausalLM": {"d_model": 64, "attention_heads": 4, "num_layers": 2, "ffn_dim": 96},
@@ -81,7 +80,7 @@ ARCHITECTURES = (
     # latent attention
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
     # recurrent layers
-    *("BambaForCausalLM", "MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
+    *("MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
     *("InklingForCausalLM", "LaraMiniForCausalLM"),
     # shared keys and values
     "MiMoV2FlashForCausalLM",

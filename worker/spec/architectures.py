@@ -105,7 +105,7 @@ _OWN_CACHE: dict[str, str] = {
         HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
-        BailingHybridForCausalLM BambaForCausalLM
+        BailingHybridForCausalLM
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
         KimiLinearForCausalLM LaraMiniForCausalLM
         Lfm3ForCausalLM

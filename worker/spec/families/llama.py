@@ -88,11 +88,13 @@ def read_granite_hybrid(config: ConfigFields) -> ModelSpec:
     attention = LayerSpec(attention=_granite_attention(config, rope), mlp=mlp)
     mamba = attention
     if LINEAR in kinds:
-        mamba = LayerSpec(recurrent=_granite_mamba(config), mlp=mlp)
+        mamba = LayerSpec(recurrent=mamba_of_config(config), mlp=mlp)
     return _granite(config, [mamba if kind == LINEAR else attention for kind in kinds])
 
 
-def _granite_mamba(config: ConfigFields) -> Mamba2Spec:
+def mamba_of_config(config: ConfigFields) -> Mamba2Spec:
+    """Return the Mamba-2 of a config, as in Granite 4 and Bamba. Raises UnusableModel, naming the
+    field, if a value is not supported."""
     heads, width = config.integer("mamba_n_heads"), config.integer("mamba_expand")
     head_dim, width = config.get("mamba_d_head"), width * config.integer("hidden_size")
     if head_dim in ("auto", None):
