@@ -270,6 +270,21 @@ def test_all_names_of_the_tensors_of_olmo_hybrid_are_found(
     assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], expected(theirs, tokens))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("glm4_moe", "model.layers.4.eh_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
+        ("minimax_m2", "model.layers.4.mtp.weight"),
+    ],
+)
+def test_tensors_for_drafts_are_not_used(tmp_path: Path, model_type: str, name: str) -> None:
+    theirs, tokens = random_model(model_type), some_tokens(20)
+    file = write_directory(tmp_path, theirs) / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(96)}, file)
+    assert_same(EagerStepper(load(tmp_path), [tokens]).run([(20,)])[0], expected(theirs, tokens))
+
+
 def test_without_a_base_olmo_hybrid_rotates_nothing(tmp_path: Path) -> None:
     """The base is null in the rope parameters, or, if they have none, at the top level."""
     theirs, tokens = random_model("olmo_hybrid", rope_theta=None), some_tokens(20)

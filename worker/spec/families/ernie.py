@@ -56,7 +56,8 @@ def _attention(config: ConfigFields) -> AttentionSpec:
 def ernie4_5_moe_names(spec: ModelSpec) -> TensorNames:
     name = "mlp.moe_statics.e_score_correction_bias"
     names = with_choice_bias(spec, SHARED_NAMES, name=name)
-    return replace(names, orders=rotates_neighbours(spec))
+    # Published files have the tensors for drafts beside the layers.
+    return replace(names, orders=rotates_neighbours(spec), unused=("model.mtp_",))
 
 
 ERNIE_DEFAULTS = DEFAULTS | {
