@@ -12,14 +12,14 @@ from typing import TypeVar
 
 from tests.support.examples import examples
 
-NUM_RANDOM = examples(20, 200)
+NUM_RANDOM = examples(8, 200)
 """Number of random cuts of one answer."""
 RUNS = (2, 3, 5)
 """Lengths of the deltas in a cut into runs, in units."""
-NUM_PARTS = examples(5, 2)
+NUM_PARTS = examples(9, 2)
 """Most long parts into which an answer is cut. The time for all answers grows with the square of
 their length, and is nearly halved by each doubling of this number."""
-MIN_PART = 20
+MIN_PART = examples(12, 20)
 """Shortest of these parts, in units, except the first and the last."""
 LONGEST = (5, 20, 60, 200)
 """Maximum lengths of a delta in a random cut. Each cut draws one of them."""
