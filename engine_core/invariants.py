@@ -76,7 +76,7 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
     if [*map(pool.is_free, blocks)] != [not count for count in holders[1:]]:
         wrong = [block for block in blocks if pool.is_free(block) == bool(holders[block])]
         raise AssertionError(f"blocks {wrong}: not either free or held")
-    num_cached = sum(pool.is_free(block) and block in pool.cache for block in blocks)
+    num_cached = sum(map(pool.is_free, pool.cache.items()))
     assert pool.num_cached == num_cached, "wrong number of free blocks with cached content"
     for request in requests:
         _check_window(request, scheduler.limits)
