@@ -24,6 +24,9 @@ MIN_PART = examples(12, 20)
 LONGEST = (5, 20, 60, 200)
 """Maximum lengths of a delta in a random cut. Each cut draws one of them."""
 
+IN_WORDS = examples(3, 1)
+"""Of the places between two letters or digits, one of this many is among `chosen_places`."""
+
 _Unit = TypeVar("_Unit")
 
 
@@ -62,3 +65,13 @@ def at_random(units: Sequence[_Unit], rng: random.Random) -> list[Sequence[_Unit
         deltas.append(units[start:end])
         start = end
     return deltas
+
+
+def chosen_places(units: Sequence[object]) -> list[int]:
+    """Return places between units: all beside signs and markers, and one of IN_WORDS others."""
+    in_word = [isinstance(unit, str) and unit.isalnum() for unit in units]
+    return [
+        place
+        for place in range(1, len(units))
+        if not (in_word[place - 1] and in_word[place]) or place % IN_WORDS == 0
+    ]

@@ -41,7 +41,7 @@ from gateway.formats.lexicon import Lexicon, Piece
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.registry import Format, parser_state
 from tests.support.cpu_time import best_cpu_s
-from tests.support.cuts import all_cuts
+from tests.support.cuts import all_cuts, chosen_places
 from tests.support.examples import examples
 
 JOINT = "\ue000"
@@ -396,7 +396,7 @@ CUT_SHORT = ("closing tag in a string", "one block")
 
 def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
     """Parse every fixture in every cut and in every vocabulary. Return the results. A fixture named
-    in CUT_SHORT is also cut off at every place."""
+    in CUT_SHORT is also cut off at the chosen places."""
     row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
@@ -410,37 +410,43 @@ def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
 
 
 def check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
-    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`."""
+    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`. At the
+    chosen places, another parser continues from the state of the one before."""
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures):
         found = read(sample, deltas, words, fixture)
         row.compare(found, fixture.events, partial(difference, fixture, deltas, found))
-    found = read(sample, [[p] for p in pieces], words, fixture, moving=True)
+    places = [0, *chosen_places(pieces), len(pieces)]
+    deltas = [pieces[start:end] for start, end in itertools.pairwise(places)]
+    found = read(sample, deltas, words, fixture, moving=True)
     row.compare(found, fixture.events, lambda: f"{fixture.name}: moved to another process")
 
 
 def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
-    """Cut the answer off after every unit.
+    """Cut the answer off at the chosen places.
 
     The events must not depend on how the remaining text was cut, and must not show any markup. One
-    parser reads the units one by one, and at each place another one continues from its state. With
-    few examples, a random cut in two is tried at every third place.
+    parser reads up to each place, and another one continues from its state. With few examples, a
+    random cut in two is tried at every third place.
     """
     pieces = units(fixture.text, words)
     rng = random.Random(row.fixtures)
     whole = content(fixture.events)
     fixture = replace(fixture, complete=False)
-    one_by_one = Reading(sample, words, fixture)
-    for end in range(1, len(pieces)):
+    moving = Reading(sample, words, fixture)
+    start = 0
+    for number, end in enumerate(chosen_places(pieces)):
         head, at = pieces[:end], rng.randrange(end)
         short = replace(fixture, name=f"{fixture.name}, cut short at {end}")
         short = replace(short, events=read(sample, [head], words, short))
         shown = content(short.events).rstrip()
         row.compare(whole.startswith(shown), True, partial("{0.name}: markup".format, short))
-        one_by_one.push(pieces[end - 1 : end])
-        found = one_by_one.moved().finish()
+        for unit in pieces[start:end]:
+            moving.push([unit])
+        start = end
+        found = moving.moved().finish()
         row.compare(found, short.events, partial(difference, short, [[p] for p in head], found))
-        if end % examples(3, 1):
+        if number % examples(3, 1):
             continue
         found = read(sample, [head[:at], head[at:]], words, short)
         row.compare(found, short.events, partial(difference, short, [head[:at], head[at:]], found))
