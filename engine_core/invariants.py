@@ -76,7 +76,7 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
     if [*map(pool.is_free, blocks)] != [not count for count in holders[1:]]:
         wrong = [block for block in blocks if pool.is_free(block) == bool(holders[block])]
         raise AssertionError(f"blocks {wrong}: not either free or held")
-    num_cached = sum(pool.is_free(block) and block in pool.cache for block in blocks)
+    num_cached = sum(map(pool.is_free, pool.cache.items()))
     assert pool.num_cached == num_cached, "wrong number of free blocks with cached content"
     for request in requests:
         _check_window(request, scheduler.limits)
@@ -125,6 +125,11 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
     """
     size = scheduler.limits.block_tokens
     findable = scheduler.pool.cache.items()
+    digest = scheduler.prefixes.hashes.model_digest
+    roots = {
+        key: root_hash(digest, *key)
+        for key in {(request.namespace, request.adapter_digest) for request in requests}
+    }
     for request in requests:
         tables = [request.blocks, *request.window_tables]
         found = [
@@ -136,14 +141,14 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         if not found:
             continue
         fresh: list[bytes] = []
-        root = root_hash(
-            scheduler.prefixes.hashes.model_digest, request.namespace, request.adapter_digest
-        )
+        root = roots[request.namespace, request.adapter_digest]
         num_full = min(max(found)[0] + 1, len(request.tokens) // size)
         extend_hashes(fresh, root, request.tokens, size, num_full)
         for index, number, block in found:
-            keys = [fresh[index], *window_keys(fresh[index], len(request.window_tables))]
-            assert findable[block] == keys[number], f"block {block}: wrong content"
+            key = fresh[index]
+            if number:
+                key = window_keys(key, len(request.window_tables))[number - 1]
+            assert findable[block] == key, f"block {block}: wrong content"
             end = (index + 1) * size
             assert end <= request.num_computed, f"block {block}: not computed"
             is_draft_computed = request.uses_draft_model and bool(

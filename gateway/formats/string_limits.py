@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -138,6 +139,18 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
     After a head, the string may continue in three ways without completing a word: up to the next
     head (`again`), with other text (`back`), or to its end (`end`).
     """
+    return _free_of(
+        tuple(words), spelling.never, tuple(spelling.escapes.items()), spelling.numbered
+    )
+
+
+@lru_cache(maxsize=256)
+def _free_of(
+    words: tuple[str, ...], never: Ranges, escapes: tuple[tuple[str, str], ...], numbered: str
+) -> str:
+    """Return the result of `free_of`. A format needs few such expressions, for many values of every
+    request."""
+    spelling = StringEscapes(never, dict(escapes), numbered)
     head = words[0][0]
     assert all(word[0] == head for word in words), "they begin with different signs"
     tails = [word[1:].partition(head)[0] for word in words]

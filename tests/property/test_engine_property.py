@@ -20,7 +20,7 @@ from tests.support.storm import (
     WindowStorm,
 )
 
-OPERATIONS = examples(4_000, 10_000)
+OPERATIONS = examples(2_500, 10_000)
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
 
 
@@ -122,7 +122,7 @@ def test_every_row_continues_the_right_state_beside_layers_with_a_window(
 # ---- tiers
 TIER_SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
 """Seed of the storm -> the worker's tiers."""
-TIER_OPERATIONS = examples(6_000, 10_000)
+TIER_OPERATIONS = examples(3_000, 10_000)
 
 
 @pytest.mark.parametrize("seed", TIER_SEEDS)
@@ -134,7 +134,7 @@ def test_every_invariant_holds_and_every_answer_is_right_whatever_the_tiers_do(s
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    assert stats.num_fetched_tokens > 1000
+    assert stats.num_fetched_tokens > TIER_OPERATIONS // 6
     assert set(stats.num_fetches_failed) == {"cancelled", "damaged", "lost", "timeout"}
     assert storm.bench.tiers.used, "no use of a tier was reported"
 
@@ -150,7 +150,7 @@ def test_every_row_continues_the_right_state_whatever_the_tiers_do(seed: int) ->
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    assert stats.num_fetched_tokens > 500
+    assert stats.num_fetched_tokens > TIER_OPERATIONS // 12
     assert set(stats.num_fetches_failed) == {"cancelled", "damaged", "lost", "timeout"}
 
 

@@ -131,7 +131,7 @@ def test_a_marker_with_no_call_after_it_is_content_with_a_warning(name: str, tex
     assert not any(isinstance(event, ToolCall) for event in events)
 
 
-NUM_TEXTS = examples(40, 1000)
+NUM_TEXTS = examples(20, 1000)
 ANYWHERE = (*"\"'{}[]()<>:=,;.\\", " ", "\n", "a b", "7", "true", "r'", "''", "\n\n", "語")
 """Pieces that may stand anywhere in an answer."""
 

@@ -12,17 +12,20 @@ from typing import TypeVar
 
 from tests.support.examples import examples
 
-NUM_RANDOM = examples(20, 200)
+NUM_RANDOM = examples(8, 200)
 """Number of random cuts of one answer."""
 RUNS = (2, 3, 5)
 """Lengths of the deltas in a cut into runs, in units."""
-NUM_PARTS = examples(5, 2)
+NUM_PARTS = examples(9, 2)
 """Most long parts into which an answer is cut. The time for all answers grows with the square of
 their length, and is nearly halved by each doubling of this number."""
-MIN_PART = 20
+MIN_PART = examples(12, 20)
 """Shortest of these parts, in units, except the first and the last."""
 LONGEST = (5, 20, 60, 200)
 """Maximum lengths of a delta in a random cut. Each cut draws one of them."""
+
+IN_WORDS = examples(3, 1)
+"""Of the places between two letters or digits, one of this many is among `chosen_places`."""
 
 _Unit = TypeVar("_Unit")
 
@@ -62,3 +65,13 @@ def at_random(units: Sequence[_Unit], rng: random.Random) -> list[Sequence[_Unit
         deltas.append(units[start:end])
         start = end
     return deltas
+
+
+def chosen_places(units: Sequence[object]) -> list[int]:
+    """Return places between units: all beside signs and markers, and one of IN_WORDS others."""
+    in_word = [isinstance(unit, str) and unit.isalnum() for unit in units]
+    return [
+        place
+        for place in range(1, len(units))
+        if not (in_word[place - 1] and in_word[place]) or place % IN_WORDS == 0
+    ]

@@ -10,12 +10,14 @@ recurrent state, the state of a slot is the tuple of all tokens that it has seen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, chain, islice
 from typing import Any
+
+import msgspec
 
 from engine_core.engine import Engine
 from engine_core.grammar.compiler import Compiler
@@ -256,7 +258,7 @@ class EchoWorker:
         for position in range(begin, end):
             held = self.draft_kv.setdefault(table[position // size], [None] * size)
             held[position % size] = tokens[position]
-        seen = [self.draft_kv[table[p // size]][p % size] for p in range(end)]
+        seen = _positions(self.draft_kv, table, size, 0, end)
         assert seen == tokens, "the draft model would read another's K/V"
         for _ in range(wanted):
             position = len(tokens)
@@ -275,8 +277,10 @@ class EchoWorker:
                 assert own[position // size] != NULL_BLOCK, "a position has no block"
                 self.kv[own[position // size]][position % size] = tokens[position] + index * VOCAB
             first = max(start + 1 - (window or start + 1), 0)
-            seen = [self.kv[own[p // size]][p % size] for p in range(first, start + count)]
-            right = [token + index * VOCAB for token in tokens[first : start + count]]
+            seen = _positions(self.kv, own, size, first, start + count)
+            right = tokens[first : start + count]
+            if index:
+                right = [token + index * VOCAB for token in right]
             assert seen == right, "attention would read another's K/V"
         assert self.states[slot] == tuple(tokens[:start]) or not self.limits.state_bytes, (
             "the row does not start with the state of the positions before it"
@@ -320,6 +324,16 @@ class EchoWorker:
             assert length % self.limits.block_tokens == 0
             if length <= len(self.states[slot]):  # else it follows a wrong draft
                 self.checkpoints[number] = self.states[slot][:length]
+
+
+def _positions(
+    kv: Mapping[int, list[int | None]], table: Sequence[int], size: int, first: int, end: int
+) -> list[int | None]:
+    """Return what the blocks of a table, of `size` positions each, have at positions `first` to
+    `end`."""
+    start = first // size
+    found = [*chain.from_iterable(kv[block] for block in table[start : -(-end // size)])]
+    return found[first - start * size : end - start * size]
 
 
 def drafts_of(plan: StepPlan) -> list[list[int]]:
@@ -369,6 +383,13 @@ def a_card(**changes: object) -> ModelCard:
 def echo_compiler() -> Compiler:
     """Return the compiler that all echo engines share. It stores no results."""
     return Compiler(a_card())
+
+
+@lru_cache(maxsize=256)
+def compiled(grammar: bytes) -> MatcherTemplate:
+    """Return a grammar, given as MessagePack, as `echo_compiler` compiles it. A storm sends few
+    grammars, thousands of times."""
+    return echo_compiler().compile(msgspec.msgpack.decode(grammar, type=Grammar))
 
 
 def draft_model_for(config: dict[str, Any]) -> str:
@@ -475,7 +496,6 @@ class Bench:
         memory = self.worker.kv, block_tokens, self.worker.checkpoints
         self.mover = None if place is None else EchoMover(place, *memory)
         self.tiers = EchoTiers(tiers, *memory)
-        self.compiler = echo_compiler()
         self.outputs: dict[tuple[bytes, int], list[Output]] = {}
         self.plans: list[StepPlan] = []
         self.in_flight: deque[StepPlan | EncodePlan] = deque()
@@ -593,7 +613,7 @@ class Bench:
         job = self.jobs.pop(which)
         result: MatcherTemplate | ServingError
         try:
-            result = self.compiler.compile(job.grammar)
+            result = compiled(msgspec.msgpack.encode(job.grammar))
         except ServingError as error:
             result = error
         replies = self.engine.on_grammar_compiled(CompiledGrammar(job.digest, result, num_bytes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -40,7 +41,8 @@ from gateway.formats.lexicon import Lexicon, Piece
 from gateway.formats.reasoning import ReasoningFormat
 from gateway.formats.registry import Format, parser_state
 from tests.support.cpu_time import best_cpu_s
-from tests.support.cuts import all_cuts
+from tests.support.cuts import all_cuts, chosen_places
+from tests.support.examples import examples
 
 JOINT = "\ue000"
 """Stands between the letters of a marker that is spelt out. It is removed before parsing."""
@@ -271,24 +273,18 @@ def vocabularies(sample: Sample, fixture: Fixture) -> Iterator[Lexicon]:
 def units(text: str, words: Lexicon) -> list[Piece]:
     """Return the pieces of a text: its characters, and the tokens of `words` wherever their text
     occurs."""
-    by_length = sorted(words.pieces.values(), key=lambda piece: -len(_text(piece)))
-    found: list[Piece] = []
-    position = 0
-    while position < len(text):
-        for piece in by_length:
-            if text.startswith(_text(piece), position):
-                found.append(piece)
-                position += len(_text(piece))
-                break
-        else:
-            if text[position] != JOINT:
-                found.append(text[position])
-            position += 1
-    return found
+    pattern, by_text = _vocabulary(tuple(words.pieces.values()))
+    return [by_text.get(part, part) for part in pattern.findall(text) if part != JOINT]
 
 
-def _text(piece: Piece) -> str:
-    return piece if isinstance(piece, str) else piece.text
+@cache
+def _vocabulary(pieces: tuple[Piece, ...]) -> tuple[re.Pattern[str], dict[str, Piece]]:
+    """Return a pattern of the units of a text, and {text: piece}. Longer pieces go first."""
+    by_text: dict[str, Piece] = {}
+    for piece in pieces:
+        by_text.setdefault(piece if isinstance(piece, str) else piece.text, piece)
+    by_length = sorted(filter(None, by_text), key=lambda text: -len(text))
+    return re.compile("|".join([*map(re.escape, by_length), "."]), re.DOTALL), by_text
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -400,7 +396,7 @@ CUT_SHORT = ("closing tag in a string", "one block")
 
 def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
     """Parse every fixture in every cut and in every vocabulary. Return the results. A fixture named
-    in CUT_SHORT is also cut off at every place."""
+    in CUT_SHORT is also cut off at the chosen places."""
     row = FormatRow(sample.name)
     ROWS.append(row)
     for fixture in cases:
@@ -414,35 +410,44 @@ def check(sample: Sample, cases: Sequence[Fixture]) -> FormatRow:
 
 
 def check_cuts(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
-    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`."""
+    """Parse the fixture in every cut and in one vocabulary, and add the results to `row`. At the
+    chosen places, another parser continues from the state of the one before."""
     pieces = units(fixture.text, words)
     for deltas in all_cuts(pieces, row.fixtures):
         found = read(sample, deltas, words, fixture)
         row.compare(found, fixture.events, partial(difference, fixture, deltas, found))
-    found = read(sample, [[p] for p in pieces], words, fixture, moving=True)
+    places = [0, *chosen_places(pieces), len(pieces)]
+    deltas = [pieces[start:end] for start, end in itertools.pairwise(places)]
+    found = read(sample, deltas, words, fixture, moving=True)
     row.compare(found, fixture.events, lambda: f"{fixture.name}: moved to another process")
 
 
 def _check_cut_short(row: FormatRow, sample: Sample, fixture: Fixture, words: Lexicon) -> None:
-    """Cut the answer off after every unit.
+    """Cut the answer off at the chosen places.
 
     The events must not depend on how the remaining text was cut, and must not show any markup. One
-    parser reads the units one by one, and at each place another one continues from its state.
+    parser reads up to each place, and another one continues from its state. With few examples, a
+    random cut in two is tried at every third place.
     """
     pieces = units(fixture.text, words)
     rng = random.Random(row.fixtures)
     whole = content(fixture.events)
     fixture = replace(fixture, complete=False)
-    one_by_one = Reading(sample, words, fixture)
-    for end in range(1, len(pieces)):
+    moving = Reading(sample, words, fixture)
+    start = 0
+    for number, end in enumerate(chosen_places(pieces)):
         head, at = pieces[:end], rng.randrange(end)
         short = replace(fixture, name=f"{fixture.name}, cut short at {end}")
         short = replace(short, events=read(sample, [head], words, short))
         shown = content(short.events).rstrip()
         row.compare(whole.startswith(shown), True, partial("{0.name}: markup".format, short))
-        one_by_one.push(pieces[end - 1 : end])
-        found = one_by_one.moved().finish()
+        for unit in pieces[start:end]:
+            moving.push([unit])
+        start = end
+        found = moving.moved().finish()
         row.compare(found, short.events, partial(difference, short, [[p] for p in head], found))
+        if number % examples(3, 1):
+            continue
         found = read(sample, [head[:at], head[at:]], words, short)
         row.compare(found, short.events, partial(difference, short, [head[:at], head[at:]], found))
 

@@ -8,8 +8,8 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import msgspec
 import tokenizers as hf
@@ -83,6 +83,31 @@ def byte_tokenizer(markers: Iterable[str]) -> bytes:
     return inner.to_str().encode()
 
 
+@cache
+def _byte_card(markers: tuple[str, ...]) -> ModelCard:
+    size = 257 + len(set(markers))
+    return card_of(byte_tokenizer(markers), vocab_size=size, eos_token_ids=[256])
+
+
+_TOKENIZERS: dict[tuple[bytes, int, tuple[int, ...]], Tokenizer] = {}
+_COMPILERS: dict[tuple[bytes, int, tuple[int, ...]], Compiler] = {}
+"""Tokenizers and compilers by vocabulary. Most models of a test have the vocabulary of another, and
+neither keeps anything of a text or of a grammar."""
+_Made = TypeVar("_Made")
+
+
+def _shared(
+    made: dict[tuple[bytes, int, tuple[int, ...]], _Made],
+    card: ModelCard,
+    make: Callable[[ModelCard], _Made],
+) -> _Made:
+    """Return what `make` returns for a card with this vocabulary."""
+    key = card.tokenizer, card.vocab_size, tuple(card.eos_token_ids)
+    if key not in made:
+        made[key] = make(card)
+    return made[key]
+
+
 @dataclass
 class Model:
     """A model that writes in `format`. Its vocabulary has `markers`, or is that of `card`.
@@ -97,18 +122,15 @@ class Model:
 
     @cached_property
     def _card(self) -> ModelCard:
-        if self.card is not None:
-            return self.card
-        size = 257 + len(set(self.markers))
-        return card_of(byte_tokenizer(self.markers), vocab_size=size, eos_token_ids=[256])
+        return _byte_card(tuple(self.markers)) if self.card is None else self.card
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self._card)
+        return _shared(_TOKENIZERS, self._card, Tokenizer)
 
     @cached_property
     def compiler(self) -> Compiler:
-        return Compiler(self._card)
+        return _shared(_COMPILERS, self._card, Compiler)
 
     @cached_property
     def bound(self) -> BoundFormat:

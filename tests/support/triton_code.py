@@ -19,6 +19,7 @@ Three rules for kernels and their tests:
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 import subprocess
@@ -29,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +47,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.cache import get_cache_manager  # noqa: E402
 from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
 
 CAPABILITIES = (80, 90, 100)
@@ -339,16 +342,12 @@ def compile_for(
 
 
 def _resources(cubin: bytes, shared_bytes: int) -> KernelResources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
-        code = _cuobjdump("-sass", file.name)
+    code = _disassembled(cubin)
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)", code)
     kinds = Counter(opcode.split(".")[0] for opcode in opcodes)
     return KernelResources(
-        registers=_figure(usage, "REG"),
-        stack_bytes=_figure(usage, "STACK"),
+        registers=_figure(code, "REG"),
+        stack_bytes=_figure(code, "STACK"),
         spill_stores=kinds["STL"],
         spill_loads=kinds["LDL"],
         shared_bytes=shared_bytes,
@@ -358,9 +357,20 @@ def _resources(cubin: bytes, shared_bytes: int) -> KernelResources:
     )
 
 
-def _cuobjdump(option: str, path: str) -> str:
-    command = [knobs.nvidia.cuobjdump.path, option, path]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def _disassembled(cubin: bytes) -> str:
+    """Return what cuobjdump prints about a kernel. It takes longer than most tests, so Triton's
+    cache keeps the text beside the compiled kernels."""
+    key = hashlib.sha256(f"{triton.__version__}, disassembled".encode() + cubin).hexdigest()
+    cache, name = get_cache_manager(key), "kernel.txt"
+    if (stored := cache.get_file(name)) is not None:
+        return Path(stored).read_text()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    cache.put(text, name, binary=False)
+    return text
 
 
 def _figure(usage: str, name: str) -> int:

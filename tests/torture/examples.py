@@ -15,9 +15,13 @@ import sys
 from tests.stages import PYTEST
 from tests.support.examples import MORE, VARIABLE
 
-OTHER_TEST = "tests/e2e/test_openapi.py"
-"""A test outside of tests/property that draws random examples too."""
-OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", OTHER_TEST)
+OTHER_TESTS = (
+    "tests/e2e/test_openapi.py",
+    "tests/unit/test_triton_attention.py",
+    "tests/unit/test_triton_step.py",
+)
+"""Tests outside of tests/property that draw random examples too."""
+OPTIONS = ("--numprocesses", "auto", "--timeout", "1800", "tests/property", *OTHER_TESTS)
 
 
 def main(arguments: list[str]) -> int:

@@ -85,9 +85,9 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_tensors_are_nan() -> Iterator[None]:
     """`torch.empty` fills memory with NaN if torch is deterministic."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 KINDS = [("torch", torch.float32), ("triton", torch.float32), ("triton", torch.bfloat16)]

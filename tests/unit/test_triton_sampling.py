@@ -33,10 +33,10 @@ DRAWING = [params for params in PARAMS if params.temperature > 0]
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu() -> Iterator[None]:
     """Arithmetic with infinities and NaN gives no warnings, and new tensors hold no zeros."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     with np.errstate(all="ignore"):
         yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def requests_of(params: list[SamplingParams], seed: int = 0) -> list[RowRequest]:
