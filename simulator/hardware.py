@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol.config.worker import MAX_SLOTS
 from protocol.shared.state_memory import default_slots, num_checkpoints, num_empty_blocks
+from simulator.config_names import with_usual_names
 
 GIB = 1 << 30
 RESERVED_BYTES = 2 * GIB
@@ -84,6 +85,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     #: Read only of OLMo Hybrid: its attention has no gates, unlike that of other models with gated
     #: delta nets.
     model_type: str = ""
+    #: The number of recurrent layers; None: the fields above and below say it.
+    num_recurrent: int | None = None
     #: Gated delta nets, as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -110,6 +113,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_ssm: int | None = None
     #: Short convolutions, as in LFM2.
     conv_L_cache: int = 0
+    #: Matrices of an MLP: two without a gate.
+    mlp_matrices: int = 3
 
     @property
     def has_both(self) -> bool:
@@ -118,6 +123,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recurrent_layers(self) -> int:
+        if self.num_recurrent is not None:
+            return self.num_recurrent
         if self.has_both:
             return self.num_hidden_layers
         if self.layer_types is not None:
@@ -192,7 +199,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def expert_parameters(self) -> int:
         """Parameters of one expert, in all layers that have it; 0 for a dense model."""
         width = self.moe_intermediate_size or self.intermediate_size
-        return 3 * self.hidden_size * width * self.expert_layers
+        return self.mlp_matrices * self.hidden_size * width * self.expert_layers
 
     @property
     def shared_parameters(self) -> int:
@@ -205,7 +212,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         dense = self.shared_expert_intermediate_size or self.shared_intermediate_size
         beside = self.hidden_size * (3 * dense + self.experts) * self.expert_layers
         rest = self.num_hidden_layers - self.expert_layers
-        mlps = beside + self.hidden_size * 3 * (dense or self.intermediate_size) * rest
+        width = self.intermediate_size if self.experts else dense or self.intermediate_size
+        mlps = beside + self.hidden_size * self.mlp_matrices * width * rest
         mixers = self.hidden_size * attention * self.attention_layers
         if self.recurrent_layers:
             mixers += self.recurrent_layers * self.recurrent_sizes[1]
@@ -318,24 +326,6 @@ MODELS = {
 }
 
 
-MAMBA_FIELDS = {
-    "intermediate_size": "mamba_width",
-    "time_step_rank": "mamba_dt_rank",
-    "state_size": "mamba_d_state",
-    "conv_kernel": "mamba_d_conv",
-    "expand": "mamba_expand",
-}
-"""Name in the configs of Mamba and Falcon Mamba -> name in `ModelShape`."""
-MAMBA2_FIELDS = {
-    "num_heads": "mamba_n_heads",
-    "n_groups": "mamba_n_groups",
-    "state_size": "mamba_d_state",
-    "conv_kernel": "mamba_d_conv",
-    "expand": "mamba_expand",
-}
-"""The same for Mamba-2."""
-
-
 class HardwareTable(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs and models by name. A TOML file has tables such as [gpus.mine] and [models.mine]."""
 
@@ -354,23 +344,10 @@ class HardwareTable(msgspec.Struct, frozen=True, kw_only=True):
         try:
             fields = msgspec.json.decode(Path(name).read_bytes(), type=dict[str, Any])
             # A model that also takes images has the sizes of its text model in a part of its own.
-            fields = _with_usual_names(fields.get("text_config", fields))
+            fields = with_usual_names(fields.get("text_config", fields))
             return msgspec.convert(fields, ModelShape)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{name}: {error}") from None
-
-
-def _with_usual_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model without attention under the names that those of hybrids have.
-    Other configs are returned as they are."""
-    own = {"mamba": MAMBA_FIELDS, "falcon_mamba": MAMBA_FIELDS, "mamba2": MAMBA2_FIELDS}
-    names = own.get(str(fields.get("model_type")))
-    if names is None:
-        return fields
-    found = {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
-    layers = ["mamba"] * int(fields.get("num_hidden_layers", 0))
-    usual = {"tie_word_embeddings": names is MAMBA_FIELDS, **fields}
-    return usual | {"intermediate_size": 0, "num_attention_heads": 1, "layer_types": layers} | found
 
 
 def read_table(path: str = "") -> HardwareTable:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+
+def _found(path: str) -> re.Match[str] | None:
+    """Return the match of a path that is named like a part: its number is one of those that there
+    are."""
+    found = _PART.fullmatch(path)
+    return found if found is not None and 1 <= int(found[2]) <= int(found[3]) else None
 
 
 def part_of(path: str) -> tuple[int, int] | None:
     """Return the number of a part, from 1, and the number of parts; None if the file at `path` is
     not named like a part."""
-    found = _PART.fullmatch(path)
-    return (int(found[2]), int(found[3])) if found else None
+    found = _found(path)
+    return None if found is None else (int(found[2]), int(found[3]))
 
 
 def all_parts(path: str) -> list[str]:
     """Return the paths of all parts of the model at `path`, in order: `path` alone if it is not
     named like a part."""
-    found = _PART.fullmatch(path)
+    found = _found(path)
     if found is None:
         return [path]
-    count = int(found[3])
-    return [f"{found[1]}-{part:05}-of-{found[3]}.gguf" for part in range(1, count + 1)]
+    return [f"{found[1]}-{part:05}-of-{found[3]}.gguf" for part in range(1, int(found[3]) + 1)]
 
 
 def is_later_part(path: str) -> bool:
@@ -33,5 +39,5 @@ def is_later_part(path: str) -> bool:
 
 def model_name(path: PurePath) -> str:
     """Return the name of a file's model: the file's, without the number of a part."""
-    found = _PART.fullmatch(path.name)
-    return found[1] if found else path.stem
+    found = _found(path.name)
+    return path.stem if found is None else found[1]

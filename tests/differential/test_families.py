@@ -270,6 +270,19 @@ def test_all_names_of_the_tensors_of_olmo_hybrid_are_found(
     assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], expected(theirs, tokens))
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "mamba2"])
+def test_bfloat16_with_a_float32_sum_is_as_exact_as_in_transformers(
+    tmp_path: Path, model_type: str
+) -> None:
+    theirs, tokens = random_model(model_type, residual_in_fp32=True), some_tokens(61)
+    path, exact = write_directory(tmp_path, theirs), expected(theirs, tokens)
+    loaded = load_model(path, dtype=torch.bfloat16, device=CPU)
+    attention = select_attention(BLOCK_TOKENS, dtype=torch.bfloat16)
+    ours = EagerStepper(loaded, [tokens], attention).run([(61,)])[0]
+    rounded = expected(theirs.to(torch.bfloat16), tokens).float()
+    assert (ours - exact).norm() <= 1.2 * (rounded - exact).norm()
+
+
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [

@@ -104,6 +104,19 @@ def test_logits_are_those_of_transformers(
     assert_same(EagerStepper(loaded, [tokens]).run([(30,), (1,), (30,)])[0], logits, atol)
 
 
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_the_layers_for_drafts_of_a_glm4_moe_are_left_out(tmp_path: Path, drafts: int) -> None:
+    theirs, tokens = random_model("glm4_moe"), some_tokens(NUM_TOKENS)
+    more = {f"blk.{4 + i}.attn_norm.weight": np.ones(96, np.float32) for i in range(drafts)}
+    metadata: dict[str, float | str | int] = {"glm4moe.block_count": 4 + drafts}
+    file = write_gguf(tmp_path / "a.gguf", theirs, metadata=metadata, more=more)
+    with pytest.raises(UnusableModel, match="missing"):
+        load(file)
+    metadata["glm4moe.nextn_predict_layers"] = drafts
+    file = write_gguf(tmp_path / "b.gguf", theirs, metadata=metadata, more=more)
+    assert_same(EagerStepper(load(file), [tokens]).run([(61,)])[0], expected(theirs, tokens))
+
+
 def test_the_layer_for_drafts_of_a_nemotron_h_is_left_out(tmp_path: Path) -> None:
     """It follows the layers of the model, and has attention and experts."""
     theirs, tokens = random_model("nemotron_h", **SPARSE_NEMOTRON), some_tokens(NUM_TOKENS)

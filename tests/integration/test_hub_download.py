@@ -140,6 +140,18 @@ def test_the_first_part_is_checked_before_the_others_are_downloaded(desk: Desk) 
     assert not any("00002-of" in path for path in desk.hub.downloads())
 
 
+def test_a_split_file_is_continued_with_the_part_that_is_missing(desk: Desk) -> None:
+    files, content = desk.hub.repos["tide/pool-gguf"].files, gguf_start("llama") + bytes(3_000_000)
+    parts = [f"pool-Q6_K-0000{part}-of-00002.gguf" for part in (1, 2)]
+    files.update({path: content + path.encode() for path in parts})
+    desk.check_config = check_config
+    desk.hub.cuts = [len(content) + 100, *[0] * 20]
+    desk.refusal("tide/pool-gguf:Q6_K")
+    desk.hub.cuts = []
+    model = desk.pull("tide/pool-gguf:Q6_K")
+    assert [Path(file.path).read_bytes() for file in model.files] == [files[each] for each in parts]
+
+
 def test_a_second_pull_downloads_only_what_has_changed(desk: Desk) -> None:
     first = desk.pull("tide/pool")
     desk.hub.requests.clear()

@@ -132,7 +132,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"light", "measured"},
         {"replica"},
         {"gateway", "steps", "workload", "light_cache", "figures"},
-        {"hardware", "requests", "trace"},
+        {"config_names", "hardware", "requests", "trace"},
     ),
 }
 """Room -> its modules and folders in levels, from the entrances down. Each may import its own level

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ def test_the_parts_are_the_model(whole: Path, parts: list[Path]) -> None:
 
 
 def test_only_the_first_part_is_the_model(parts: list[Path]) -> None:
-    assert f"{parts[1]} is not the first part; name {parts[0]}" in refusal(parts[1])
+    assert f"{parts[1]} is not the first part; serve {parts[0]} instead" in refusal(parts[1])
 
 
 def test_a_missing_part_is_named(parts: list[Path]) -> None:
@@ -62,8 +62,10 @@ def test_a_missing_part_is_named(parts: list[Path]) -> None:
 def test_a_part_with_another_name_is_refused(parts: list[Path]) -> None:
     other = parts[0].rename(parts[0].with_name("mine.gguf"))
     text = refusal(other)
-    assert f"{other} is one of {len(parts)} parts, but is not named like one" in text
-    assert f"-of-0000{len(parts)}.gguf" in text
+    assert (
+        f"{other} is one of {len(parts)} parts of a model, which are found by their names" in text
+    )
+    assert f"must end with -00001-of-0000{len(parts)}.gguf" in text
 
 
 def test_a_file_in_the_place_of_another_part_is_refused(whole: Path, parts: list[Path]) -> None:
@@ -73,23 +75,24 @@ def test_a_file_in_the_place_of_another_part_is_refused(whole: Path, parts: list
     assert f"{parts[2]}: it is not part 3 of {len(parts)}" in refusal(parts[0])
 
 
-def test_a_part_that_was_written_for_another_split_is_refused(
-    parts: list[Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "other"
-    folder.mkdir()
-    write_gguf(folder / "tiny.gguf", random_llama(num_hidden_layers=1), part_tensors=4)
-    others = sorted(folder.glob("*.gguf"))
-    count = min(len(parts), len(others))
-    for path in parts[count:]:
-        path.unlink()
-    names = all_parts(f"tiny-00001-of-{len(others):05}.gguf")
-    mixed = [tmp_path / name for name in names]
-    for source, target in zip([others[0], *parts[1:count]], mixed, strict=False):
-        shutil.copy(source, target)
-    for target, other in zip(mixed[count:], others[count:], strict=True):
-        shutil.copy(other, target)
-    assert re.search(r"it is not part 2 of|has the tensor|tensors, not", refusal(mixed[0]))
+def test_a_part_that_repeats_a_tensor_is_refused(parts: list[Path]) -> None:
+    tensors = GGUFFile(parts[0]).tensors
+    first = [name for name, info in tensors.items() if info.part == 0]
+    last = [name for name, info in tensors.items() if info.part == len(parts) - 1]
+    one, other = next((a, b) for a in first for b in last if len(a) == len(b))
+    content = parts[-1].read_bytes()
+    assert content.count(other.encode()) == 1
+    parts[-1].write_bytes(content.replace(other.encode(), one.encode()))
+    assert f"an earlier part has the tensor {one!r} too" in refusal(parts[0])
+
+
+def test_parts_that_lack_a_tensor_are_refused(parts: list[Path]) -> None:
+    count = len(GGUFFile(parts[0]).tensors)
+    content, key = parts[0].read_bytes(), b"split.tensors.count"
+    at = content.index(key) + len(key) + 4  # the code of the type precedes the number
+    changed = content[:at] + struct.pack("<I", count + 1) + content[at + 4 :]
+    parts[0].write_bytes(changed)
+    assert f"the parts of {parts[0]} have {count} tensors, not {count + 1}" in refusal(parts[0])
 
 
 def test_names_of_parts() -> None:
@@ -100,7 +103,8 @@ def test_names_of_parts() -> None:
     assert is_later_part(second)
     assert not is_later_part(all_parts(second)[0])
     assert model_name(Path(second)) == "m-Q4_K_M"
-    for path in ("m.gguf", "m-1-of-3.gguf", "m-00001-of-00003.safetensors"):
+    odd = ["m-00001-of-00000.gguf", "m-00003-of-00002.gguf", "m-0000\u0661-of-00002.gguf"]
+    for path in ("m.gguf", "m-1-of-3.gguf", "m-00001-of-00003.safetensors", *odd):
         assert part_of(path) is None
         assert all_parts(path) == [path]
         assert not is_later_part(path)

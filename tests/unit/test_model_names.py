@@ -174,6 +174,7 @@ def test_all_parts_of_a_split_gguf_file_are_chosen_in_their_order() -> None:
     assert chosen("a/b", "m-Q2_K.gguf", *(each.replace("Q6_K", "Q8_0") for each in parts)) == [
         each.replace("Q6_K", "Q8_0") for each in parts
     ]
+    assert chosen("a/b", parts[1], "m-Q2_K.gguf") == ["m-Q2_K.gguf"]
     with pytest.raises(Failure, match=r"a/b lacks .*-00001-of-00002\.gguf, one of 2 parts"):
         chosen("a/b:Q6_K", *GGUFS[:-2], GGUFS[-1])
 

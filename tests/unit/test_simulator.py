@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -467,6 +468,36 @@ def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
     tolerance = 0.25 if model_type.startswith("lfm2") else 0.03
     weights = weights_bytes(planned, "bfloat16")
     assert shape.weight_bytes == pytest.approx(weights, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("arcee", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "llama"),
+        *("hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmoe", "qwen2_moe"),
+        "qwen3_moe",
+    ],
+)
+def test_the_sizes_of_a_model_are_those_that_the_worker_computes(
+    tmp_path: Path, model_type: str
+) -> None:
+    theirs = random_model(model_type, hidden_size=192, head_dim=32)
+    header = read_header(write_directory(tmp_path, theirs))
+    shape = read_table().model(str(tmp_path / "config.json"))
+    assert shape.kv_bytes == block_bytes(header.spec, 1, "bfloat16")
+    planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=False)
+    assert shape.weight_bytes == pytest.approx(weights_bytes(planned, "bfloat16"), rel=0.03)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bamba", "glm4_moe"])
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, model_type: str) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99, "intermediate_size": 9}
+    for wrong in (None, "3"):
+        values = {"num_hidden_layers": wrong, "n_routed_experts": wrong}
+        file.write_text(json.dumps({"model_type": model_type, **sizes, **values}))
+        with pytest.raises(ValueError, match="int"):
+            read_table().model(str(file))
 
 
 def test_states_take_memory_of_the_cache_and_fewer_slots_leave_more_of_it() -> None:

@@ -189,10 +189,8 @@ class HubDownloads:
             check(self._content(model, config))
         if model.kind == "GGUF" and self._check_config:
             first = model.files[0]  # only it has the metadata, if the model has several parts
-            if first in blobs:
+            if first in blobs:  # else it was checked when its download began
                 check_start(self._source(model, first), blobs[first], check)
-            else:
-                check(self._content(model, first))
         with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
             for file, blob in blobs.items():
                 self._transfer(model, file, blob, bar.update)

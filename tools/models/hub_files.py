@@ -129,8 +129,9 @@ def _choose_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
 
 def _preferred_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
     """Return the GGUF file, or the parts of one, to use if the name gives no quantisation."""
-    if len([each for each in ggufs if not is_later_part(each.path)]) == 1:
-        return _parts(name, ggufs[0], ggufs)
+    models = [each for each in ggufs if not is_later_part(each.path)]
+    if len(models) == 1:
+        return _parts(name, models[0], ggufs)
     for quantisation in PREFERRED:
         found = [each for each in ggufs if _has_quantisation(each.path, quantisation)]
         if found:

@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from protocol.shared.gguf_parts import part_of
+
 MAIN = "main"
 """The revision of a repository if the name gives none."""
 
@@ -79,7 +81,8 @@ def parse_hub_name(text: str) -> HubName | None:
 def parse_url(text: str) -> UrlName | None:
     """Return the URL of a model with its digest; None if `text` is not an http or https URL.
 
-    Raises ValueError if the URL has no digest, or does not name a .gguf file with a safe name.
+    Raises ValueError if the URL has no digest, does not name a .gguf file with a safe name, or
+    names one part of a split model.
     """
     if not text.startswith(("http://", "https://")):
         return None
@@ -92,6 +95,10 @@ def parse_url(text: str) -> UrlName | None:
     name = UrlName(url=url, sha256=digest[1].lower())
     if not urlsplit(url).hostname or not name.file.endswith(".gguf"):
         raise ValueError(f"{url}: only .gguf files are downloaded by URL")
+    if part_of(name.file) is not None:
+        raise ValueError(
+            f"{url}: the parts of a split model are not downloaded by URL; give OWNER/REPO:FILE"
+        )
     if not _SAFE_FILE.fullmatch(name.file):
         raise ValueError(f"{url}: {name.file!r} cannot be used as a file name")
     return name

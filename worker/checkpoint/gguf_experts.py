@@ -12,9 +12,17 @@ DRAFTS = "nextn_predict_layers"
 """Key of the number of layers for drafts, which `block_count` includes. They follow the others."""
 
 
+def glm(metadata: Metadata) -> Config:
+    """Return the keys of the first GLM-4 besides those of `common`. Raises UnusableModel for a file
+    that was converted from THUDM's own format: it has one matrix for queries, keys and values."""
+    if (name := "blk.0.attn_qkv.weight") in metadata.file.tensors:
+        raise UnusableModel(f"tensor {name} is not supported: only files of glm-4-9b-hf and later")
+    return rms(metadata)
+
+
 def glm4(metadata: Metadata) -> Config:
-    """Return the keys of GLM-4 besides those of `common`. In files of models of images, whose
-    rotary embeddings have sections, the rows of queries and keys have another order."""
+    """Return the keys of GLM-4 besides those of `common`. Raises UnusableModel for a model of
+    images: its rotary embeddings have sections, and its rows another order."""
     if metadata.get(name := "rope.dimension_sections") is not None:
         raise UnusableModel(f"{metadata.key(name)} is not supported: a model of images")
     return rms(metadata) | _layers(metadata)

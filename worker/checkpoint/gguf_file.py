@@ -108,9 +108,10 @@ MIN_STRING_BYTES = LENGTH.size
 MIN_PAIR_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 ARCHITECTURE = "general.architecture"
-PART, NUM_PARTS, ALL_TENSORS = "split.no", "split.count", "split.tensors.count"
-"""Keys of the parts of a split model: the part's number, from 0, and the numbers of all parts and
-of the tensors in all parts."""
+PART = "split.no"
+"""Key of the number of a part of a split model, from 0."""
+NUM_PARTS, ALL_TENSORS = "split.count", "split.tensors.count"
+"""Keys of the numbers of all parts, and of the tensors in all parts."""
 TRUNCATED = "the header ends early: the file is truncated"
 
 SCALARS = {
@@ -212,11 +213,11 @@ def part_paths(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     part, parts = part_of(path.name), [path.with_name(each) for each in all_parts(path.name)]
     if part is None or part[1] != count:
         raise UnusableModel(
-            f"{path} is one of {count} parts, but is not named like one",
-            remedy=f"give it the name that it had, which ended with -of-{count:05}.gguf",
+            f"{path} is one of {count} parts of a model, which are found by their names",
+            remedy=f"rename it: the first part's name must end with -00001-of-{count:05}.gguf",
         )
     if metadata.get(PART, 0) != 0 or part[0] != 1:
-        raise UnusableModel(f"{path} is not the first part", remedy=f"name {parts[0]}")
+        raise UnusableModel(f"{path} is not the first part", remedy=f"serve {parts[0]} instead")
     for each in parts:
         if not each.is_file():
             raise UnusableModel(

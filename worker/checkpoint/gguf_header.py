@@ -42,10 +42,10 @@ from worker.checkpoint.gguf_names import (
 )
 from worker.errors import UnusableModel
 from worker.spec.families.registry import find_family
-from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.model_spec import MAX_LAYERS, LayerSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
-from worker.spec.tensor_names import RowOrder, TensorNames, rotates_neighbours
+from worker.spec.tensor_names import RowOrder, TensorNames, neighbour_orders
 
 NOT_ROTATED = 9e29
 """Factors of rotary frequencies above this mark pairs that are not rotated."""
@@ -148,7 +148,7 @@ FAMILIES = {
     "olmoe": GGUFFamily(families=("OlmoeForCausalLM",), config=gguf_experts.olmoe),
     "chatglm": GGUFFamily(
         families=("GlmForCausalLM",),
-        config=gguf_config.rms,
+        config=gguf_experts.glm,
         roles={"gate_up": LAYER + "ffn_up"},
         is_interleaved=True,
     ),
@@ -319,7 +319,7 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
 
     Files of older llama.cpp versions, which store each expert in its own tensor, are supported.
     """
-    names = architecture_names(file.metadata["general.architecture"], spec)
+    names = architecture_names(file.metadata["general.architecture"], spec, file)
     if EMBEDDING_NORM + ".weight" in file.tensors:
         names = replace(names, roles={**names.roles, "norm": EMBEDDING_NORM})
     if "blk.0.ffn_gate_up_exps.weight" in file.tensors:
@@ -329,14 +329,19 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     return names
 
 
-def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
+def architecture_names(
+    architecture: str, spec: ModelSpec, file: GGUFFile | None = None
+) -> TensorNames:
     """Return the names of the model's tensors in files that today's llama.cpp writes, and the order
-    of their rows."""
+    of their rows.
+
+    file   the file, which may also have layers for drafts; None: a file that has none
+    """
     family = gguf_family(architecture)
     orders: dict[str, RowOrder] = {}
     attention = next(iter(spec.attentions), None)
     if attention is not None and family.is_interleaved:
-        orders = rotates_neighbours(spec)
+        orders = neighbour_orders(spec)
     if attention is not None and attention.gated:
         orders = {"q": RowOrder((attention.num_heads, 2, attention.head_dim), (1, 0, 2))}
     return TensorNames(
@@ -345,9 +350,15 @@ def architecture_names(architecture: str, spec: ModelSpec) -> TensorNames:
         computed=(ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS),
         endings=dict.fromkeys((*WITHOUT_ENDING, *family.without_ending), ("", "")),
         stores_decay_factors=True,
-        # The layers for drafts follow those of the model.
-        unused=(f"blk.{spec.num_layers}.", *_unread(spec)),
+        unused=(*_drafts(file, spec), *_unread(spec)),
     )
+
+
+def _drafts(file: GGUFFile | None, spec: ModelSpec) -> list[str]:
+    """Return begins of names of tensors of the layers for drafts. They follow those of the model,
+    and `block_count` includes them."""
+    count = 0 if file is None else Metadata(file).integer("nextn_predict_layers", 0)
+    return [f"blk.{spec.num_layers + index}." for index in range(min(count, MAX_LAYERS))]
 
 
 def _unread(spec: ModelSpec) -> list[str]:

@@ -85,4 +85,4 @@ def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:
     """Return the rows of a file's tensor in the model's order."""
     if order is None:
         return rows
-    return rows[torch.tensor(order.file_rows)]
+    return rows[torch.tensor(order.file_rows_of(len(rows)))]

@@ -414,7 +414,7 @@ class _Loader:
             blocks = cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
         if blocks is None or part.order is None:
             return blocks
-        return QuantBlocks(blocks.kind, blocks.raw[part.order.file_rows])
+        return QuantBlocks(blocks.kind, blocks.raw[part.order.file_rows_of(len(blocks.raw))])
 
     def _values(self, matrix: FusedMatrix) -> Tensor:
         """Read the parts of a fused matrix, and return them stacked by rows."""

@@ -306,7 +306,8 @@ class _Reader:
         matrix = self._empty(target.outputs, rank)
         self._source.read_into(f"{PREFIX}{name}{UP}", matrix)
         if target.order is not None:
-            matrix = matrix[torch.tensor(target.order.file_rows, device=matrix.device)]
+            rows = target.order.file_rows_of(len(matrix))
+            matrix = matrix[torch.tensor(rows, device=matrix.device)]
         return matrix.t().contiguous()
 
     def _empty(self, rows: int, columns: int) -> Tensor:

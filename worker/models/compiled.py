@@ -30,7 +30,7 @@ def why_not(spec: ModelSpec) -> str:
     if spec.head_bias:
         return "its output head has a bias"
     if spec.state_items:
-        return "some of its layers are recurrent"
+        return "it has recurrent layers"
     if any(each.gated for each in spec.attentions):
         return "its attention has gates"
     if any(layer.has_one_block for layer in spec.layers):

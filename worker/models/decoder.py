@@ -367,7 +367,11 @@ class DecoderModel:
         """Return the logits [S, V] float32 of hidden [S, hidden]."""
         if self.whole is not None and hidden.dtype == torch.float32:
             return self.whole.logits(hidden)
-        logits = self.weights.head.to_float(self._add_norm(hidden, None, self.weights.norm))
+        if self._has_float_sum:  # the last norm reads the sum before it is rounded
+            normed = self.normed(hidden).to(self._dtype)
+        else:
+            normed = self._add_norm(hidden, None, self.weights.norm)
+        logits = self.weights.head.to_float(normed)
         if self.spec.logits_scale != 1.0:
             logits.mul_(self.spec.logits_scale)
         cap = self.spec.logits_soft_cap

@@ -56,7 +56,7 @@ class OutputTensor:
 
 def in_file_order(rows: Tensor, order: RowOrder) -> Tensor:
     """Return `rows`, which are in the model's order, in the file's order `order`."""
-    return rows[torch.tensor(order.model_rows)]
+    return rows[torch.tensor(order.model_rows_of(len(rows)))]
 
 
 def output_tensors(ours: ModelTensors, gguf: ModelTensors, *, offset: float) -> list[OutputTensor]:

@@ -11,6 +11,7 @@ from typing import Any
 from worker.errors import FETCH_AGAIN, UnusableModel
 
 _REQUIRED: Any = object()
+MAX_INTEGER = (1 << 63) - 1
 MIN_FLOAT32, MAX_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest normal number above zero and the largest number of float32. No model computes in a
 wider type."""
@@ -46,8 +47,8 @@ class Fields:
 
     def integer(self, name: str, default: int = _REQUIRED) -> int:
         value = self._found(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(name, value, "an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_INTEGER:
+            raise self._wrong(name, value, "an integer of 64 bits")
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:

@@ -110,9 +110,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Factors of queries that grow with their positions: 1 + beta * ln(1 + position // tokens). The
-    scores of long texts so stay as far apart as those of short ones. Source: Llama 4, whose layers
-    without positions have them."""
+    """Factors of queries that grow with their positions: 1 + beta * ln(1 + position // tokens).
+    This keeps the scores of long texts as far apart as those of short ones. Source: Llama 4, whose
+    layers without positions have them."""
 
     beta: float
     tokens: int
@@ -127,10 +127,7 @@ def query_growth(config: Fields, default: Mapping[str, Any] | None = None) -> Qu
     """Return the growth of queries that the rope parameters describe. `default` is that of
     `rope_config`. Raises UnusableModel, naming the field, if a value is missing or wrong."""
     _, rope = _rope_fields(config, default)
-    tokens = rope.integer(ORIGINAL_CONTEXT)
-    if tokens < 1:
-        raise UnusableModel(f"{ORIGINAL_CONTEXT} is {tokens}; it must be above zero")
-    return QueryGrowth(rope.number("llama_4_scaling_beta"), tokens)
+    return QueryGrowth(rope.number("llama_4_scaling_beta"), _original_context(rope, config))
 
 
 def rope_config(
@@ -139,7 +136,7 @@ def rope_config(
     *,
     partial: float | None = None,
     default: Mapping[str, Any] | None = None,
-    stretches: bool = False,
+    has_alpha: bool = False,
 ) -> RopeConfig:
     """Return the rotary embeddings of a config.json. Raises UnusableModel, naming the field, if a
     value is missing, wrong or not supported.
@@ -148,7 +145,7 @@ def rope_config(
               None for architectures that do not read this key, which must then be 1 or missing
     default   rope parameters for a config that has none; None: the defaults of ConfigFields, and no
               scaling
-    stretches whether the type "dynamic" with an `alpha` means a larger base, and no scaling, as in
+    has_alpha whether the type "dynamic" with an `alpha` means a larger base, and no scaling, as in
               Hunyuan
 
     `rope_scaling` replaces `rope_parameters` as a whole if it is not empty: the two are not
@@ -168,7 +165,7 @@ def rope_config(
             theta,
             lost,
         )
-    if stretches and _kind(rope) == "dynamic" and rope.get("alpha") is not None:
+    if has_alpha and _kind(rope) == "dynamic" and rope.get("alpha") is not None:
         return RopeConfig(width, theta * rope.positive("alpha") ** (width / max(width - 2, 1)))
     return RopeConfig(width, theta, _scaling(rope, config, width))
 

@@ -11,6 +11,8 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
+from worker.errors import UnusableModel
+
 if TYPE_CHECKING:
     from worker.spec.model_spec import ModelSpec
 
@@ -31,16 +33,15 @@ class RowOrder:
     def __post_init__(self) -> None:
         assert self.kept == 0 or self.axes[0] == 0
 
-    @property
-    def file_rows(self) -> list[int]:
-        """Return the place in the file of each row in the model's order."""
-        return list(_file_rows(self))
-
-    @property
-    def model_rows(self) -> list[int]:
-        """Return the place in the model's order of each row in the file."""
+    def file_rows_of(self, count: int) -> list[int]:
+        """Return the place in the file of each of a tensor's `count` rows in the model's order."""
         rows = _file_rows(self)
-        return sorted(range(len(rows)), key=rows.__getitem__)
+        assert len(rows) == count, f"an order of {len(rows)} rows for {count}"
+        return list(rows)
+
+    def model_rows_of(self, count: int) -> list[int]:
+        """Return the place in the model's order of each of a tensor's `count` rows in the file."""
+        return sorted(range(count), key=self.file_rows_of(count).__getitem__)
 
 
 @cache
@@ -76,12 +77,15 @@ def interleaved(heads: int, width: int, kept: int = 0) -> RowOrder:
     return RowOrder((heads, width // 2, 2), (0, 2, 1), kept)
 
 
-def rotates_neighbours(spec: ModelSpec) -> dict[str, RowOrder]:
+def neighbour_orders(spec: ModelSpec) -> dict[str, RowOrder]:
     """Return the row orders of queries and keys in files whose rotary embeddings turn neighbouring
-    items of a head, also in layers without rotary embeddings."""
+    items of a head, also in layers without rotary embeddings. Raises UnusableModel if the items
+    that are turned are not pairs."""
     attention = spec.attentions[0]
     ropes = [each.rope for each in spec.attentions if each.rope is not None]
     width = ropes[0].width if ropes else attention.head_dim
+    if width % 2:
+        raise UnusableModel(f"heads of {width} numbers are not pairs of neighbours")
     rest = attention.head_dim - width
     return {
         "q": interleaved(attention.num_heads, width, rest),

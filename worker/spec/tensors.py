@@ -394,13 +394,15 @@ class ModelTensors(TensorParts):
                 so are tensors that can be computed or are not used
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
+        bias_end = self.names.roles.get("choice_bias", "").partition("{i}")[2]
         for name, shape in self.tensors():
             if name not in found:
                 raise UnusableModel(
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
-            # The choice biases of Ernie 4.5 are stored as a matrix of one row.
-            if found[name] not in (shape, *([(1, *shape)] if len(shape) == 1 else [])):
+            # Those of Ernie 4.5 are stored as a matrix of one row.
+            is_choice_bias = bias_end != "" and name.endswith(bias_end)
+            if found[name] != shape and not (is_choice_bias and found[name] == (1, *shape)):
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
         if others := sorted(n for n in found.keys() - known if not self._is_left_out(n)):

@@ -8,7 +8,7 @@ from worker.errors import UnusableModel
 from worker.spec.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.spec.families.glm import SHARED_NAMES, with_choice_bias
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
-from worker.spec.tensor_names import TensorNames, names_of, rotates_neighbours
+from worker.spec.tensor_names import TensorNames, names_of, neighbour_orders
 
 
 def read_ernie4_5(config: ConfigFields) -> ModelSpec:
@@ -20,8 +20,8 @@ def read_ernie4_5(config: ConfigFields) -> ModelSpec:
 def read_ernie4_5_moe(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of Ernie 4.5 with experts describes.
 
-    `moe_norm_min`, the least sum by which the weights of the chosen experts are divided, is not
-    read: the weights are the largest of a softmax, and their sum is far above it.
+    `moe_norm_min` is not read: it is a bound, 1e-12 in published configs, below the sum by which
+    the weights of the chosen experts are divided.
     """
     first, last = config.integer("moe_layer_start_index"), config.integer("moe_layer_end_index")
     step, size = config.integer("moe_layer_interval"), config.integer("moe_intermediate_size")
@@ -57,7 +57,7 @@ def ernie4_5_moe_names(spec: ModelSpec) -> TensorNames:
     name = "mlp.moe_statics.e_score_correction_bias"
     names = with_choice_bias(spec, SHARED_NAMES, name=name)
     # Published files have the tensors for drafts beside the layers.
-    return replace(names, orders=rotates_neighbours(spec), unused=("model.mtp_",))
+    return replace(names, orders=neighbour_orders(spec), unused=("model.mtp_",))
 
 
 ERNIE_DEFAULTS = DEFAULTS | {
@@ -83,7 +83,7 @@ FAMILIES = (
         },
         nullable=frozenset({"num_key_value_heads", "head_dim"}),
         read=read_ernie4_5,
-        names=lambda spec: names_of(orders=rotates_neighbours(spec)),
+        names=lambda spec: names_of(orders=neighbour_orders(spec)),
     ),
     ModelFamily(
         architecture="Ernie4_5_MoeForCausalLM",
@@ -104,7 +104,7 @@ FAMILIES = (
             "moe_layer_interval": 1,
         },
         nullable=frozenset({"num_key_value_heads"}),
-        only={"use_bias": (False, None)},  # the head would have biases too
+        only={"use_bias": (False,)},  # the head would have biases too
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         read=read_ernie4_5_moe,
         names=ernie4_5_moe_names,

@@ -92,9 +92,17 @@ class ConfigFields(Fields):
         """Return `sliding_window`; None if it is null or absent."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
-    def rope(self, **options: Any) -> RopeConfig:
-        """Return the rotary embeddings of the config. `options` are those of `rope_config`."""
-        return rope_config(self, self.head_dim, **options)
+    def rope(
+        self,
+        *,
+        partial: float | None = None,
+        default: Mapping[str, Any] | None = None,
+        has_alpha: bool = False,
+    ) -> RopeConfig:
+        """Return the rotary embeddings of the config. The arguments are those of `rope_config`."""
+        return rope_config(
+            self, self.head_dim, partial=partial, default=default, has_alpha=has_alpha
+        )
 
     def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
         """Return the spec of plain attention, with the fields `changes` replaced."""

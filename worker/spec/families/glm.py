@@ -8,7 +8,7 @@ from typing import Any
 from worker.errors import UnusableModel
 from worker.spec.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from worker.spec.tensor_names import TensorNames, names_of, rotates_neighbours
+from worker.spec.tensor_names import TensorNames, names_of, neighbour_orders
 
 ROTATED = 0.5
 """The share of each head that is rotated, if a config does not say."""
@@ -109,14 +109,14 @@ FAMILIES = (
         defaults=GLM_DEFAULTS,
         nullable=frozenset({"num_key_value_heads", "head_dim"}),
         read=read_glm,
-        names=lambda spec: names_of(FUSED, orders=rotates_neighbours(spec)),
+        names=lambda spec: names_of(FUSED, orders=neighbour_orders(spec)),
     ),
     ModelFamily(
         architecture="Glm4ForCausalLM",
         model_type="glm4",
         defaults=GLM_DEFAULTS,
         read=read_glm4,
-        names=lambda spec: names_of(FUSED, FOUR_NORMS, orders=rotates_neighbours(spec)),
+        names=lambda spec: names_of(FUSED, FOUR_NORMS, orders=neighbour_orders(spec)),
     ),
     ModelFamily(
         architecture="Glm4MoeForCausalLM",

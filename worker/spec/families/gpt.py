@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.spec.families.family import DEFAULTS, SLIDING, ConfigFields, ModelFamily, every
 from worker.spec.model_spec import LayerOrder, LayerSpec, ModelSpec
-from worker.spec.tensor_names import RowOrder, TensorNames, names_of, rotates_neighbours
+from worker.spec.tensor_names import RowOrder, TensorNames, names_of, neighbour_orders
 
 
 def read_gpt2(config: ConfigFields) -> ModelSpec:
@@ -244,6 +244,6 @@ FAMILIES = (
         },
         ignored={"head_dim": None},
         read=read_cohere2,
-        names=lambda spec: names_of(orders=rotates_neighbours(spec)),
+        names=lambda spec: names_of(orders=neighbour_orders(spec)),
     ),
 )

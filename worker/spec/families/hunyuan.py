@@ -12,7 +12,7 @@ def read_hunyuan_dense(config: ConfigFields) -> ModelSpec:
     rotary embeddings is "dynamic", but with an `alpha` they do not depend on a text's length."""
     bias = config.flag("attention_bias")
     attention = config.attention(
-        config.rope(stretches=True),
+        config.rope(has_alpha=True),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm="head",

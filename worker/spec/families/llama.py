@@ -62,7 +62,10 @@ def _granite_moe(config: ConfigFields, experts: MlpSpec) -> ModelSpec:
 
 
 def _granite_experts(config: ConfigFields, shared: int = 0) -> MlpSpec:
-    """`shared`: size of the shared MLP; 0: there is none."""
+    """Return the spec of the experts.
+
+    shared   size of the MLP beside them; 0: there is none
+    """
     return config.mlp(
         num_experts=config.integer("num_local_experts"),
         top_k=config.integer("num_experts_per_tok"),

@@ -16,7 +16,7 @@ def read_mamba(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of Mamba or Falcon Mamba describes. Raises UnusableModel,
     naming the field, if a value is not supported."""
     hidden, rank = config.integer("hidden_size"), config.get("time_step_rank")
-    has_norms = "mixer_rms_eps" in config
+    has_norms = config.get("mixer_rms_eps") is not None
     return _model(
         config,
         Mamba1Spec(

@@ -1,0 +1,114 @@
+"""Brings the fields of a config.json under the names that `ModelShape` reads.
+
+Some families have names of their own for the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+Fields = dict[str, Any]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+NEVER = 1 << 40
+"""Period and offset of layers that no model has."""
+
+MAMBA_FIELDS = {
+    "intermediate_size": "mamba_width",
+    "time_step_rank": "mamba_dt_rank",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+}
+"""Name in the configs of Mamba and Falcon Mamba -> name in `ModelShape`."""
+MAMBA2_FIELDS = {
+    "num_heads": "mamba_n_heads",
+    "n_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+}
+"""The same for Mamba-2."""
+
+
+def with_usual_names(fields: Fields) -> Fields:
+    """Return a config with the names of `ModelShape`. Raises msgspec.ValidationError if a value
+    that is needed for that is not a number."""
+    change = CHANGES.get(str(fields.get("model_type")))
+    return fields if change is None else fields | change(fields)
+
+
+def _without_attention(names: Mapping[str, str], is_tied: bool) -> Callable[[Fields], Fields]:
+    """Return the change of a model all of whose layers are recurrent.
+
+    names     name in its config -> name in `ModelShape`
+    is_tied   whether the head has the matrix of the embedding, if the config does not say
+    """
+
+    def change(fields: Fields) -> Fields:
+        return {
+            "tie_word_embeddings": fields.get("tie_word_embeddings", is_tied),
+            "intermediate_size": 0,
+            "num_attention_heads": 1,
+            "attn_layer_period": NEVER,
+            "attn_layer_offset": NEVER,
+            **{ours: fields[theirs] for theirs, ours in names.items() if theirs in fields},
+        }
+
+    return change
+
+
+def _glm4_moe(fields: Fields) -> Fields:
+    shared = _count(fields, "n_shared_experts", 1) * _count(fields, "moe_intermediate_size", 1408)
+    return {
+        "num_experts": _count(fields, "n_routed_experts", 128),
+        "shared_expert_intermediate_size": shared,
+        "expert_layer_offset": _count(fields, "first_k_dense_replace", 1),
+    }
+
+
+def _ernie4_5_moe(fields: Fields) -> Fields:
+    size, period = _count(fields, "moe_intermediate_size", 1536), _count(fields, PERIOD, 1)
+    start = _count(fields, "moe_layer_start_index", 1)
+    # The layers whose index plus one is a multiple of the period, from `start`.
+    first = -(-(start + 1) // max(period, 1)) * period - 1
+    return {
+        "num_experts": _count(fields, "moe_num_experts", 64),
+        "num_experts_per_tok": _count(fields, "moe_k", 6),
+        "shared_expert_intermediate_size": size * _count(fields, "moe_num_shared_experts", 2),
+        "expert_layer_period": period,
+        "expert_layer_offset": first,
+    }
+
+
+def _bamba(fields: Fields) -> Fields:
+    attends = msgspec.convert(fields.get("attn_layer_indices") or [], list[int])
+    count = _count(fields, "num_hidden_layers", 32)
+    recurrent = count - len({index for index in attends if 0 <= index < count})
+    # Only the number of layers of each kind matters.
+    return {"layer_types": None, "num_recurrent": recurrent}
+
+
+def _without_gates(fields: Fields) -> Fields:
+    return {"mlp_matrices": 2}
+
+
+def _count(fields: Fields, name: str, default: int) -> int:
+    found: int = msgspec.convert(fields.get(name, default), Count)
+    return found
+
+
+PERIOD = "moe_layer_interval"
+CHANGES: dict[str, Callable[[Fields], Fields]] = {
+    "mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
+    "falcon_mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
+    "mamba2": _without_attention(MAMBA2_FIELDS, is_tied=False),
+    "glm4_moe": _glm4_moe,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "bamba": _bamba,
+    "nemotron": _without_gates,
+    "arcee": _without_gates,
+}
+"""`model_type` -> the fields that replace those of its config."""
