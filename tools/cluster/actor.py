@@ -10,6 +10,7 @@ node, in the same version.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ import ray
 
 from protocol.wire.cluster_key import SAFE_MODE
 from tools.processes.children import Child, Command, module_command
+
+log = logging.getLogger(__name__)
 
 CONCURRENT_CALLS = 3
 """Most calls of the actor's methods that run at once: `wait` blocks while the others are called."""
@@ -76,6 +79,7 @@ class EngineRunner:
                 self._child.send(signal.SIGTERM)
 
     def _run(self, command: Command) -> None:
+        take_niceness_of_node()
         try:
             child = Child(command)
         except OSError as error:
@@ -107,6 +111,27 @@ class EngineRunner:
         os.fchmod(self._key, SAFE_MODE)
         os.write(self._key, key)
         return f"/proc/{os.getpid()}/fd/{self._key}"
+
+
+def take_niceness_of_node() -> None:
+    """Give this thread, and the processes that it starts, the niceness of the raylet that started
+    this process.
+
+    Ray starts its workers with niceness 15. Engines would hardly compute on a node that does other
+    work. Without the right to change it, it stays, and the log says how to start Ray.
+    """
+    own, of_node = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
+    if own <= of_node:
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, of_node)
+    except OSError:
+        log.warning(
+            "the engine runs with niceness %d, because Ray starts its workers so; to change that, "
+            "start Ray on this node with RAY_worker_niceness=%d in its environment",
+            own,
+            of_node,
+        )
 
 
 def _free_address(ip: str) -> str:
