@@ -186,11 +186,16 @@ template <class N> struct Pass {
         });
     }
 
-    INLINE void norm_queries_and_keys(const Layer &layer, N *row) {
+    // Does what few models do with rotated queries and keys. Not inlined, so that the others do not pay for it.
+    __attribute__((noinline)) void change_rotated(const Layer &layer, N *row, int64_t position) {
         const Heads &h = f.heads;
-        if (!layer.q_norm.weight) return;
-        norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
-        norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width, (float)f.eps);
+        if (layer.norms_rotated) {
+            norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
+            norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
+                       (float)f.eps);
+        }
+        if (const float factor = f.growth.factor(position); factor != 1)
+            for (int64_t i = 0; i < h.heads * h.dim; i += LANES) store(row + i, load(row + i) * factor);
     }
 
     // Normalises and rotates a token's queries and keys, and writes keys and values to the cache.
@@ -198,14 +203,16 @@ template <class N> struct Pass {
         const Heads &h = f.heads;
         N *row = (N *)f.qkv + t * (h.heads + 2 * h.kv_heads) * h.dim;
         const int64_t slot = f.slot_mapping[layer.entry * f.tokens + t];
-        if (!layer.norms_rotated) norm_queries_and_keys(layer, row);
+        if (layer.q_norm.weight && !layer.norms_rotated) {
+            norm_heads(row, layer.q_norm, h.heads, h.dim, layer.q_norm_width, (float)f.eps);
+            norm_heads(row + h.heads * h.dim, layer.k_norm, h.kv_heads, h.dim, layer.k_norm_width,
+                       (float)f.eps);
+        }
         if (layer.rope >= 0) {
             const int64_t at = (layer.rope * f.tokens + t) * h.dim;
             rotate_row(row, (const N *)f.cos + at, (const N *)f.sin + at, h, f.ropes[layer.rope].width);
         }
-        if (layer.norms_rotated) norm_queries_and_keys(layer, row);
-        if (const float factor = f.growth.factor(f.positions[t]); factor != 1)
-            for (int64_t i = 0; i < h.heads * h.dim; i += LANES) store(row + i, load(row + i) * factor);
+        if (layer.norms_rotated || f.growth.count) change_rotated(layer, row, f.positions[t]);
         if (f.rounds_kv)
             cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot * token_items<Rounded>(h), h);
         else cache_row<N>(row, layer.k_cache, layer.v_cache, slot * token_items<N>(h), h);
