@@ -25,7 +25,7 @@ LONGEST = (5, 20, 60, 200)
 """Maximum lengths of a delta in a random cut. Each cut draws one of them."""
 
 IN_WORDS = examples(3, 1)
-"""Of the places between two letters or digits, one of this many is among `chosen_places`."""
+"""`chosen_places` has one of this many places between two letters or digits."""
 
 _Unit = TypeVar("_Unit")
 

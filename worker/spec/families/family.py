@@ -132,6 +132,25 @@ class ConfigFields(Fields):
             usual["activation"] = self.activation()
         return MlpSpec(**(usual | changes))
 
+    def grouped_experts(self, **changes: Any) -> MlpSpec:
+        """Return the spec of experts that are chosen by group, from the sigmoids of the router's
+        scores and a bias of each, with the fields `changes` replaced. The expert that computes
+        every token has no score."""
+        usual: dict[str, Any] = {
+            "intermediate": self.integer("moe_intermediate_size"),
+            "num_experts": self.integer("n_routed_experts"),
+            "top_k": self.integer("num_experts_per_tok"),
+            "router": "sigmoid",
+            "choice_bias": True,
+            "num_groups": self.integer("n_group"),
+            "top_groups": self.integer("topk_group"),
+            "renormalize": self.flag("norm_topk_prob"),
+            "sum_eps": 1e-20,
+            "expert_scale": self.number("routed_scaling_factor"),
+            "scores_shared": False,
+        }
+        return self.mlp(**(usual | changes))
+
     def layer_types(
         self, default: Callable[[int], str], *, known: Collection[str] = (FULL, SLIDING)
     ) -> list[str]:

@@ -129,8 +129,6 @@ FAMILIES = (
             "tie_word_embeddings": True,
             "attention_bias": False,
         },
-        # Some configs also have a `hidden_activation`, which transformers does not read.
-        ignored={"hidden_activation": None},
         read=read_gemma,
         names=lambda spec: names_of(),
     ),

@@ -43,23 +43,10 @@ def _attention(config: ConfigFields, **changes: Any) -> AttentionSpec:
 
 
 def _experts(config: ConfigFields) -> MlpSpec:
-    size, shared = config.integer("moe_intermediate_size"), config.integer("n_shared_experts")
+    shared = config.integer("n_shared_experts")
     if shared < 1:
         raise UnusableModel(f"n_shared_experts is {shared}; it must be above zero")
-    return config.mlp(
-        intermediate=size,
-        num_experts=config.integer("n_routed_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        router="sigmoid",
-        choice_bias=True,
-        num_groups=config.integer("n_group"),
-        top_groups=config.integer("topk_group"),
-        renormalize=config.flag("norm_topk_prob"),
-        sum_eps=1e-20,
-        expert_scale=config.number("routed_scaling_factor"),
-        shared=size * shared,
-        scores_shared=False,
-    )
+    return config.grouped_experts(shared=config.integer("moe_intermediate_size") * shared)
 
 
 FUSED = {"gate_up": "model.layers.{i}.mlp.gate_up_proj"}

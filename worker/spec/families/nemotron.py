@@ -109,22 +109,11 @@ def _experts(config: ConfigFields) -> MlpSpec:
         raise UnusableModel(f"n_routed_experts is {experts}; it must be above one")
     if config.flag("mlp_bias"):
         raise UnusableModel("mlp_bias true is not supported for layers with experts")
-    return MlpSpec(
-        intermediate=config.integer("moe_intermediate_size"),
+    return config.grouped_experts(
         activation=config.activation("mlp_hidden_act"),
         is_gated=False,
-        num_experts=experts,
-        top_k=config.integer("num_experts_per_tok"),
-        router="sigmoid",
-        choice_bias=True,
-        num_groups=config.integer("n_group"),
-        top_groups=config.integer("topk_group"),
-        renormalize=config.flag("norm_topk_prob"),
-        sum_eps=1e-20,
-        expert_scale=config.number("routed_scaling_factor"),
         latent=config.integer("moe_latent_size", 0),
         shared=config.integer("moe_shared_expert_intermediate_size"),
-        scores_shared=False,
     )
 
 
