@@ -12,8 +12,6 @@ import msgspec
 
 Fields = dict[str, Any]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
-NEVER = 1 << 40
-"""Period and offset of layers that no model has."""
 
 MAMBA_FIELDS = {
     "intermediate_size": "mamba_width",
@@ -52,8 +50,7 @@ def _without_attention(names: Mapping[str, str], is_tied: bool) -> Callable[[Fie
             "tie_word_embeddings": fields.get("tie_word_embeddings", is_tied),
             "intermediate_size": 0,
             "num_attention_heads": 1,
-            "attn_layer_period": NEVER,
-            "attn_layer_offset": NEVER,
+            "num_recurrent": _count(fields, "num_hidden_layers", 0),
             **{ours: fields[theirs] for theirs, ours in names.items() if theirs in fields},
         }
 
@@ -87,8 +84,7 @@ def _bamba(fields: Fields) -> Fields:
     attends = msgspec.convert(fields.get("attn_layer_indices") or [], list[int])
     count = _count(fields, "num_hidden_layers", 32)
     recurrent = count - len({index for index in attends if 0 <= index < count})
-    # Only the number of layers of each kind matters.
-    return {"layer_types": None, "num_recurrent": recurrent}
+    return {"num_recurrent": recurrent}
 
 
 def _without_gates(fields: Fields) -> Fields:

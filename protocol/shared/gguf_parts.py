@@ -9,8 +9,8 @@ _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 def _found(path: str) -> re.Match[str] | None:
-    """Return the match of a path that is named like a part: its number is one of those that there
-    are."""
+    """Return the match of a path that is named like a part; None if it is not, or if the number is
+    not that of a part."""
     found = _PART.fullmatch(path)
     return found if found is not None and 1 <= int(found[2]) <= int(found[3]) else None
 
