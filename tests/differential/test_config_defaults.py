@@ -19,9 +19,10 @@ from tests.support.checkpoints import VOCAB, tiny_tokenizer
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from worker.errors import UnusableModel
 from worker.layers.rope import attention_factor, inverse_frequencies
+from worker.spec.facts import KVHeads
 from worker.spec.families.family import ModelFamily
 from worker.spec.families.registry import FAMILIES, find_family
-from worker.spec.model_spec import KVHeads, ModelSpec
+from worker.spec.model_spec import ModelSpec
 from worker.spec.rope_config import LinearScaling, RopeConfig
 
 MISSING: Any = object()

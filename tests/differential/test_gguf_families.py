@@ -28,6 +28,13 @@ UNSTORED = {
     "smollm3": {"windows", "all rotated", "none rotated", "every second"},
     "mistral": {"window"},
     "ministral3": {"window", "plain rope"},
+    **{key: {"yarn rope", "halves"} for key in ("deepseek_v2", "deepseek_v3", "youtu")},
+    "glm4_moe_lite": {"yarn rope", "halves", "by layer"},
+    "mistral4": {"halves"},
+    "minicpm3": {
+        *("plain queries", "one head", "no factors", "usual values"),
+        *("yarn rope", "equal scales"),
+    },
     "mixtral": {"window"},
     "qwen2": {"windows", "llama3 rope"},
     "qwen3": {"windows", "llama3 rope"},
@@ -59,6 +66,7 @@ UNSTORED = {
 FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "falcon_mamba": {"mixer_rms_eps": 1e-5},
+    "minicpm3": {"dim_model_base": 256, "v_head_dim": 16},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "gemma3n_text": {"vocab_size_per_layer_input": VOCAB},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.support import latent_models
 from tests.support.checkpoints import VOCAB
 from worker.spec.families.registry import FAMILIES
 
@@ -33,6 +34,7 @@ UNDIVIDED = {
     **dict.fromkeys(
         ("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"), "shared experts"
     ),
+    **dict.fromkeys(latent_models.VARIANTS, "has latent attention"),
     "gemma3n_text": "several streams",
     "gemma4_text": "share keys",
 }
@@ -103,6 +105,7 @@ MAMBA_SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,  # tied, they would make random models repeat one token
 }
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    **latent_models.OWN_SIZES,
     "gemma": {"head_dim": 32, "initializer_range": 0.05},
     "arcee": {"head_dim": 32},
     "glm": {"head_dim": 32},
@@ -343,6 +346,7 @@ WHOLE_HEADS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    **latent_models.VARIANTS,
     "gemma": {"untied": UNTIED, "biases": BIASED, "one key/value head": {"num_key_value_heads": 1}},
     "arcee": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
     "nemotron": {
@@ -745,7 +749,9 @@ def random_model(model_type: str, **changes: Any) -> Any:
         settings["num_heads"] = width // settings["head_dim"]
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # Mistral 4's class is found only inside that of its wrapper.
+    found = transformers.Mistral4ForCausalLM._from_config if model_type == "mistral4" else None
+    model = (found or transformers.AutoModelForCausalLM.from_config)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -27,6 +27,7 @@ from gguf import (
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from tests.support import gguf_latent
 from tests.support.checkpoints import SPECIAL, TEMPLATE, tiny_tokenizer
 from worker.checkpoint.gguf_file import GGMLType
 
@@ -34,6 +35,7 @@ Array = NDArray[np.float32]
 Kinds = Callable[[str], GGMLQuantizationType]
 F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
+    **gguf_latent.ARCHITECTURES,
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.LLAMA,
     "mixtral": MODEL_ARCH.LLAMA,
@@ -241,6 +243,9 @@ def _add_facts(writer: GGUFWriter, config: Any) -> None:
 
 def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
     """Write the facts of the model's own architecture."""
+    if config.model_type in gguf_latent.ARCHITECTURES:
+        gguf_latent.add_facts(writer, config)
+        return
     match config.model_type:
         case "mixtral" | "qwen3_moe" | "gpt_oss" | "olmoe" | "minimax_m2":
             writer.add_expert_count(config.num_local_experts)
@@ -535,6 +540,9 @@ def _expert_index(name: str) -> int:
 def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor as the converter writes it. A tensor with gate and up projections becomes two:
     in gpt-oss the projections alternate in it, in Granite 4 they are its halves."""
+    if config.model_type in gguf_latent.ARCHITECTURES:
+        yield from gguf_latent.converted(config, name, data)
+        return
     if config.model_type.startswith("lfm2"):
         yield from _lfm2(name, data)
         return

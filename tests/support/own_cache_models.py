@@ -68,17 +68,18 @@ SIZES: dict[str, Any] = {
 """Sizes of the text part. Each config takes the keys that it has and lets be set."""
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
-    "DeepseekV2ForCausalLM": LATENT,
-    "DeepseekV3ForCausalLM": LATENT,
-    "MiniCPM3ForCausalLM": LATENT,
-    "YoutuForCausalLM": LATENT,
+    "AXK1ForCausalLM": LATENT,
+    "DeepseekV32ForCausalLM": LATENT,
+    "GlmMoeDsaForCausalLM": LATENT,
+    "LongcatFlashForCausalLM": LATENT,
     "JetMoeForCausalLM": {"kv_channels": 16},
     "MptForCausalLM": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512},
     "XGLMForCausalLM": {"d_model": 64, "attention_heads": 4, "num_layers": 2, "ffn_dim": 96},
 }
 ARCHITECTURES = (
     # latent attention
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"),
+    *("AXK1ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "LongcatFlashForCausalLM",
     # recurrent layers
     *("MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
     *("InklingForCausalLM", "LaraMiniForCausalLM"),

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from worker.errors import UnusableModel
 from worker.spec.architectures import (
     BORROWED,
+    BORROWED_OWN_CACHE,
     CHECKED,
     INLINE_ATTENTION,
     MASKED_WINDOWS,
@@ -74,7 +75,8 @@ def test_a_type_that_another_class_computes_does_not_contradict_its_architecture
     name, published = BORROWED[kind]
     for architectures in (None, [name], [published]):
         config = {"architectures": architectures, "model_type": kind}
-        expected = TransformersArchitecture(name, kind, has_own_cache=name in OWN_CACHE)
+        keeps = name in OWN_CACHE or kind in BORROWED_OWN_CACHE
+        expected = TransformersArchitecture(name, kind, has_own_cache=keeps)
         assert fallback(config) == expected
     assert fallback({"architectures": ["OtherModel"], "model_type": kind}) is None
 

@@ -22,9 +22,11 @@ from worker.kv.movers.base import DamagedTransfer, TransferLost
 from worker.kv.movers.shm import ShmMover
 from worker.kv.movers.zmq import Cuts
 from worker.kv.report_queue import ReportQueue
+from worker.kv.rounding import numbers_of
 from worker.kv.tiers.host import HostMemory, PlacedMemory
 from worker.kv.tiers.store import StoredMemory, TierStore
 from worker.kv.transfer.shared_memory import SharedMemory, map_offered
+from worker.spec.facts import KVHeads
 
 ROWS, BLOCKS, PIECE = 6, 11, 20
 RANDOM = np.random.default_rng(4)
@@ -334,4 +336,19 @@ def test_zeroing_no_block_changes_nothing() -> None:
 
 def test_block_bytes_is_the_size_of_a_block_in_the_tensors() -> None:
     cache = KVCache(*SHAPE, torch.bfloat16, torch.device("cpu"))
-    assert 5 * block_bytes(3, 4, 2, 8, torch.bfloat16) == cache.k.nbytes + cache.v.nbytes
+    size = block_bytes(3, 4, KVHeads(2, 8), torch.bfloat16)
+    assert 5 * size == cache.k.nbytes + cache.v.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_latent_head_is_stored_once(dtype: torch.dtype) -> None:
+    cache = KVCache(3, 5, 4, 1, 8, dtype, torch.device("cpu"), is_latent=True)
+    keys, values = cache.layer(1)
+    assert keys is values
+    assert 5 * block_bytes(3, 4, KVHeads(1, 8, is_latent=True), dtype) == cache.k.nbytes
+    assert cache.rows.shape == (3, 5, cache.k[0, 0].nbytes)
+    latents = torch.randn(2, 1, 8, dtype=torch.bfloat16)
+    cache.write(1, latents, None, torch.tensor([9, 10]))
+    assert (numbers_of(keys, torch.float32).flatten(0, 1)[9:11].flatten().ne(0)).all()
+    cache.zero(torch.tensor([2]))
+    assert not cache.rows.any()

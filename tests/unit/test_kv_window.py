@@ -30,8 +30,8 @@ from tests.support.engines import Bench, a_card
 from tools.__main__ import build_parser
 from tools.commands import engine as engine_command
 from worker.kv.cache import KVCache
+from worker.spec.facts import KVHeads
 from worker.spec.kv_blocks import layer_places
-from worker.spec.model_spec import KVHeads
 from worker.startup.kv_window import kv_groups, kv_window
 
 SIZES = (1, 2, 4, 8)

@@ -17,8 +17,8 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache, MixedCache, PagedCache, cache_bytes, make_cache
 from worker.kv.rounding import ROUNDED
 from worker.layers.rope import rotation
+from worker.spec.facts import KVHeads
 from worker.spec.kv_blocks import BlockLayers, LayerPlace, layer_places
-from worker.spec.model_spec import KVHeads
 
 CPU = torch.device("cpu")
 WIDE, NARROW = KVHeads(1, 64), KVHeads(2, 32)

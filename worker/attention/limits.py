@@ -41,6 +41,11 @@ class AttentionNeeds:
     has_soft_cap: bool
 
 
+MAX_TRITON_DIM = 512
+"""Largest head dim of our Triton kernels. The tiles of larger ones, such as those of latents, do
+not fit into the shared memory of a processor."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashLimits:
     """The limits of a FlashAttention library, which computes 16-bit numbers on NVIDIA GPUs."""
@@ -116,6 +121,8 @@ def reason_against_triton(needs: AttentionNeeds) -> str | None:
         return f"this GPU has compute capability {_dotted(needs.capability)}; it needs 8.0 or later"
     if needs.kv_dtype != needs.dtype:
         return f"the KV cache is in {needs.kv_dtype}; it needs {needs.dtype}"
+    if needs.head_dim > MAX_TRITON_DIM:
+        return f"the head dim is {needs.head_dim}; it needs at most {MAX_TRITON_DIM}"
     return None
 
 

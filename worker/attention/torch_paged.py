@@ -262,6 +262,18 @@ def _blocks_from(table: Tensor, first: Tensor | None, m: int) -> Tensor:
     return table.gather(1, start + torch.arange(m, device=table.device))
 
 
+def _gathered(
+    k_cache: Tensor, v_cache: Tensor, blocks: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of some blocks as numbers of `dtype`. Latent heads, which are
+    both, are read once."""
+    found = [k_cache] if v_cache is k_cache else [k_cache, v_cache]
+    sides = [side.index_select(0, blocks) for side in found]
+    if k_cache.dtype == ROUNDED:
+        sides = [numbers_of(side, dtype) for side in sides]
+    return sides[0], sides[-1]
+
+
 def _decode(
     q: Tensor,
     k_cache: Tensor,
@@ -274,9 +286,7 @@ def _decode(
     keys become G queries of one head, so that their keys are read once."""
     b, heads, head_dim = q.shape
     kv_heads, num_keys = k_cache.shape[2], group.mask.shape[-1]
-    k, v = k_cache.index_select(0, group.blocks), v_cache.index_select(0, group.blocks)
-    if k.dtype == ROUNDED:
-        k, v = numbers_of(k, q.dtype), numbers_of(v, q.dtype)
+    k, v = _gathered(k_cache, v_cache, group.blocks, q.dtype)
     k = k.view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     v = v.view(b, num_keys, kv_heads, head_dim).transpose(1, 2)
     shared_by = heads // kv_heads
@@ -298,9 +308,7 @@ def _prefill(
     sinks: Tensor | None,
 ) -> None:
     """Write the attention of a span's tiles into their rows of `out`, [T, H, D] like q."""
-    k, v = k_cache.index_select(0, span.blocks), v_cache.index_select(0, span.blocks)
-    if k.dtype == ROUNDED:
-        k, v = numbers_of(k, q.dtype), numbers_of(v, q.dtype)
+    k, v = _gathered(k_cache, v_cache, span.blocks, q.dtype)
     k, v = (each.flatten(0, 1).transpose(0, 1)[None] for each in (k, v))  # [1, H_kv, N, D]
     sinks = None if sinks is None else sinks[:, None, None]
     for tile in span.tiles:

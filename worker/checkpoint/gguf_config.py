@@ -150,18 +150,21 @@ def common(metadata: Metadata) -> Config:
     }
 
 
-def rope_parameters(metadata: Metadata) -> Config:
+def rope_parameters(metadata: Metadata, head_dim: int | None = None) -> Config:
     """Return `rope_parameters`. A factor without a type means linear scaling.
+
+    head_dim   numbers of a head, some of which are rotated; None: those of plain attention
 
     Factors in the tensor ROPE_FREQS are added to the spec afterwards (gguf_header.py).
     """
+    head_dim = metadata.head_dim if head_dim is None else head_dim
     theta = metadata.number("rope.freq_base", 10000.0)
     if theta <= 1:
         raise UnusableModel(f"{metadata.key('rope.freq_base')} is {theta}; it must be above 1")
-    rope = {"rope_theta": theta, "rope_type": "default", **_partial(metadata)}
+    rope = {"rope_theta": theta, "rope_type": "default", **_partial(metadata, head_dim)}
     kind = metadata.get("rope.scaling.type") or "linear"
     if kind == "longrope" or SHORT_FACTORS in metadata.file.tensors:
-        return rope | _long(metadata)
+        return rope | _long(metadata, head_dim)
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if metadata.number(f"rope.scaling.{name}", 1.0) != 1.0:
             raise UnusableModel(f"{metadata.key(f'rope.scaling.{name}')} is not supported")
@@ -176,8 +179,7 @@ def rope_parameters(metadata: Metadata) -> Config:
     raise UnusableModel(f"rope scaling {kind!r} is not supported in GGUF files")
 
 
-def _partial(metadata: Metadata) -> Config:
-    head_dim = metadata.head_dim
+def _partial(metadata: Metadata, head_dim: int) -> Config:
     width = metadata.integer("rope.dimension_count", head_dim)
     if width == head_dim:
         return {"partial_rotary_factor": 1.0}
@@ -203,15 +205,15 @@ def _yarn(metadata: Metadata) -> Config:
     return rope
 
 
-def _long(metadata: Metadata) -> Config:
+def _long(metadata: Metadata, head_dim: int) -> Config:
     if SHORT_FACTORS not in metadata.file.tensors:
         raise UnusableModel(f"{metadata.file.path} has no tensor {SHORT_FACTORS!r}")
-    width = metadata.integer("rope.dimension_count", metadata.head_dim)
+    width = metadata.integer("rope.dimension_count", head_dim)
     return {
         "rope_type": "longrope",
         "short_factor": metadata.factors(SHORT_FACTORS, width),
         "original_max_position_embeddings": metadata.integer(
-            "rope.scaling.original_context_length"
+            "rope.scaling.original_context_length", metadata.integer("context_length")
         ),
         "attention_factor": metadata.positive("rope.scaling.attn_factor", 1.0),
     }

@@ -11,7 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from worker.checkpoint import gguf_config, gguf_experts, gguf_gemma, gguf_mamba, gguf_mistral
+from worker.checkpoint import (
+    gguf_config,
+    gguf_experts,
+    gguf_gemma,
+    gguf_latent,
+    gguf_mamba,
+    gguf_mistral,
+)
 from worker.checkpoint.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
@@ -29,6 +36,7 @@ from worker.checkpoint.gguf_names import (
     GEMMA3N_ROLES,
     GEMMA4_ROLES,
     HYBRID_ROLES,
+    LATENT_ROLES,
     LAYER,
     MAMBA1_ROLES,
     MAMBA_ROLES,
@@ -38,6 +46,7 @@ from worker.checkpoint.gguf_names import (
     ROLES,
     SHARED_ROLES,
     TILED_ROLES,
+    WHOLE_UP,
     WITHOUT_ENDING,
 )
 from worker.errors import UnusableModel
@@ -49,6 +58,10 @@ from worker.spec.tensor_names import RowOrder, TensorNames, neighbour_orders
 
 NOT_ROTATED = 9e29
 """Factors of rotary frequencies above this mark pairs that are not rotated."""
+
+
+MADE_WITH_BIAS = ("attn_q", "attn_qkv", "attn_kv_a_mqa")
+"""Names in a layer of tensors that make queries, keys or latents, and may have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +187,29 @@ FAMILIES = {
     ),
     "minimax-m2": GGUFFamily(
         families=("MiniMaxM2ForCausalLM",), config=gguf_experts.minimax_m2, roles=CHOICE_ROLES
+    ),
+    # GLM-4.7 Flash is read as DeepSeek V3, which computes the same.
+    "deepseek2": GGUFFamily(
+        families=(
+            *("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
+            *("Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
+        ),
+        choose=gguf_latent.deepseek2_family,
+        config=gguf_latent.deepseek2,
+        common=gguf_latent.latent,
+        roles=LATENT_ROLES | SHARED_ROLES | CHOICE_ROLES,
+    ),
+    "mistral4": GGUFFamily(
+        families=("Mistral4ForCausalLM",),
+        config=gguf_latent.mistral4,
+        common=gguf_latent.latent,
+        roles=LATENT_ROLES | SHARED_ROLES,
+    ),
+    "minicpm3": GGUFFamily(
+        families=("MiniCPM3ForCausalLM",),
+        config=gguf_latent.minicpm3,
+        common=gguf_latent.latent,
+        roles=LATENT_ROLES | WHOLE_UP,
     ),
     "gemma": GGUFFamily(
         families=("GemmaForCausalLM",), config=gguf_config.rms, has_whole_norms=True
@@ -322,7 +358,9 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     names = architecture_names(file.metadata["general.architecture"], spec, file)
     if EMBEDDING_NORM + ".weight" in file.tensors:
         names = replace(names, roles={**names.roles, "norm": EMBEDDING_NORM})
-    if "blk.0.ffn_gate_up_exps.weight" in file.tensors:
+    if "blk.0.attn_kv_b.weight" in file.tensors:
+        names = replace(names, roles={**names.roles, **WHOLE_UP})
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
         names = replace(names, roles={**names.roles, **FUSED_EXPERTS})
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         return replace(names, roles={**names.roles, **OLD_EXPERTS})
@@ -422,7 +460,7 @@ def _with_layers(spec: ModelSpec, metadata: Metadata) -> ModelSpec:
             attention = replace(
                 attention,
                 rope=attention.rope and _with_rope_factors(attention.rope, metadata, has_factors),
-                qkv_bias=attention.qkv_bias or has_bias("attn_q", "attn_qkv", layer=attends),
+                qkv_bias=attention.qkv_bias or has_bias(*MADE_WITH_BIAS, layer=attends),
                 output_bias=attention.output_bias or has_bias("attn_output", layer=attends),
             )
         if mlp is not None:

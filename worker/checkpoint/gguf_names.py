@@ -129,6 +129,17 @@ GEMMA4_ROLES = {
     "router_norm": LAYER + "ffn_gate_inp.scale",
     "expert_factors": LAYER + "ffn_down_exps.scale",
 }
+LATENT_ROLES = {
+    "query_down": LAYER + "attn_q_a",
+    "query_norm": LAYER + "attn_q_a_norm",
+    "query_up": LAYER + "attn_q_b",
+    "latent_down": LAYER + "attn_kv_a_mqa",
+    "latent_norm": LAYER + "attn_kv_a_norm",
+    "key_up": LAYER + "attn_k_b",
+    "value_up": LAYER + "attn_v_b",
+}
+WHOLE_UP = {"latent_up": LAYER + "attn_kv_b"}
+"""The matrices of the keys and of the values, if a file has both in one tensor."""
 FUSED_EXPERTS = {"expert_gate_up": LAYER + "ffn_gate_up_exps"}
 FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
 WITHOUT_ENDING = (

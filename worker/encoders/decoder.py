@@ -23,8 +23,8 @@ from worker.encoders.pooling import InputHead
 from worker.encoders.ragged import RaggedBatch
 from worker.kv.cache import KVCache
 from worker.models.base import StepModel
+from worker.spec.facts import KVHeads
 from worker.spec.kv_blocks import LayerPlace
-from worker.spec.model_spec import KVHeads
 
 
 def scratch_blocks(max_tokens: int, block_tokens: int) -> int:
@@ -67,6 +67,7 @@ class DecoderVectors:
             dtype,
             device,
             places=[LayerPlace(0, 0)] * num_layers,
+            is_latent=heads.is_latent,
         )
         self.device = device
 

@@ -58,6 +58,7 @@ SIGNATURES = {
     "paged_attention": "iiipppippipp",
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
+    "linear_heads": "iiipipp",
     "forward": "iip",
     "logits": "iippipp",
     "decode": "iip",

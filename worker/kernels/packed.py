@@ -206,3 +206,37 @@ class PackedLinear:
                 f"the input is {tuple(x.shape)} {x.dtype}; it must be [N, {self.matrix.inputs}]"
             )
         return DTYPE_CODES[x.dtype], torch.get_num_threads(), address(x), len(x)
+
+
+class PackedHeads:
+    """Linears of heads (layers/head_linears.py) with packed weights. A row of x gives the same
+    output, bit for bit, whatever other rows x has."""
+
+    def __init__(self, heads: Sequence[PackedLinear]) -> None:
+        """`heads` have equal sizes and no biases."""
+        matrices = [head.matrix for head in heads]
+        (self._shape,) = {(matrix.outputs, matrix.inputs) for matrix in matrices}
+        assert all(head.bias is None for head in heads)
+        self.heads = heads
+        self._library = heads[0].kernels.library
+        self._structs = (CPacked * len(heads))(*(matrix.struct for matrix in matrices))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs, inputs = self._shape
+        count, rows, _ = x.shape
+        assert x.shape == (len(self.heads), rows, inputs)
+        y = x.new_empty(count, rows, outputs)
+        self._library.linear_heads(
+            dtype_code(x),
+            torch.get_num_threads(),
+            count,
+            address(x),
+            rows,
+            self._structs,
+            address(y),
+        )
+        return y
+
+    def tensors(self) -> Iterator[Tensor]:
+        for head in self.heads:
+            yield from head.tensors()

@@ -10,8 +10,8 @@ from protocol.engine.kv_window import KVGroups, max_held_blocks, max_request_tok
 from protocol.shared.state_memory import num_empty_blocks
 from protocol.tools.start_facts import GIB
 from worker.errors import NotEnoughMemory, UnusableModel
+from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import are_empty
-from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 
 AVERAGE_REQUEST_TOKENS = 1024

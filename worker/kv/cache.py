@@ -18,8 +18,8 @@ from torch import Tensor
 from worker.device.zeros import lazy_zeros
 from worker.kv.rounding import ROUNDED, head_bytes, round_heads, stored_width
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.spec.facts import KVHeads
 from worker.spec.kv_blocks import EMPTY_TOKEN_BYTES, BlockLayers, LayerPlace
-from worker.spec.model_spec import KVHeads
 
 
 class PagedCache(ABC):
@@ -60,44 +60,45 @@ class PagedCache(ABC):
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of one layer of the model, [B, block_tokens, H_kv, W] each.
-        The items of a block are contiguous."""
+        The items of a block are contiguous. If heads are latent (KVHeads), both are one tensor."""
 
     @abstractmethod
     def zero(self, blocks: Tensor) -> None:
         """Zero the blocks with ids [N] int64 in all layers, so that no request reads another's
         values."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset.
+    def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
+        """Store k, v [T, H_kv, D] at slot_mapping [T] int64: block * block_tokens + offset. There
+        are no values if the heads are latent.
 
         The entries of `slot_mapping` must be distinct and outside block 0. A negative entry is
         padding: nothing is stored for it.
         """
-        if self.is_rounded:
-            k, v = round_heads(k), round_heads(v)
-        keys, values = self.layer(layer)
+        assert (v is None) == self.heads(layer).is_latent
+        for stored, new in zip(self.layer(layer), (k, v), strict=True):
+            if new is not None:
+                self._write(stored, round_heads(new) if self.is_rounded else new, slot_mapping)
+
+    def _write(self, stored: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+        """Store the heads `new` of a step in one tensor of the cache."""
         is_padding = slot_mapping < 0
         # Only the CPU may look at the entries: a GPU would have to be waited for, and a captured
         # graph needs shapes that do not depend on them. So a GPU stores padding too: it writes the
         # keys and values of slot 0, which slot 0 holds already.
-        if keys.device.type != "cpu" or is_padding.any():
+        if stored.device.type != "cpu" or is_padding.any():
             slot_mapping, is_padding = slot_mapping.clamp(min=0), is_padding[:, None, None]
-            k = torch.where(is_padding, keys[0, :1], k)
-            v = torch.where(is_padding, values[0, :1], v)
-        if keys.is_contiguous():
-            keys.flatten(0, 1).index_copy_(0, slot_mapping, k)
-            values.flatten(0, 1).index_copy_(0, slot_mapping, v)
+            new = torch.where(is_padding, stored[0, :1], new)
+        if stored.is_contiguous():
+            stored.flatten(0, 1).index_copy_(0, slot_mapping, new)
             return
         blocks = slot_mapping.div(self.block_tokens, rounding_mode="floor")
-        places = (blocks, slot_mapping.remainder(self.block_tokens))
-        keys.index_put_(places, k)
-        values.index_put_(places, v)
+        stored.index_put_((blocks, slot_mapping.remainder(self.block_tokens)), new)
 
 
 class KVCache(PagedCache):
     """The cache of a model whose layers all have the same heads: the keys `k` and values `v`,
     [L, B, block_tokens, H_kv, W] each. Rows 0 to L - 1 are the layers' keys, the others the layers'
-    values."""
+    values. If the heads are latent, `v` is `k`, and there are L rows."""
 
     def __init__(
         self,
@@ -111,12 +112,14 @@ class KVCache(PagedCache):
         shared: SharedMemory | None = None,
         *,
         places: Sequence[LayerPlace] = (),
+        is_latent: bool = False,
     ) -> None:
         """Create a cache whose blocks store `num_layers` layers each.
 
-        dtype    dtype of the stored numbers; int8: heads are rounded
-        shared   new memory of `num_blocks` blocks; None: allocate memory on the device
-        places   place of each layer of the model; if empty, a block stores all layers
+        dtype       dtype of the stored numbers; int8: heads are rounded
+        shared      new memory of `num_blocks` blocks; None: allocate memory on the device
+        places      place of each layer of the model; if empty, a block stores all layers
+        is_latent   whether the heads are latent (KVHeads)
         """
         width = stored_width(head_dim, dtype)
         shape = (num_layers, num_blocks, block_tokens, num_kv_heads, width)
@@ -124,14 +127,15 @@ class KVCache(PagedCache):
         self.head_dim = head_dim
         self.is_rounded = dtype == ROUNDED
         self.shared = shared
-        num_bytes = num_blocks * block_bytes(
-            num_layers, block_tokens, num_kv_heads, head_dim, dtype
-        )
+        self._heads = KVHeads(num_kv_heads, head_dim, is_latent)
+        num_bytes = num_blocks * block_bytes(num_layers, block_tokens, self._heads, dtype)
         self._memory = _memory(num_bytes, device, shared)
-        self.k, self.v = self._memory.view(dtype).view(2, *shape).unbind()
+        sides = self._memory.view(dtype).view(-1, *shape).unbind()
+        self.k, self.v = sides[0], sides[-1]
         places = places or [LayerPlace(0, row) for row in range(num_layers)]
-        self._heads = KVHeads(num_kv_heads, head_dim)
-        self._layers = [(self.k[place.row], self.v[place.row]) for place in places]
+        keys = [self.k[place.row] for place in places]
+        values = keys if is_latent else [self.v[place.row] for place in places]
+        self._layers = [*zip(keys, values, strict=True)]
         self.entries = tuple(place.entry for place in places)
         self.num_entries = 1 + max(self.entries)
 
@@ -145,7 +149,8 @@ class KVCache(PagedCache):
 
     @property
     def rows(self) -> Tensor:
-        return self._memory.view(2 * self.k.shape[0], self.num_blocks, -1)
+        sides = 1 if self._heads.is_latent else 2
+        return self._memory.view(sides * self.k.shape[0], self.num_blocks, -1)
 
     def heads(self, index: int) -> KVHeads:
         return self._heads
@@ -155,7 +160,8 @@ class KVCache(PagedCache):
 
     def zero(self, blocks: Tensor) -> None:
         self.k.index_fill_(1, blocks, 0)
-        self.v.index_fill_(1, blocks, 0)
+        if not self._heads.is_latent:
+            self.v.index_fill_(1, blocks, 0)
 
 
 class MixedCache(PagedCache):
@@ -190,9 +196,10 @@ class MixedCache(PagedCache):
         for heads, place in zip(layers.heads, layers.places, strict=True):
             shape = (self.block_tokens, heads.count, stored_width(heads.dim, self.dtype))
             size, first = math.prod(shape), ends[place.entry]
-            ends[place.entry] += 2 * size
-            k, v = torch.split(self._blocks[:, first : first + 2 * size], size, dim=1)
-            yield k.view(len(k), *shape), v.view(len(v), *shape)
+            ends[place.entry] += size if heads.is_latent else 2 * size
+            sides = torch.split(self._blocks[:, first : ends[place.entry]], size, dim=1)
+            k, v = (side.view(len(side), *shape) for side in (sides[0], sides[-1]))
+            yield (k, k) if heads.is_latent else (k, v)
 
     @property
     def num_blocks(self) -> int:
@@ -282,6 +289,7 @@ def make_cache(
         device,
         shared,
         places=layers.places,
+        is_latent=layers.heads[0].is_latent,
     )
 
 
@@ -308,8 +316,6 @@ class CountedBlocks(KVCache):
         """Do nothing: there is nothing to read in the blocks."""
 
 
-def block_bytes(
-    num_layers: int, block_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Return the size in bytes of one block that stores `num_layers` layers."""
-    return 2 * num_layers * block_tokens * num_kv_heads * head_bytes(head_dim, dtype)
+def block_bytes(num_layers: int, block_tokens: int, heads: KVHeads, dtype: torch.dtype) -> int:
+    """Return the size in bytes of one block that stores `num_layers` layers with these heads."""
+    return num_layers * block_tokens * heads.num_stored * head_bytes(heads.dim, dtype)

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.engine.model_card import ModelCard
 from worker.kv.cache import PagedCache
-from worker.spec.model_spec import KVHeads
+from worker.spec.facts import KVHeads
 
 DIGEST_BYTES = 16
 

@@ -202,7 +202,7 @@ def _within_groups(weights: Tensor, spec: MlpSpec) -> Tensor:
     """Return weights [N, E] with minus infinity for the experts of the groups that are not
     chosen."""
     groups = weights.view(len(weights), spec.num_groups, -1)
-    best = torch.topk(groups, 2, dim=-1).values.sum(dim=-1)
+    best = torch.topk(groups, spec.group_weights, dim=-1).values.sum(dim=-1)
     chosen = torch.topk(best, spec.top_groups, dim=-1).indices
     is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
     return groups.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)

@@ -3,14 +3,16 @@ The layout with dense layers is here; the one with packed layers is in weight_la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.embedding import DenseEmbedding, Embedding
+from worker.layers.head_linears import DenseHeads, HeadLinears
 from worker.layers.linear import Dense, Linear
 from worker.spec.share import Box
 
@@ -62,6 +64,10 @@ class WeightLayout(Protocol):
         """Return a small linear whose weights stay plain numbers: a router, or gates."""
         ...
 
+    def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
+        """Return the linears of heads: one matrix for each of them, of equal sizes."""
+        ...
+
     def head(self, matrix: Matrix) -> Linear:
         """Return the output head, whose results are the logits."""
         ...
@@ -81,6 +87,9 @@ class DenseLayout:
 
     def plain(self, matrix: Matrix) -> Linear:
         return self.linear(matrix)
+
+    def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
+        return DenseHeads(torch.stack([matrix.values() for matrix in matrices]))
 
     def head(self, matrix: Matrix) -> Linear:
         return self.linear(matrix)

@@ -22,10 +22,11 @@ from worker.kernels import packed, prepacked
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
-from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix
+from worker.kernels.packed import PackedEmbedding, PackedHeads, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
 from worker.kv.budget import FREE_SHARE
 from worker.layers.embedding import Embedding
+from worker.layers.head_linears import HeadLinears
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, Linear
 from worker.loading.layouts import DenseLayout, Matrix, WeightLayout
@@ -118,6 +119,12 @@ class PackedLayout:
         if not sizes.can_pack(values.shape[1]):
             return Dense(values, matrix.bias)
         return PackedLinear(self._kernels, packed.pack(self._kernels, values), matrix.bias)
+
+    def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
+        made = [pack(self._kernels, each, rounds_inputs=self._rounds_inputs) for each in matrices]
+        if None in made:
+            return self._dense.heads(matrices)
+        return PackedHeads([PackedLinear(self._kernels, each) for each in made if each])
 
     def head(self, matrix: Matrix) -> Linear:
         return self.linear(matrix)
@@ -260,17 +267,21 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     """
     layer = spec.layers[0]
     assert layer.mlp is not None
-    if layer.recurrent is not None:
-        mixed = layer.recurrent.output_width
-    else:
-        assert layer.attention is not None
-        mixed = layer.attention.q_width
-    widths = [spec.hidden, mixed, spec.hidden, layer.mlp.intermediate]
+    widths = [spec.hidden, *_mixed_widths(layer), spec.hidden, layer.mlp.intermediate]
     if spec.layer_inputs is not None:
         widths += [spec.hidden, spec.layer_inputs.width]
     if layer.laurel is not None:
         widths += [spec.hidden, layer.laurel]
     return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
+
+
+def _mixed_widths(layer: LayerSpec) -> list[int]:
+    """Return the widths of the inputs of the token mixer's linears but the first."""
+    if layer.recurrent is not None:
+        return [layer.recurrent.output_width]
+    assert layer.attention is not None
+    latent, width = layer.attention.latent, layer.attention.result_width
+    return [latent.query_rank, width] if latent is not None and latent.query_rank else [width]
 
 
 def _circumstances(

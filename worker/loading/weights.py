@@ -18,6 +18,7 @@ from worker.layers.altup import AltUp, StreamEnds
 from worker.layers.delta_rule import DeltaWeights
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
+from worker.layers.latent_attention import LatentAttention
 from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
@@ -38,6 +39,7 @@ from worker.models.decoder import (
     Recurrence,
     TokenMixer,
 )
+from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.layer_tensors import (
     AltUpTensors,
     AttentionTensors,
@@ -213,6 +215,8 @@ class _Loader:
     def _mixer(self, layer: LayerSpec, tensors: MixerTensors) -> TokenMixer:
         if layer.attention is None:
             return self._recurrence(layer, tensors)
+        if isinstance(tensors, LatentAttentionTensors):
+            return self._latent_attention(layer.attention, tensors)
         assert isinstance(tensors, AttentionTensors)
         return self._attention(layer.attention, tensors)
 
@@ -244,6 +248,31 @@ class _Loader:
             v_norm = Norm(NormSpec(eps=norm.eps), ones)
         output = self._summed(tensors.output)
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, output, v_norm)
+
+    def _latent_attention(
+        self, attention: AttentionSpec, tensors: LatentAttentionTensors
+    ) -> LatentAttention:
+        latent = attention.latent
+        assert latent is not None
+        norm = NormSpec(eps=latent.eps)
+        if tensors.up is None:
+            key_up = [self._matrix(each) for each in tensors.key_up]
+            value_up = [self._matrix(each) for each in tensors.value_up]
+        else:
+            rows = self._values(tensors.up).view(attention.num_heads, -1, latent.rank)
+            keys, values = rows[:, : latent.plain], rows[:, latent.plain :]
+            key_up = [_numbers(each.T.contiguous()) for each in keys]
+            value_up = [_numbers(each.contiguous()) for each in values]
+        return LatentAttention(
+            spec=attention,
+            inputs=self._fused(tensors.inputs),
+            q_norm=self._norm_or_none(tensors.q_norm, norm),
+            queries=None if tensors.queries is None else self._fused(tensors.queries),
+            kv_norm=self._norm(tensors.kv_norm, norm),
+            key_up=self._layout.heads(key_up),
+            value_up=self._layout.heads(value_up),
+            output=self._fused(tensors.output),
+        )
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
         return GatedDelta(
@@ -435,3 +464,8 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _numbers(values: Tensor) -> Matrix:
+    """Return a matrix whose numbers have been read."""
+    return Matrix((len(values),), lambda: [None], lambda: values, None)

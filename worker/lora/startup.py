@@ -12,7 +12,7 @@ from worker.lora.adapter import AdapterFiles
 from worker.lora.errors import UnusableAdapter
 from worker.lora.table import AdapterTable
 from worker.lora.targets import adapter_bytes, find_targets
-from worker.spec.model_spec import ModelFacts
+from worker.spec.facts import ModelFacts
 
 
 def load_adapters(

@@ -13,6 +13,8 @@ def is_fitting(spec: ModelSpec) -> bool:
         widths |= {width for mlp in layer.mlps for width in (mlp.intermediate, mlp.shared) if width}
     if spec.layer_inputs is not None:
         widths.add(spec.layer_inputs.width)
+    for latent in {each.latent for each in spec.attentions}:
+        widths |= set() if latent is None else {latent.rank, latent.query_rank}
     return sizes.are_fitting(widths) and all(
         sizes.fits(
             heads=attention.num_heads,
@@ -31,6 +33,8 @@ def why_not(spec: ModelSpec) -> str:
         return "its output head has a bias"
     if spec.state_items:
         return "it has recurrent layers"
+    if any(each.latent is not None for each in spec.attentions):
+        return "its attention stores latents"
     if any(each.gated for each in spec.attentions):
         return "its attention has gates"
     if any(layer.has_one_block for layer in spec.layers):

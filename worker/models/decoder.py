@@ -22,8 +22,10 @@ from worker.kernels.packed import PackedLinear
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, turn_heads, turned
 from worker.kv.cache import PagedCache
 from worker.layers.altup import AltUp, StreamEnds
+from worker.layers.attention_run import AttentionRun
 from worker.layers.embedding import Embedding
 from worker.layers.gated_delta import GatedDelta
+from worker.layers.latent_attention import LatentAttention
 from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear, linears_in
@@ -80,7 +82,7 @@ class AttentionBlock:
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | ShortConv
-TokenMixer = AttentionBlock | Recurrence
+TokenMixer = AttentionBlock | LatentAttention | Recurrence
 
 
 @dataclass(slots=True)
@@ -246,12 +248,12 @@ class DecoderModel:
                 streams, x = layer.altup.predicted(streams, self.kernels)
             if mixer is not None:
                 normed = self._add_norm(x, delta, layer.attention_norm, post_norm)
-                if isinstance(mixer, AttentionBlock):
+                if isinstance(mixer, AttentionBlock | LatentAttention):
                     assert place is not None
-                    plan, turn = plans[place], turns[mixer.spec.rope, mixer.spec.growth]
-                    delta = self._attend(
-                        mixer, normed, turn, batch, cache, place, attention, plan, terms
-                    )
+                    turn = turns[mixer.spec.rope, mixer.spec.growth]
+                    slots = batch.for_entry(cache.entries[place]).slot_mapping
+                    run = AttentionRun(*turn, cache, place, slots, attention, plans[place])
+                    delta = self._attend(mixer, normed, run, terms)
                 else:
                     delta = mixer(normed, self.kernels, _some(states), offset, terms)
                 if layer.recurrence is not None:  # adapters change only the attention
@@ -300,19 +302,15 @@ class DecoderModel:
 
     def _attend(
         self,
-        block: AttentionBlock,
+        block: AttentionBlock | LatentAttention,
         x: Tensor,
-        turn: Turn,
-        batch: AttentionBatch,
-        cache: PagedCache,
-        place: int,
-        attention: Attention,
-        plan: Any,
+        run: AttentionRun,
         terms: LayerAdapters | None,
     ) -> Tensor:
-        """Return the attention [T, hidden] of x [T, hidden]. `place` is the number of the layer
-        whose keys and values are read, among those that have some. The layer writes its own."""
-        spec, (angles, factor) = block.spec, turn
+        """Return the attention [T, hidden] of x [T, hidden]."""
+        if isinstance(block, LatentAttention):
+            return block(x, self.kernels, run, terms)
+        spec, angles = block.spec, run.angles
         q_norm, k_norm = block.q_norm, block.k_norm
         qkv, gate = adapted(terms, "qkv", x, block.qkv(x)), None
         if spec.gated:
@@ -333,20 +331,20 @@ class DecoderModel:
             q = self.kernels.place(
                 qkv,
                 angles,
-                cache,
-                place,
-                batch.for_entry(cache.entries[place]).slot_mapping,
+                run.cache,
+                run.place,
+                run.slots,
                 q_norm=q_norm,
                 k_norm=k_norm,
             )
         else:
             q = turned(qkv, angles, spec.head_dim, q_norm)
-        if factor is not None:
-            q = q * factor
-        seen = attention.run(
+        if run.factors is not None:
+            q = q * run.factors
+        seen = run.attention.run(
             q,
-            *cache.layer(place),
-            plan,
+            *run.cache.layer(run.place),
+            run.plan,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
             sinks=block.sinks,

@@ -36,6 +36,7 @@ from worker.kv.cache import KVCache, PagedCache
 from worker.layers.embedding import DenseEmbedding, Embedding
 from worker.layers.gated_delta import GatedDelta
 from worker.layers.hybrid_linear import NEVER, HybridLinear
+from worker.layers.latent_attention import LatentAttention
 from worker.layers.linear import Dense, Linear
 from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
@@ -284,7 +285,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
     """Return the struct of a layer without its router and MLPs."""
     block, mlp = layer.mixer, layer.spec.mlp
     assert block is not None
-    assert not isinstance(block, GatedDelta | Mamba1 | Mamba2 | ShortConv)
+    assert not isinstance(block, GatedDelta | LatentAttention | Mamba1 | Mamba2 | ShortConv)
     assert mlp is not None
     qkv, output = _packed(block.qkv), _packed(block.output)
     attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm

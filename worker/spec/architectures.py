@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 from protocol.config.worker import WorkerConfig
 from protocol.shared import state_memory
 from worker.errors import UnusableModel
+from worker.spec.facts import KVHeads
 from worker.spec.families.registry import FAMILIES
-from worker.spec.model_spec import KVHeads, ModelSpec
+from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits
 
 CHECKED: dict[str, str] = {
@@ -76,6 +77,9 @@ BORROWED: dict[str, tuple[str, str]] = {
 """`model_type` whose models are computed by the class of another one, with a config class and names
 of tensors of their own -> that class, and the architecture that published configs name."""
 
+BORROWED_OWN_CACHE = frozenset({"sarvam_mla"})
+"""Those of BORROWED whose class computes with a cache of its own."""
+
 OWN_ATTENTION: dict[str, str] = {
     "CodeGenForCausalLM": "scale_attn",
     "GPTJForCausalLM": "scale_attn",
@@ -99,10 +103,9 @@ MASKED_WINDOWS = frozenset({"PhimoeForCausalLM"})
 hf_attention.py reads `sliding_window` of the config."""
 
 _OWN_CACHE: dict[str, str] = {
-    "it uses multi-head latent attention, which has no plain keys and values": """
-        AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
-        DeepseekV32ForCausalLM Dots3NoteForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM
-        HYV4ForCausalLM LongcatFlashForCausalLM MiniCPM3ForCausalLM YoutuForCausalLM
+    "its latent attention is sparse, or differs from that of DeepSeek V3": """
+        AXK1ForCausalLM AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM
+        GlmMoeDsaForCausalLM HYV4ForCausalLM LongcatFlashForCausalLM
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """
         BailingHybridForCausalLM
@@ -379,7 +382,7 @@ def _has_text_part(name: str, config: Mapping[str, Any]) -> bool:
 def _computed(name: str, model_type: str, config: Mapping[str, Any]) -> TransformersArchitecture:
     """Return the architecture `name` with the config class of `model_type`. Raises UnusableModel if
     a key in UNSUPPORTED has a value that is not supported."""
-    if name in OWN_CACHE:
+    if name in OWN_CACHE or model_type in BORROWED_OWN_CACHE:
         return with_own_cache(name, {**config, "model_type": model_type})
     _check_values(config, name)
     return TransformersArchitecture(name, model_type)

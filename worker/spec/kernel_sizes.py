@@ -56,7 +56,7 @@ HEADER_BYTES = {Q2K: 128, Q3K: 64, Q4K: 128, Q5K: 128, Q6K: 64, I4K: 64}
 
 DIM_MULTIPLE, SIZE_MULTIPLE = 32, 16
 """Head dims must be a multiple of the first, hidden and intermediate sizes of the second."""
-MAX_DIM, MAX_GROUP = 512, 32
+MAX_DIM, MAX_GROUP = 576, 128
 """Largest head dim, and most query heads that share a key/value head."""
 SCALE_BYTES = 4
 """Bytes of the scale after each rounded head of a K/V cache (kv/rounding.py)."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker.spec.model_spec import KVHeads, ModelFacts
+from worker.spec.facts import KVHeads, ModelFacts
 
 EMPTY_TOKEN_BYTES = 1
 """Bytes of a token in the blocks of a model without attention."""
@@ -116,7 +116,7 @@ class BlockLayers:
         """
         if self.is_empty:
             return EMPTY_TOKEN_BYTES
-        return 2 * self._largest(lambda heads: heads.count * head_bytes(heads.dim))
+        return self._largest(lambda heads: heads.num_stored * head_bytes(heads.dim))
 
     def _largest(self, size: Callable[[KVHeads], int]) -> int:
         """Return the size of the entry whose layers are the largest together."""

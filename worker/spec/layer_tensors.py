@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.matrices import FusedMatrix, NormTensor, Shape, VectorTensor
 from worker.spec.recurrent_tensors import (
     GatedDeltaTensors,
@@ -73,9 +74,9 @@ class AttentionTensors:
             yield self.sinks.name, (self.sinks.whole,)
 
 
-MixerTensors = (
-    AttentionTensors | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
-)
+WithNorms = AttentionTensors | LatentAttentionTensors
+"""The mixers whose norms have the model's offset."""
+MixerTensors = WithNorms | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
 """The tensors of a token mixer.
 
 matrices      those that can be packed: the input's and the output's
@@ -278,7 +279,7 @@ class LayerTensors:
     @property
     def norms(self) -> tuple[NormTensor, ...]:
         """Return the norms whose weights have the model's offset."""
-        inner = self.mixer.norms if isinstance(self.mixer, AttentionTensors) else ()
+        inner = self.mixer.norms if isinstance(self.mixer, WithNorms) else ()
         blocks = [self.post_attention_norm, self.mlp_norm, self.post_mlp_norm]
         if self.beside is not None:
             blocks += [self.beside.mlp_norm, self.beside.norm, self.beside.result_norm]

@@ -7,9 +7,11 @@ compiled kernels (whole_step.py) read nothing else, so a new family changes neit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from worker.errors import UnusableModel
+from worker.spec.facts import KVHeads
+from worker.spec.latent import LatentSpec
 from worker.spec.recurrent import RecurrentSpec
 from worker.spec.rope_config import QueryGrowth, RopeConfig
 
@@ -23,61 +25,6 @@ AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
 """The linears of a layer that a LoRA adapter can change. The first two are those of the token
 mixer, whatever its kind is."""
 LayerOrder = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
-
-
-@dataclass(frozen=True, slots=True)
-class KVHeads:
-    """The key/value heads of a layer: how many, and the numbers of each."""
-
-    count: int
-    dim: int
-
-    @property
-    def width(self) -> int:
-        """Return how many numbers the keys of a token have; its values have as many."""
-        return self.count * self.dim
-
-
-class ModelFacts(Protocol):
-    """Facts about a model that a worker needs, whether our decoder or transformers computes it."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_layers(self) -> int:
-        """Return the number of layers with keys and values of their own."""
-        ...
-
-    @property
-    def layer_heads(self) -> tuple[KVHeads, ...]:
-        """Return the heads of each layer with keys and values of its own."""
-        ...
-
-    @property
-    def window(self) -> int | None:
-        """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
-        if the windows are not known."""
-        ...
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer with keys and values of its own, in tokens; None for a
-        layer that sees all tokens, or whose window is not known."""
-        ...
-
-    @property
-    def state_items(self) -> int:
-        """Return how many float32 numbers the recurrent state of a request has; 0: the model has
-        none in its slots."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +75,9 @@ class AttentionSpec:
     norms_rotated: bool = False
     #: Factors of the queries, after their rotation, by their positions. None: there are none.
     growth: QueryGrowth | None = None
+    #: The latents, if the layer stores these. There is then one key/value head, with the rotated
+    #: key and the latent of a token. None: it stores keys and values.
+    latent: LatentSpec | None = None
 
     @property
     def q_width(self) -> int:
@@ -138,8 +88,22 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def result_width(self) -> int:
+        """Return how many numbers the heads return for a token."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def work_width(self) -> int:
+        """Return how many intermediate values there are for one token: queries, keys, values, gates
+        and results. Latent attention also has copies of the queries and of the results, by head."""
+        if (latent := self.latent) is not None:
+            made = latent.query_rank + 2 * self.num_heads * latent.query_dim
+            return made + 4 * self.q_width + 2 * self.result_width
+        return (2 + self.gated) * self.q_width + 2 * self.kv_width
+
+    @property
     def kv_heads(self) -> KVHeads:
-        return KVHeads(self.num_kv_heads, self.head_dim)
+        return KVHeads(self.num_kv_heads, self.head_dim, self.latent is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +127,11 @@ class MlpSpec:
     #: Whether a learned bias of each expert is added to its weight, for the choice only.
     choice_bias: bool = False
     #: The experts form `num_groups` groups of consecutive ones, and are chosen from `top_groups` of
-    #: them: those whose two largest weights, with the choice biases, have the largest sum.
+    #: them: those whose largest weights, with the choice biases, have the largest sum.
     num_groups: int = 1
     top_groups: int = 1
+    #: How many of the largest weights of a group are added.
+    group_weights: int = 2
     #: Whether the weights of the chosen experts are divided by their sum plus `sum_eps`.
     renormalize: bool = True
     sum_eps: float = 0.0
@@ -201,7 +167,7 @@ class MlpSpec:
             raise UnusableModel(
                 f"{top_groups} of {groups} groups of {experts} experts cannot be chosen"
             )
-        if groups > 1 and experts // groups < 2:
+        if groups > 1 and experts // groups < self.group_weights:
             raise UnusableModel(f"groups of one expert are not supported: {groups} groups")
         if self.top_k > experts // groups * top_groups:
             raise UnusableModel(f"{self.top_k} of {experts} experts cannot be chosen")
@@ -367,6 +333,7 @@ class ModelSpec:
             if attention is not None:
                 _check_attention(attention)
                 sizes += [attention.num_heads, attention.num_kv_heads, attention.head_dim]
+                sizes += [] if attention.latent is None else attention.latent.sizes
             if recurrent is not None:
                 recurrent.check()
                 sizes += recurrent.sizes
@@ -480,6 +447,8 @@ def checked_layers(count: int) -> int:
 
 def _check_attention(attention: AttentionSpec) -> None:
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    if attention.latent is not None:
+        attention.latent.check()
     if min(heads, kv_heads, attention.head_dim) < 1:
         raise UnusableModel(f"attention has {heads} heads of {attention.head_dim}")
     if heads % kv_heads:

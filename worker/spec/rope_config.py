@@ -130,6 +130,18 @@ def query_growth(config: Fields, default: Mapping[str, Any] | None = None) -> Qu
     return QueryGrowth(rope.number("llama_4_scaling_beta"), _original_context(rope, config))
 
 
+def score_factor(config: Fields, default: Mapping[str, Any] | None = None) -> float:
+    """Return the factor of the scores of latent attention that the rope parameters describe: with
+    `mscale_all_dim`, that of scaled embeddings, squared. `default` is that of `rope_config`. Raises
+    UnusableModel, naming the field, if a value is wrong."""
+    _, rope = _rope_fields(config, default)
+    if _kind(rope) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    log_factor = 0.1 * math.log(max(rope.positive("factor"), 1.0))
+    factor: float = rope.number("mscale_all_dim") * log_factor + 1.0
+    return factor * factor
+
+
 def rope_config(
     config: Fields,
     head_dim: int,

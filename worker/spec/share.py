@@ -143,6 +143,11 @@ def divided(spec: ModelSpec, size: int) -> ModelSpec:
             "--tensor-parallel does not support",
             remedy="serve without --tensor-parallel",
         )
+    if any(each.latent is not None for each in spec.attentions):
+        raise UnusableModel(
+            f"{spec.architecture} has latent attention, which --tensor-parallel does not support",
+            remedy="serve without --tensor-parallel",
+        )
     if any(each.gated for each in spec.attentions) or any(mlp.shared for mlp in spec.mlps):
         raise UnusableModel(
             f"{spec.architecture} has gates of attention or shared experts, which "

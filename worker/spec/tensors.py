@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec import recurrent_tensors
+from worker.spec.latent_tensors import LatentParts
 from worker.spec.layer_tensors import (
     NORMS,
     OF_MLP,
@@ -40,10 +41,9 @@ from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortC
 from worker.spec.recurrent_tensors import ConvTensors
 from worker.spec.share import Share, divided
 from worker.spec.tensor_names import ENDINGS
-from worker.spec.tensor_parts import TensorParts
 
 
-class ModelTensors(TensorParts):
+class ModelTensors(LatentParts):
     """All tensors of a model in its files, or a rank's parts of them.
 
     spec    what is computed with the tensors: by the whole model, or by the rank
@@ -201,6 +201,8 @@ class ModelTensors(TensorParts):
         """Return the tensors of a layer's token mixer; if it has two, those of its attention."""
         if layer.attention is None:
             return self._recurrence(layer, index)
+        if layer.attention.latent is not None:
+            return self._latent_attention(layer.attention, index)
         return self._attention(layer.attention, index)
 
     def _recurrence(self, layer: LayerSpec, index: int) -> MixerTensors:

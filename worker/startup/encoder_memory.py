@@ -58,7 +58,7 @@ def scratch_bytes(
     tokens = max(token_budget(config, is_gpu=is_gpu), longest)
     blocks = -(-tokens // config.block_tokens) + MAX_STEP_INPUTS + 1
     heads = header.spec.layer_heads[0]
-    return 2 * heads.width * config.block_tokens * blocks * DTYPE_BYTES[dtype]
+    return heads.num_stored * heads.dim * config.block_tokens * blocks * DTYPE_BYTES[dtype]
 
 
 def dtype_of(config: WorkerConfig, header: object, usual: str, *, is_gpu: bool) -> str:

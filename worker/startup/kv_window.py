@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.kv_window import KVGroups, num_column_blocks
+from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import BlockLayers
-from worker.spec.model_spec import ModelFacts
 
 MAX_PADDING = 1.25
 """Groups are formed only if a column's blocks are at most this many times as large as its keys and

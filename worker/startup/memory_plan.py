@@ -38,10 +38,11 @@ from worker.spec.architectures import (
     request_state_bytes,
     state_bytes,
 )
+from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import LayerTensors
 from worker.spec.matrices import FusedMatrix
-from worker.spec.model_spec import MlpSpec, ModelFacts, ModelSpec
+from worker.spec.model_spec import MlpSpec, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
 from worker.startup.gpu_memory import (
@@ -417,9 +418,7 @@ def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
     if isinstance(spec, TransformersSpec):
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         return heads + 3 * spec.inner
-    # Queries, keys, values, gates and results.
-    widths = ((2 + each.gated) * each.q_width + 2 * each.kv_width for each in spec.attentions)
-    heads = max(widths, default=0)
+    heads = max((each.work_width for each in spec.attentions), default=0)
     widest = max((each.work_width for each in spec.recurrents), default=0)
     inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
     table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0

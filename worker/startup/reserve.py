@@ -27,8 +27,8 @@ from worker.lora.startup import kept_bytes
 from worker.slots.fields import STATE, slot_fields
 from worker.slots.table import SlotField, SlotTable
 from worker.spec.architectures import keeps_own_cache, num_checkpoints, state_bytes
+from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import BlockLayers
-from worker.spec.model_spec import ModelFacts
 from worker.spec.step_limits import StepLimits
 from worker.startup.encoding import encode_longest, longest_input
 from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes

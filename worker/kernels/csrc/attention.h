@@ -24,7 +24,7 @@ constexpr int TILE_TOKENS = 64;    // tokens of a prefill item
 // With at least this many pieces, an item has several heads, and there are still items for all threads.
 constexpr int MIN_PIECES = 16;
 constexpr int64_t L2_BYTES = 1 << 18; // bytes of keys and values that the second-level cache holds
-constexpr int MAX_GROUP = 32;
+constexpr int MAX_GROUP = 128;
 
 // The input of a step's attention: the fields of AttentionBatch (base.py).
 struct Rows {

@@ -88,7 +88,7 @@ INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_
     }
 }
 
-constexpr int MAX_DIM = 512; // largest head dim
+constexpr int MAX_DIM = 576; // largest head dim
 
 // Rotates the first `width` items of a head, and leaves the others. `from` and `to` may be the same. cos
 // and sin [D] are as for `rotate_head`, and then 1 and 0 for items that are not rotated.

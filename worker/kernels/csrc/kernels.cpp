@@ -37,7 +37,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 21; }
+EXPORT int64_t kernels_version() { return 22; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -245,6 +245,22 @@ EXPORT void linear_same(int64_t numbers, int64_t threads, const void *x, int64_t
         using N = decltype(zero);
         const Linear<N, N> l{(const N *)x, *weight, (const N *)bias, (N *)y, rows, STORE};
         together(threads, 1, [&](Team &team) { linear(team, l); });
+    });
+}
+
+// Computes y [heads, rows, outputs] of x [heads, rows, inputs], each part with the matrix of its head, in the number
+// type of x. The matrices have equal sizes.
+EXPORT void linear_heads(int64_t numbers, int64_t threads, int64_t heads, const void *x, int64_t rows,
+                         const Packed *weights, void *y) {
+    in_numbers(numbers, [&](auto zero) {
+        using N = decltype(zero);
+        together(threads, 1, [&](Team &team) {
+            linears(team, heads, [&](int64_t i) {
+                const Packed &weight = weights[i];
+                const N *part = (const N *)x + i * rows * weight.inputs;
+                return Linear<N, N>{part, weight, nullptr, (N *)y + i * rows * weight.outputs, rows, STORE};
+            });
+        });
     });
 }
 

@@ -100,9 +100,18 @@ class ConfigFields(Fields):
         has_alpha: bool = False,
     ) -> RopeConfig:
         """Return the rotary embeddings of the config. The arguments are those of `rope_config`."""
-        return rope_config(
-            self, self.head_dim, partial=partial, default=default, has_alpha=has_alpha
-        )
+        return self.rope_of(self.head_dim, partial=partial, default=default, has_alpha=has_alpha)
+
+    def rope_of(
+        self,
+        head_dim: int,
+        *,
+        partial: float | None = None,
+        default: Mapping[str, Any] | None = None,
+        has_alpha: bool = False,
+    ) -> RopeConfig:
+        """Return the rotary embeddings of heads of `head_dim` numbers."""
+        return rope_config(self, head_dim, partial=partial, default=default, has_alpha=has_alpha)
 
     def attention(self, rope: RopeConfig | None, **changes: Any) -> AttentionSpec:
         """Return the spec of plain attention, with the fields `changes` replaced."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec.facts import KVHeads
 from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.spec.fields import Fields
-from worker.spec.model_spec import KVHeads, LayerInputsSpec, LayerSpec, MlpSpec, ModelSpec
+from worker.spec.model_spec import LayerInputsSpec, LayerSpec, MlpSpec, ModelSpec
 from worker.spec.rope_config import RopeConfig, layered_rope_config
 from worker.spec.tensor_names import TensorNames, names_of
 
