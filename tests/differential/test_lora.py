@@ -42,6 +42,9 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]},
     "glm4_moe": {"first_k_dense_replace": 0},
     "ernie4_5_moe": {"moe_layer_start_index": 0},
+    "deepseek_v2": {"first_k_dense_replace": 0},
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 4},
 }
 """Changes after which no model has both experts and other MLPs: PEFT would adapt the experts too,
 because the names of their modules end as those of the other MLPs do."""

@@ -64,6 +64,10 @@ FUSED = {
     "glm4": "gptq 4 bits",
     "ernie4_5": "awq",
     "ernie4_5_moe": "packed 4 bits",
+    "deepseek_v3": "fp8 blocks",
+    "glm4_moe_lite": "packed 4 bits",
+    "minicpm3": "gptq 4 bits",
+    "youtu": "awq",
 }
 KINDS = {"layer_types": ["conv", "full_attention"]}
 

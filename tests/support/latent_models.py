@@ -38,6 +38,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {key: each for key, each in EXPERTS.items() if key != "first_k_dense_replace"},
     "mistral4": EXPERTS
     | {
+        "first_k_dense_replace": 0,
         "rope_parameters": {
             **YARN,
             "mscale": 1.0,

@@ -80,6 +80,7 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 128,
 }
 JAMBA = {"mamba_d_state": 16, "mamba_dt_rank": 32}
+LATENT = {"num_key_value_heads": 8, "v_head_dim": 32}
 OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_5_moe_text", WIDE | EXPERTS | DELTA),
     "mamba": ("granitemoehybrid", WIDE | GRANITE),
@@ -89,13 +90,14 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linears between": ("jamba", WIDE | JAMBA),
     "only mamba": ("falcon_mamba", WIDE | {"state_size": 16, "time_step_rank": 32}),
     "only mamba2": ("mamba2", WIDE | {"head_dim": 32}),
+    "latent": ("deepseek_v3", WIDE | EXPERTS | LATENT),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first eight are recurrent, and two of these models have no attention. Those of the
-last two share keys and values. The last model has no windows, because some ways need all blocks of
-a text."""
+The layers of the first eight are recurrent, and two of these models have no attention. The
+attention of "latent" stores latents. The layers of the last two share keys and values. The last
+model has no windows, because some ways need all blocks of a text."""
 
 
 def small_model(
