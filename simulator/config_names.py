@@ -57,13 +57,29 @@ def _without_attention(names: Mapping[str, str], is_tied: bool) -> Callable[[Fie
     return change
 
 
-def _glm4_moe(fields: Fields) -> Fields:
-    shared = _count(fields, "n_shared_experts", 1) * _count(fields, "moe_intermediate_size", 1408)
-    return {
-        "num_experts": _count(fields, "n_routed_experts", 128),
-        "shared_expert_intermediate_size": shared,
-        "expert_layer_offset": _count(fields, "first_k_dense_replace", 1),
-    }
+def _grouped_experts(
+    experts: int, width: int, first: int, shared: int = 1
+) -> Callable[[Fields], Fields]:
+    """Return the change of a model whose first layers have no experts. The numbers are used if a
+    config has none: of experts, of the width of an expert, of the first layers, and of the experts
+    that compute every token."""
+
+    def change(fields: Fields) -> Fields:
+        size = _count(fields, "moe_intermediate_size", width)
+        kinds = fields.get("mlp_layer_types") or []
+        dense = kinds.index("sparse") if "sparse" in kinds else first
+        return {
+            "num_experts": _count(fields, "n_routed_experts", experts),
+            "shared_expert_intermediate_size": size * _count(fields, "n_shared_experts", shared),
+            "expert_layer_offset": _count(fields, "first_k_dense_replace", dense),
+        }
+
+    return change
+
+
+def _minicpm3(fields: Fields) -> Fields:
+    width = _count(fields, "hidden_size", 2560) // max(_count(fields, "num_attention_heads", 40), 1)
+    return {"v_head_dim": fields.get("v_head_dim") or width}
 
 
 def _ernie4_5_moe(fields: Fields) -> Fields:
@@ -101,7 +117,12 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
     "falcon_mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
     "mamba2": _without_attention(MAMBA2_FIELDS, is_tied=False),
-    "glm4_moe": _glm4_moe,
+    "glm4_moe": _grouped_experts(128, 1408, 1),
+    "deepseek_v2": _grouped_experts(64, 1407, 0, shared=2),
+    "deepseek_v3": _grouped_experts(256, 2048, 3),
+    "glm4_moe_lite": _grouped_experts(64, 1536, 1),
+    "mistral4": _grouped_experts(128, 2048, 0),
+    "minicpm3": _minicpm3,
     "ernie4_5_moe": _ernie4_5_moe,
     "bamba": _bamba,
     "nemotron": _without_gates,

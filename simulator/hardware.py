@@ -115,6 +115,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     conv_L_cache: int = 0
     #: Matrices of an MLP: two without a gate.
     mlp_matrices: int = 3
+    #: Latent attention, as in DeepSeek V2 and V3; 0: layers store keys and values. Without a rank
+    #: of the queries, these are made of the hidden states.
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
 
     @property
     def has_both(self) -> bool:
@@ -205,19 +212,31 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def shared_parameters(self) -> int:
         """Parameters that every token uses: attention, recurrent layers, a dense MLP or the one
         beside experts, and the output matrix."""
-        queries = self.num_attention_heads * self.head_size
-        # Whether the queries have a gate.
-        is_gated = self.linear_num_value_heads > 0 and self.model_type != "olmo_hybrid"
-        attention = (2 + is_gated) * queries + 2 * self.kv_heads * self.head_size
         dense = self.shared_expert_intermediate_size or self.shared_intermediate_size
         beside = self.hidden_size * (3 * dense + self.experts) * self.expert_layers
         rest = self.num_hidden_layers - self.expert_layers
         width = self.intermediate_size if self.experts else dense or self.intermediate_size
         mlps = beside + self.hidden_size * self.mlp_matrices * width * rest
-        mixers = self.hidden_size * attention * self.attention_layers
+        mixers = self._attention_parameters * self.attention_layers
         if self.recurrent_layers:
             mixers += self.recurrent_layers * self.recurrent_sizes[1]
         return mixers + mlps + self.vocab_size * self.hidden_size
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Parameters of the attention of one layer."""
+        heads = self.num_attention_heads
+        if rank := self.kv_lora_rank:
+            queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+            made = self.q_lora_rank or queries
+            of_queries = self.q_lora_rank * queries if self.q_lora_rank else 0
+            of_latents = heads * rank * (self.qk_nope_head_dim + self.v_head_dim)
+            width = made + rank + self.qk_rope_head_dim + heads * self.v_head_dim
+            return self.hidden_size * width + of_queries + of_latents
+        queries = heads * self.head_size
+        # Whether the queries have a gate.
+        is_gated = self.linear_num_value_heads > 0 and self.model_type != "olmo_hybrid"
+        return self.hidden_size * ((2 + is_gated) * queries + 2 * self.kv_heads * self.head_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -226,8 +245,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return DTYPE_BYTES * (self.shared_parameters + experts + embeddings)
 
     @property
+    def pair_products(self) -> int:
+        """Products of a query and a key of all heads, and of the weight and the value, in one
+        layer."""
+        width = 2 * self.head_size
+        if rank := self.kv_lora_rank:
+            width = 2 * rank + self.qk_rope_head_dim
+        return self.num_attention_heads * width
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the K/V cache per token."""
+        if self.kv_lora_rank:
+            stored = self.kv_lora_rank + self.qk_rope_head_dim
+            return DTYPE_BYTES * stored * self.attention_layers
         return 2 * DTYPE_BYTES * self.kv_heads * self.head_size * self.attention_layers
 
 
@@ -407,6 +438,8 @@ def plan_memory(
     """
     if model.state_bytes and tensor_parallel > 1:
         raise ValueError("the server does not divide models with recurrent layers among GPUs")
+    if model.kv_lora_rank and tensor_parallel > 1:
+        raise ValueError("the server does not divide models with latent attention among GPUs")
     free = tensor_parallel * (gpu.memory_gib * GIB - RESERVED_BYTES) - model.weight_bytes
     room = free - tensor_parallel * (1 - gpu_memory) * gpu.memory_gib * GIB
     state, usual = model.state_bytes, MAX_SLOTS.choose(0, is_gpu=True)

@@ -63,8 +63,7 @@ class Roofline:
         active = model.shared_parameters + model.num_experts_per_tok * model.expert_parameters
         self._shared_flops = 2.0 * active
         self._kv_bytes, self._state_bytes = model.kv_bytes, model.state_bytes
-        queries = model.num_attention_heads * model.head_size
-        self._pair_flops = 4.0 * queries * model.attention_layers
+        self._pair_flops = 2.0 * model.pair_products * model.attention_layers
         exchanges = 2 * model.num_hidden_layers if tp > 1 else 0  # all-reduces of a step
         self._step_s = 1e-6 * (gpu.step_us + exchanges * gpu.link_us)
         bytes_sent = 2 * (tp - 1) / tp * model.hidden_size * DTYPE_BYTES

@@ -45,7 +45,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.3,
             "original_max_position_embeddings": 16,
-        }
+        },
     },
     "minicpm3": LATENT | {"dim_model_base": 24},
     "youtu": LATENT,

@@ -31,6 +31,7 @@ from simulator.workload import WorkloadStreams
 from tests.support.checkpoints import write_directory
 from tests.support.engines import VOCAB, Bench
 from tests.support.family_models import RECURRENT, random_model
+from tests.support.latent_models import VARIANTS as LATENT
 from tools.bench.simulation import result_table
 from worker.loading.header import read_header
 from worker.startup.memory_plan import PlannedModel, block_bytes, weights_bytes
@@ -475,18 +476,28 @@ def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
     [
         *("arcee", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "llama"),
         *("hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmoe", "qwen2_moe"),
-        "qwen3_moe",
+        *("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3"),
+        "youtu",
     ],
 )
 def test_the_sizes_of_a_model_are_those_that_the_worker_computes(
     tmp_path: Path, model_type: str
 ) -> None:
-    theirs = random_model(model_type, hidden_size=192, head_dim=32)
+    sizes = {} if model_type in LATENT else {"head_dim": 32}
+    theirs = random_model(model_type, hidden_size=192, **sizes)
     header = read_header(write_directory(tmp_path, theirs))
     shape = read_table().model(str(tmp_path / "config.json"))
     assert shape.kv_bytes == block_bytes(header.spec, 1, "bfloat16")
     planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=False)
     assert shape.weight_bytes == pytest.approx(weights_bytes(planned, "bfloat16"), rel=0.03)
+
+
+def test_latent_attention_is_not_divided_and_computes_pairs_of_latents(tmp_path: Path) -> None:
+    write_directory(tmp_path, random_model("youtu"))
+    gpu, model = GPUS["L4"], read_table().model(str(tmp_path / "config.json"))
+    assert model.pair_products == 6 * (2 * 128 + 32)
+    with pytest.raises(ValueError, match="does not divide models with latent attention"):
+        plan_memory(gpu, model, tensor_parallel=2, gpu_memory=0.9, block_tokens=16)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bamba", "glm4_moe"])
