@@ -77,6 +77,35 @@ def _grouped_experts(
     return change
 
 
+def _kimi_linear(fields: Fields) -> Fields:
+    own = fields.get("linear_attn_config") or {}
+    linear = {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    heads, dim, kernel = (
+        _count(own if theirs in own else fields, theirs if theirs in own else ours, usual)
+        for theirs, (ours, usual) in zip(names, linear.items(), strict=True)
+    )
+    experts = _grouped_experts(256, 1024, 1)(
+        fields
+        | {
+            "n_routed_experts": fields.get("num_experts", 256),
+            "n_shared_experts": fields.get("num_shared_experts", 1),
+        }
+    )
+    full = own.get("full_attn_layers")
+    recurrent = {} if full is None else {"num_recurrent": fields["num_hidden_layers"] - len(full)}
+    return {
+        **experts,
+        **recurrent,
+        "num_experts_per_tok": _count(fields, "num_experts_per_token", 8),
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": dim,
+        "linear_value_head_dim": dim,
+        "linear_conv_kernel_dim": kernel,
+    }
+
+
 def _minicpm3(fields: Fields) -> Fields:
     width = _count(fields, "hidden_size", 2560) // max(_count(fields, "num_attention_heads", 40), 1)
     return {"v_head_dim": fields.get("v_head_dim") or width}
@@ -123,6 +152,7 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "glm4_moe_lite": _grouped_experts(64, 1536, 1),
     "mistral4": _grouped_experts(128, 2048, 0),
     "minicpm3": _minicpm3,
+    "kimi_linear": _kimi_linear,
     "ernie4_5_moe": _ernie4_5_moe,
     "bamba": _bamba,
     "nemotron": _without_gates,

@@ -167,6 +167,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             convolved = 2 * keys + values
             state = heads * self.linear_key_head_dim * self.linear_value_head_dim
             tail = (self.linear_conv_kernel_dim - 1) * convolved
+            if self.model_type == "kimi_linear":  # its gates and decays have ranks
+                width = self.linear_key_head_dim
+                made = hidden * (convolved + values + heads + 2 * width)
+                return state + tail, made + width * (keys + values)
             return state + tail, hidden * (convolved + 2 * values + 2 * heads)
         if heads := self.mamba_n_heads:
             width = self.mamba_d_ssm or self.mamba_expand * hidden

@@ -34,10 +34,13 @@ from worker.spec.model_spec import ModelSpec
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
-REFUSED_BY_PEFT = dict.fromkeys(
-    ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
-    "out_proj",
-)
+REFUSED_BY_PEFT = {
+    **dict.fromkeys(
+        ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
+        "out_proj",
+    ),
+    "KimiLinearForCausalLM": "f_a_proj",  # transformers has it in a module of its own
+}
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]},
     "glm4_moe": {"first_k_dense_replace": 0},
@@ -45,6 +48,7 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 0},
     "deepseek_v3": {"first_k_dense_replace": 0},
     "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 4},
+    "kimi_linear": {"mlp_layer_types": ["sparse"] * 4},
 }
 """Changes after which no model has both experts and other MLPs: PEFT would adapt the experts too,
 because the names of their modules end as those of the other MLPs do."""

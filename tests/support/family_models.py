@@ -23,6 +23,7 @@ HYBRIDS = [
         "olmo_hybrid",
         "jamba",
         "bamba",
+        "kimi_linear",
     ),
 ]
 """Model types some of whose layers are recurrent."""
@@ -34,7 +35,7 @@ UNDIVIDED = {
     **dict.fromkeys(
         ("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"), "shared experts"
     ),
-    **dict.fromkeys(latent_models.VARIANTS, "has latent attention"),
+    **dict.fromkeys({*latent_models.VARIANTS} - {*RECURRENT}, "has latent attention"),
     "gemma3n_text": "several streams",
     "gemma4_text": "share keys",
 }

@@ -49,6 +49,18 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "minicpm3": LATENT | {"dim_model_base": 24},
     "youtu": LATENT,
+    "kimi_linear": {
+        **LATENT,
+        "moe_intermediate_size": 48,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "q_lora_rank": None,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_heads": 6,
+        "linear_head_dim": 16,
+        "initializer_range": 0.08,
+    },
 }
 PLAIN_QUERIES = {"q_lora_rank": None}
 """The queries are made of the hidden states."""
@@ -102,4 +114,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases of MLPs": {"mlp_bias": True},
     },
     "youtu": {**OF_ALL, "untied": UNTIED, "halves": HALVES},
+    "kimi_linear": {
+        "tied": TIED,
+        **SIGMOIDS,
+        "ranks of queries": {"q_lora_rank": 224},
+        "by layer": {"mlp_layer_types": ["sparse", "dense"] * 2},
+        "usual layers": {"layer_types": None, "num_hidden_layers": 6, "mlp_layer_types": None},
+        "long convolution": {"linear_conv_kernel_dim": 7},
+        "no attention": {"layer_types": ["linear_attention"] * 4},
+    },
 }

@@ -71,8 +71,12 @@ def delta_layer(
     *,
     tiled: bool = False,
     beta_scale: float = 1.0,
+    by_row: bool = False,
 ) -> RecurrentLayer:
-    """Return a gated delta net. The decays of its inputs are between about 0.1 and 1."""
+    """Return a gated delta net. The decays of its inputs are between about 0.1 and 1.
+
+    by_row   whether each row of a state has a decay of its own, as in Kimi Linear
+    """
     spec = GatedDeltaSpec(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
@@ -82,19 +86,21 @@ def delta_layer(
         eps=1e-6,
         tiled=tiled,
         beta_scale=beta_scale,
+        decay_rank=int(by_row),
+        gate="sigmoid" if by_row else "silu",
     )
     spec.check()
     weights = {
         "conv": numbers(kernel, spec.conv_width, seed=6),
         "decay": -numbers(value_heads, seed=8).abs() - 0.1,
-        "bias": numbers(value_heads, seed=11) - 1,
+        "bias": numbers(value_heads * spec.decays, seed=11) - 1,
         "norm": numbers(value_dim, seed=13),
     }
 
     def make_inputs(tokens: int, seed: int) -> Inputs:
         return (
             numbers(tokens, spec.conv_width + spec.value_width, seed=seed),
-            numbers(tokens, 2 * value_heads, seed=seed + 1),
+            numbers(tokens, value_heads * (1 + spec.decays), seed=seed + 1),
         )
 
     def rule(
@@ -104,7 +110,7 @@ def delta_layer(
         return kernels.gated_delta(spec, DeltaWeights(**weights), made, gates, states, offset)
 
     sizes = f"{key_heads}-{value_heads}x{key_dim}x{value_dim}-{kernel}"
-    name = f"delta-{sizes}{'-tiled' * tiled}{'-twice' * (beta_scale == 2)}"
+    name = f"delta-{sizes}{'-tiled' * tiled}{'-twice' * (beta_scale == 2)}{'-rows' * by_row}"
     return RecurrentLayer(name, spec, weights, make_inputs, rule)
 
 

@@ -90,13 +90,17 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linears between": ("jamba", WIDE | JAMBA),
     "only mamba": ("falcon_mamba", WIDE | {"state_size": 16, "time_step_rank": 32}),
     "only mamba2": ("mamba2", WIDE | {"head_dim": 32}),
+    "kimi": (
+        "kimi_linear",
+        WIDE | EXPERTS | LATENT | {"linear_num_heads": 8, "linear_head_dim": 32},
+    ),
     "latent": ("deepseek_v3", WIDE | EXPERTS | LATENT),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first eight are recurrent, and two of these models have no attention. The
-attention of "latent" stores latents. The layers of the last two share keys and values. The last
+The layers of the first nine are recurrent, and two of these models have no attention. The attention
+of "kimi" and "latent" stores latents. The layers of the last two share keys and values. The last
 model has no windows, because some ways need all blocks of a text."""
 
 

@@ -48,6 +48,9 @@ DELTAS = [
 ]
 DELTAS.append(delta_layer(3, 6, 12, 20, 4, tiled=True))
 DELTAS.append(delta_layer(2, 4, 12, 24, 4, beta_scale=2.0))
+DELTAS.append(delta_layer(3, 3, 20, 20, 4, by_row=True))
+DELTAS.append(delta_layer(2, 2, 33, 130, 3, by_row=True))
+DELTAS.append(delta_layer(2, 4, 128, 128, 4, by_row=True))
 MAMBAS = [
     mamba_layer(1, 1, 1, 1, 2),
     mamba_layer(4, 20, 2, 12, 4),

@@ -66,8 +66,8 @@ class SafetensorsWeights:
                 self._copy(target[first : first + len(values)], torch.from_numpy(values))
         elif name in self._files:
             found = self._read(name, index)
-            # Choice biases may be stored as a matrix of one row.
-            self._copy(target, found[0] if found.shape == (1, *target.shape) else found)
+            # Some vectors are stored with further axes of one item.
+            self._copy(target, found.view(target.shape) if target.dim() == 1 else found)
         else:
             self._read_mxfp4(name, target, index)
 

@@ -117,7 +117,8 @@ class Kernels(Protocol):
 
         inputs    [T, C + value heads * value dim] queries, keys and values before the convolution,
                   then the gates of the results
-        gates     [T, 2 * value heads] what beta is made of, then what the decay is made of
+        gates     [T, value heads * (1 + decays)] what beta is made of, then what the decays are
+                  made of
         offset    index of the layer's first number in a state
         returns   [T, value heads * value dim]. If a token belongs to no row of `states`, its
                   result has any value

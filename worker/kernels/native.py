@@ -270,7 +270,7 @@ class NativeKernels:
         assert inputs.shape == (tokens, spec.conv_width + spec.value_width)
         assert inputs.stride(1) == 1
         gates = gates.contiguous()
-        assert gates.shape == (tokens, 2 * heads)
+        assert gates.shape == (tokens, heads + heads * spec.decays)
         assert inputs.dtype == gates.dtype == torch.float32
         out = inputs.new_empty(tokens, spec.value_width)
         bad_row = self.library.gated_delta(

@@ -32,6 +32,8 @@ def delta_sizes_struct(spec: GatedDeltaSpec) -> structs.CDeltaSizes:
         UNIT_EPS,
         spec.eps,
         spec.beta_scale,
+        spec.decays,
+        spec.gate == "sigmoid",
     )
 
 
@@ -39,7 +41,8 @@ def delta_weights_struct(spec: GatedDeltaSpec, weights: DeltaWeights) -> structs
     """Return the struct that describes `weights` to the kernels. It points at them, so it must not
     outlive them."""
     assert weights.conv.shape == (spec.kernel, spec.conv_width)
-    assert weights.decay.shape == weights.bias.shape == (spec.num_value_heads,)
+    assert weights.decay.shape == (spec.num_value_heads,)
+    assert weights.bias.shape == (spec.num_value_heads * spec.decays,)
     assert weights.norm.shape == (spec.value_dim,)
     assert {each.dtype for each in weights.tensors()} == {torch.float32}
     return structs.CDeltaWeights(*map(address, weights.tensors()))

@@ -76,6 +76,8 @@ class CDeltaSizes(Structure):
         ("unit_eps", c_double),
         ("norm_eps", c_double),
         ("beta_scale", c_double),
+        ("decays", c_int64),
+        ("is_sigmoid", c_int64),
     ]
 
 

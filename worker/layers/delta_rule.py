@@ -2,7 +2,7 @@
 the compiled kernel.
 
 Legend: T tokens of the step, R rows, N tokens of each row, H value heads, K key dim, V value dim, C
-width of the convolution, all as in GatedDeltaSpec.
+width of the convolution, all as in GatedDeltaSpec. A head has one decay, or one for each of the K.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DeltaWeights:
     """The weights of a gated delta net beside its linears. All are float32.
 
     conv    [kernel, C], oldest token first
-    decay   [H] factor of the decay, below zero
-    bias    [H] is added to what the decay is made of
+    decay   [H] factor of the decays, below zero
+    bias    [H * decays] is added to what the decays are made of
     norm    [V] weight of the norm over the result of each head
     """
 
@@ -52,13 +52,14 @@ def gated_delta(
     """Compute a step of one layer and change the states of its rows. Arguments and result are those
     of `Kernels.gated_delta`."""
     qkv, gate = torch.split(inputs, [spec.conv_width, spec.value_width], dim=1)
-    beta, step = gates.chunk(2, dim=1)
-    decay = softplus(step + weights.bias) * weights.decay
+    heads = spec.num_value_heads
+    beta, step = torch.split(gates, [heads, heads * spec.decays], dim=1)
+    decay = softplus(step + weights.bias).view(len(step), heads, -1) * weights.decay[:, None]
     out = inputs.new_zeros(len(inputs), spec.num_value_heads, spec.value_dim)
     rule = _Rule(spec, weights.conv, (qkv, beta.sigmoid() * spec.beta_scale, decay), out)
     advance(states, offset, spec.state_items, rule)
     out = rms_norm(out, weights.norm.shape, weights.norm, spec.eps)
-    return out.flatten(1) * silu(gate)
+    return out.flatten(1) * (silu(gate) if spec.gate == "silu" else gate.sigmoid())
 
 
 class _Rule:
@@ -85,7 +86,7 @@ class _Rule:
         q, k, v = self._convolved(qkv, tail)
         factor = decay.exp()
         for at in range(tokens.shape[1]):
-            state.mul_(factor[:, at, :, None, None])
+            state.mul_(factor[:, at, :, :, None])
             known = torch.einsum("rhkv,rhk->rhv", state, k[:, at])
             change = (v[:, at] - known).mul_(beta[:, at, :, None])
             state.add_(k[:, at, :, :, None] * change[:, :, None, :])

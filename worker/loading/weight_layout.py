@@ -36,6 +36,7 @@ from worker.models.compiled import is_fitting
 from worker.models.decoder import DecoderLayer, DecoderWeights
 from worker.spec import kernel_sizes as sizes
 from worker.spec.model_spec import LayerSpec, ModelSpec
+from worker.spec.recurrent import GatedDeltaSpec
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +278,9 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
 
 def _mixed_widths(layer: LayerSpec) -> list[int]:
     """Return the widths of the inputs of the token mixer's linears but the first."""
+    if isinstance(layer.recurrent, GatedDeltaSpec):
+        ranks = (layer.recurrent.decay_rank, layer.recurrent.gate_rank)
+        return [layer.recurrent.output_width, *(rank for rank in ranks if rank)]
     if layer.recurrent is not None:
         return [layer.recurrent.output_width]
     assert layer.attention is not None

@@ -286,6 +286,8 @@ class _Loader:
                 norm=self._norm_weight(tensors.norm),
             ),
             output=self._fused(tensors.output),
+            decay_up=None if tensors.decay_up is None else self._fused(tensors.decay_up),
+            gate_up=None if tensors.gate_up is None else self._fused(tensors.gate_up),
         )
 
     def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:

@@ -110,7 +110,7 @@ _OWN_CACHE: dict[str, str] = {
     "it has state-space, recurrent, convolution or linear attention layers": """
         BailingHybridForCausalLM
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
-        KimiLinearForCausalLM LaraMiniForCausalLM
+        LaraMiniForCausalLM
         Lfm3ForCausalLM
         MiniMaxForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM

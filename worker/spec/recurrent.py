@@ -86,6 +86,13 @@ class GatedDeltaSpec(ConvolvedSpec):
     #: With 2, a token can turn what S returns for its key into the opposite: S changes by matrices
     #: with negative eigenvalues (arXiv 2411.12537).
     beta_scale: float = 1.0
+    #: Rank of the two linears that make a decay of each row of S. 0: each head has one decay, which
+    #: one linear makes.
+    decay_rank: int = 0
+    #: Rank of the two linears that make the gates of the results. 0: one linear makes them.
+    gate_rank: int = 0
+    #: The activation of these gates.
+    gate: Literal["silu", "sigmoid"] = "silu"
     #: Whether value head v uses the queries and keys of head v % num_key_heads, and not of head
     #: v // (num_value_heads / num_key_heads). The converter of llama.cpp orders value heads so.
     tiled: bool = False
@@ -109,8 +116,14 @@ class GatedDeltaSpec(ConvolvedSpec):
         return self.value_width
 
     @property
+    def decays(self) -> int:
+        """Return the number of decays of a head."""
+        return self.key_dim if self.decay_rank else 1
+
+    @property
     def work_width(self) -> int:
-        return 3 * self.conv_width + 4 * self.value_width
+        decays = 3 * self.num_value_heads * self.decays
+        return 3 * self.conv_width + 4 * self.value_width + decays
 
     @property
     def state_items(self) -> int:

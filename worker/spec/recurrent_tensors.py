@@ -33,7 +33,8 @@ class ConvTensors:
 class GatedDeltaTensors:
     """The tensors of a gated delta net (spec/recurrent.py).
 
-    inputs   stacks the rows of the queries, keys, values and output gates
+    inputs   stacks the rows of the queries, keys, values and output gates. If the gates and the
+             decays have a rank, it has the rows that make what `decay_up` and `gate_up` read
     gates    stacks the rows of beta and of the decay, one for each value head; it stays dense
     conv     of all queries, keys and values
     decay    the factor of the decay if `is_factor`, or else the logarithm of its amount
@@ -49,11 +50,14 @@ class GatedDeltaTensors:
     norm: NormTensor
     output: FusedMatrix
     is_factor: bool
+    decay_up: FusedMatrix | None = None
+    gate_up: FusedMatrix | None = None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
         """Return the matrices that can be packed."""
-        return self.inputs, self.output
+        ups = (each for each in (self.decay_up, self.gate_up) if each is not None)
+        return self.inputs, *ups, self.output
 
     @property
     def float_items(self) -> int:

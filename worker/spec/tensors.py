@@ -244,7 +244,15 @@ class ModelTensors(LatentParts):
 
     def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> MixerTensors:
         hidden, key, value = self.spec.hidden, delta.key_width, delta.value_width
-        if "delta_qkvz" in self.names:
+        decay_up = gate_up = None
+        if delta.decay_rank:
+            made = {"delta_q": (key,), "delta_k": (key,), "delta_v": (value,)}
+            ranks = {"delta_a": (delta.decay_rank,), "delta_z": (delta.gate_rank,)}
+            inputs = self._parts(index, made | ranks, hidden)
+            rows = self._part("delta_a_up", delta.num_value_heads * delta.decays, index)
+            decay_up = FusedMatrix((rows,), delta.decay_rank)
+            gate_up = FusedMatrix((self._part("delta_z_up", value, index),), delta.gate_rank)
+        elif "delta_qkvz" in self.names:
             group = delta.num_value_heads // delta.num_key_heads
             widths = (delta.key_dim, delta.key_dim, *(group * delta.value_dim,) * 2)
             heads = delta.num_key_heads
@@ -254,7 +262,9 @@ class ModelTensors(LatentParts):
             separate = {"delta_q": (key,), "delta_k": (key,), "delta_v": (value,)}
             made = separate if "delta_q" in self.names else joint
             inputs = self._parts(index, {**made, "delta_z": (value,)}, hidden)
-        if "delta_ba" in self.names:
+        if delta.decay_rank:
+            gates = self._parts(index, {"delta_b": (delta.num_value_heads,)}, hidden)
+        elif "delta_ba" in self.names:
             heads, group = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
             gates = self._by_head(index, "delta_ba", heads, (group, group), columns=hidden)
         else:
@@ -265,10 +275,14 @@ class ModelTensors(LatentParts):
             gates=FusedMatrix(gates, hidden),
             conv=self._conv("delta_conv", index, delta.kernel, {"q": key, "k": key, "v": value}),
             decay=VectorTensor(self._name("delta_decay", index), delta.num_value_heads),
-            bias=VectorTensor(self._name("delta_bias", index), delta.num_value_heads),
+            bias=VectorTensor(
+                self._name("delta_bias", index), delta.num_value_heads * delta.decays
+            ),
             norm=NormTensor(self.names.roles["delta_norm"].format(i=index), delta.value_dim),
             output=FusedMatrix((self._part("delta_output", hidden, index),), value),
             is_factor=self.names.stores_decay_factors,
+            decay_up=decay_up,
+            gate_up=gate_up,
         )
 
     def _conv(self, role: str, index: int, kernel: int, channels: Mapping[str, int]) -> ConvTensors:
@@ -396,15 +410,17 @@ class ModelTensors(LatentParts):
                 so are tensors that can be computed or are not used
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
-        bias_end = self.names.roles.get("choice_bias", "").partition("{i}")[2]
+        roles = self.names.roles
+        ends = [roles.get(role, "").partition("{i}")[2] for role in ("choice_bias", "delta_decay")]
+        padded = tuple(end for end in ends if end)
         for name, shape in self.tensors():
             if name not in found:
                 raise UnusableModel(
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
-            # Those of Ernie 4.5 are stored as a matrix of one row.
-            is_choice_bias = bias_end != "" and name.endswith(bias_end)
-            if found[name] != shape and not (is_choice_bias and found[name] == (1, *shape)):
+            # Some vectors of Ernie 4.5 and Kimi Linear are stored with further axes of one item.
+            is_padded = name.endswith(padded) and without_ones(found[name]) == without_ones(shape)
+            if found[name] != shape and not is_padded:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
         if others := sorted(n for n in found.keys() - known if not self._is_left_out(n)):
@@ -463,3 +479,8 @@ class ModelTensors(LatentParts):
         if f"{prefix}gate_up" in self.names:
             return {f"{prefix}gate_up": (inner, inner)}
         return {f"{prefix}gate": (inner,), f"{prefix}up": (inner,)}
+
+
+def without_ones(shape: Shape) -> Shape:
+    """Return the axes of more than one item."""
+    return tuple(size for size in shape if size != 1)

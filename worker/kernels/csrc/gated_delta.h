@@ -19,6 +19,8 @@ struct DeltaSizes {
     double unit_eps; // is added to the sum of squares of a query or key
     double norm_eps; // is added to the mean square of a head's result
     double beta_scale; // factor of beta
+    int64_t decays; // of a head: one, or one for each row of its matrix
+    int64_t is_sigmoid; // whether the gates of the results are sigmoids, not SiLUs
 
     // Returns the vectors that the convolution makes of a token: queries, keys, then values.
     Vectors vectors() const { return {2 * key_heads, key_dim, value_heads, value_dim}; }
@@ -31,7 +33,8 @@ struct DeltaSizes {
 // The weights beside the linears.
 struct DeltaWeights {
     const float *conv;         // [kernel, C]
-    const float *decay, *bias; // [H]
+    const float *decay;        // [H]
+    const float *bias;         // [H * decays]
     const float *norm;         // [V]
 };
 
@@ -44,18 +47,21 @@ struct Delta {
     Mixed mixed;
     const float *inputs;   // [T, C + H * V]: what is convolved, then the gates of the results
     int64_t stride;        // numbers from token to token of inputs
-    const float *gates;    // [T, 2 H]: what beta is made of, then what the decay is made of
-    float *betas, *decays; // scratch memory [T, H]; of decays: what the state is multiplied by
+    const float *gates;    // [T, H + H * decays]: what beta is made of, then what the decays are made of
+    float *betas, *decays; // scratch memory [T, H] and [T, H * decays]; of decays: what the state is multiplied by
     float *out;            // [T, H, V]
 };
 
-// Computes beta and the decay of a token for a head.
+// Computes beta and the decays of a token for a head.
 INLINE void make_gates(const Delta &d, int64_t t, int64_t head) {
-    const int64_t heads = d.sizes.value_heads;
-    const float *gates = d.gates + t * 2 * heads;
-    const float step = softplus(gates[heads + head] + d.weights.bias[head]);
+    const int64_t heads = d.sizes.value_heads, decays = d.sizes.decays, first = head * decays;
+    const float *gates = d.gates + t * heads * (1 + decays), *steps = gates + heads + first;
+    float *to = d.decays + t * heads * decays + first;
     d.betas[t * heads + head] = sigmoid(splat(gates[head]))[0] * (float)d.sizes.beta_scale;
-    d.decays[t * heads + head] = exponential(splat(step * d.weights.decay[head]))[0];
+    for (int64_t i = 0; i < decays; i++) {
+        const float step = softplus(steps[i] + d.weights.bias[first + i]);
+        to[i] = exponential(splat(step * d.weights.decay[head]))[0];
+    }
 }
 
 // Computes one vector of all tokens of a row, and the new tails of the vector's channels. Queries and keys are
@@ -86,25 +92,36 @@ inline void convolve(const Delta &d, const StateRow &row, int64_t vector) {
 
 constexpr int DELTA_VECTORS = 4; // vectors of columns in a tile
 
+// A token's key, and the decays of its head: one, or one for each row of S if BY_ROW. If so, a row's decay is a factor
+// of its key when S^T k is computed of the S before it decays.
+template <bool BY_ROW> struct DecayedKey {
+    const float *k, *decays;
+
+    INLINE float factor(int64_t row) const { return decays[BY_ROW ? row : 0]; }
+    INLINE float before(int64_t row) const { return BY_ROW ? k[row] * decays[row] : k[row]; }
+};
+
 // Computes S^T k.
-template <int COUNT>
-INLINE void recall(StateTile s, const float *k, int64_t key_dim, Floats (&known)[COUNT]) {
+template <int COUNT, bool BY_ROW>
+INLINE void recall(StateTile s, DecayedKey<BY_ROW> key, int64_t key_dim, Floats (&known)[COUNT]) {
     for (int j = 0; j < COUNT; j++) known[j] = Floats{};
     for (int64_t i = 0; i < key_dim; i++)
         for (int j = 0; j < COUNT; j++)
-            known[j] = fused(load(s.at + i * s.stride + j * LANES), splat(k[i]), known[j]);
+            known[j] = fused(load(s.at + i * s.stride + j * LANES), splat(key.before(i)), known[j]);
 }
 
-// Computes S = factor * S + k change^T, and S^T q of the new S. If HAS_NEXT, computes S^T next_k too, in the order of
-// `recall`, so that the next token need not read S twice.
-template <int COUNT, bool HAS_NEXT>
-INLINE void change_state(StateTile s, float factor, const Floats (&change)[COUNT], const float *k, const float *q,
-                         const float *next_k, int64_t key_dim, Floats (&result)[COUNT], Floats (&known)[COUNT]) {
+// Computes S = factor * S + k change^T, and S^T q of the new S. If HAS_NEXT, computes S^T k of the next token too, in
+// the order of `recall`, so that the next token need not read S twice.
+template <int COUNT, bool HAS_NEXT, bool BY_ROW>
+INLINE void change_state(StateTile s, const Floats (&change)[COUNT], DecayedKey<BY_ROW> own, const float *q,
+                         DecayedKey<BY_ROW> next, int64_t key_dim, Floats (&result)[COUNT], Floats (&known)[COUNT]) {
     for (int j = 0; j < COUNT; j++) result[j] = known[j] = Floats{};
+    float factor = BY_ROW ? 0.0f : own.factor(0);
     for (int64_t i = 0; i < key_dim; i++) {
         float *row = s.at + i * s.stride;
         // The compiler cannot load these once itself, because it assumes that stores may change them.
-        const Floats key = splat(k[i]), query = splat(q[i]), next_key = splat(HAS_NEXT ? next_k[i] : 0.0f);
+        const Floats key = splat(own.k[i]), query = splat(q[i]), next_key = splat(HAS_NEXT ? next.before(i) : 0.0f);
+        if (BY_ROW) factor = own.factor(i);
         for (int j = 0; j < COUNT; j++) {
             const Floats x = fused(change[j], key, load(row + j * LANES) * factor);
             store(row + j * LANES, x);
@@ -117,7 +134,7 @@ INLINE void change_state(StateTile s, float factor, const Floats (&change)[COUNT
 // Computes `columns` columns, in COUNT vectors, of one head of a row.
 //
 // scratch: [K, COUNT * LANES]
-template <int COUNT>
+template <int COUNT, bool BY_ROW>
 __attribute__((noinline)) void compute_columns(const Delta &d, StateRow row, int64_t head, int64_t column,
                                                int64_t columns, float *scratch) {
     const DeltaSizes &sizes = d.sizes;
@@ -137,18 +154,23 @@ __attribute__((noinline)) void compute_columns(const Delta &d, StateRow row, int
     };
     keep(0);
     Floats known[COUNT], change[COUNT], result[COUNT];
-    if (row.count) recall(s, d.mixed.at(sizes.key_heads + key, row.first), key_dim, known);
+    auto decayed = [&](int64_t t) {
+        const float *decays = d.decays + (t * num_heads + head) * sizes.decays;
+        return DecayedKey<BY_ROW>{d.mixed.at(sizes.key_heads + key, t), decays};
+    };
+    if (row.count) recall(s, decayed(row.first), key_dim, known);
     for (int64_t n = 0; n < row.count; n++) {
         const int64_t t = row.first + n;
-        const float *q = d.mixed.at(key, t), *k = d.mixed.at(sizes.key_heads + key, t);
+        const float *q = d.mixed.at(key, t);
         const float *v = d.mixed.at(2 * sizes.key_heads + head, t) + column;
-        const float factor = d.decays[t * num_heads + head];
+        const DecayedKey<BY_ROW> own = decayed(t);
+        const float factor = BY_ROW ? 1.0f : own.factor(0);
         for (int j = 0; j < COUNT; j++)
             change[j] = fused(known[j], splat(-factor), load_first(v + j * LANES, columns - j * LANES)) *
                         d.betas[t * num_heads + head];
         if (n + 1 < row.count)
-            change_state<COUNT, true>(s, factor, change, k, q, k + d.mixed.vectors.padded(key), key_dim, result, known);
-        else change_state<COUNT, false>(s, factor, change, k, q, nullptr, key_dim, result, known);
+            change_state<COUNT, true>(s, change, own, q, decayed(t + 1), key_dim, result, known);
+        else change_state<COUNT, false>(s, change, own, q, own, key_dim, result, known);
         float *out = d.out + (t * num_heads + head) * value_dim + column;
         for (int j = 0; j < COUNT; j++) store_first(out + j * LANES, result[j], columns - j * LANES);
         keep(n + 1);
@@ -161,10 +183,11 @@ INLINE void compute_tile(const Delta &d, const StateRow &row, int64_t head, int6
                          float *scratch) {
     if constexpr (COUNT > 1)
         if (columns <= (COUNT - 1) * LANES) return compute_tile<COUNT - 1>(d, row, head, column, columns, scratch);
-    compute_columns<COUNT>(d, row, head, column, columns, scratch);
+    if (d.sizes.decays > 1) compute_columns<COUNT, true>(d, row, head, column, columns, scratch);
+    else compute_columns<COUNT, false>(d, row, head, column, columns, scratch);
 }
 
-// Norms a token's result of a head, and multiplies it by the SiLU of its gate.
+// Norms a token's result of a head, and multiplies it by the SiLU or the sigmoid of its gate.
 INLINE void norm_and_gate(const Delta &d, int64_t t, int64_t head) {
     const int64_t dim = d.sizes.value_dim, heads = d.sizes.value_heads;
     const float *gate = d.inputs + t * d.stride + d.conv.width + head * dim;
@@ -177,7 +200,8 @@ INLINE void norm_and_gate(const Delta &d, int64_t t, int64_t head) {
     const float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + (float)d.sizes.norm_eps);
     for (int64_t i = 0; i < dim; i += LANES) {
         const Floats x = load_first(out + i, dim - i) * scale * load_first(d.weights.norm + i, dim - i);
-        store_first(out + i, x * Silu::of(load_first(gate + i, dim - i)), dim - i);
+        const Floats z = load_first(gate + i, dim - i);
+        store_first(out + i, x * (d.sizes.is_sigmoid ? sigmoid(z) : Silu::of(z)), dim - i);
     }
 }
 

@@ -119,7 +119,7 @@ EXPORT void cap_logits(int64_t threads, int64_t rows, int64_t width, float *logi
 // Computes what a gated delta net does between its linears, changes the states and saves them, and returns -1.
 // If the states contradict `tokens` or each other, computes nothing and returns the number of a row that does.
 //
-// inputs: [T, C + H * V], with `stride` numbers from token to token. gates: [T, 2 H]. out: [T, H, V].
+// inputs: [T, C + H * V], with `stride` numbers from token to token. gates: [T, H + H * decays]. out: [T, H, V].
 EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const DeltaWeights *weights, const States *states,
                            int64_t tokens, const float *inputs, int64_t stride, const float *gates, float *out) {
     const int64_t bad_row = states->bad_row(tokens);
@@ -127,7 +127,7 @@ EXPORT int64_t gated_delta(int64_t threads, const DeltaSizes *sizes, const Delta
     const Vectors vectors = sizes->vectors();
     const Convolution convolution{sizes->kernel, vectors.width(), weights->conv, nullptr};
     const MixedMemory mixed(vectors, tokens);
-    std::vector<float> betas((size_t)(sizes->value_heads * tokens)), decays(betas.size());
+    std::vector<float> betas((size_t)(sizes->value_heads * tokens)), decays(betas.size() * (size_t)sizes->decays);
     const Delta delta{*sizes, *states, *weights,     convolution,   mixed.mixed, inputs,
                       stride, gates,   betas.data(), decays.data(), out};
     together(threads, 3, [&](Team &team) { compute_delta(team, delta); });

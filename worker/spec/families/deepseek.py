@@ -17,19 +17,19 @@ from worker.spec.tensor_names import names_of
 
 
 def read_deepseek_v2(config: ConfigFields) -> ModelSpec:
-    return _with_experts(config, _attention(config), _softmax_experts(config))
+    return _with_experts(config, latent_attention(config), _softmax_experts(config))
 
 
 def read_deepseek_v3(config: ConfigFields) -> ModelSpec:
-    attention = _attention(config, turns_neighbours=config.flag("rope_interleave"))
-    return _with_experts(config, attention, config.grouped_experts(shared=_shared_size(config)))
+    attention = latent_attention(config, turns_neighbours=config.flag("rope_interleave"))
+    return _with_experts(config, attention, config.grouped_experts(shared=shared_size(config)))
 
 
 def read_glm4_moe_lite(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of GLM-4.7 Flash describes. Raises UnusableModel, naming the
     field, if a value is not supported."""
-    attention = _attention(config, turns_neighbours=config.flag("rope_interleave"))
-    experts = config.grouped_experts(shared=_shared_size(config))
+    attention = latent_attention(config, turns_neighbours=config.flag("rope_interleave"))
+    experts = config.grouped_experts(shared=shared_size(config))
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         return _layered(config, attention, experts, lambda index: index == 0)
@@ -44,7 +44,7 @@ def read_mistral4(config: ConfigFields) -> ModelSpec:
     rotated, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     default = MISTRAL_4_ROPE | {"max_position_embeddings": config.get("max_position_embeddings")}
     rope = config.rope_of(plain + rotated, partial=rotated / (plain + rotated), default=default)
-    attention = _attention(
+    attention = latent_attention(
         config,
         turns_neighbours=config.flag("rope_interleave"),
         rope=rope,
@@ -52,7 +52,7 @@ def read_mistral4(config: ConfigFields) -> ModelSpec:
         growth=query_growth(config, default),
     )
     experts = config.grouped_experts(
-        shared=_shared_size(config), router="softmax", choice_bias=False
+        shared=shared_size(config), router="softmax", choice_bias=False
     )
     return _with_experts(config, attention, experts)
 
@@ -62,7 +62,7 @@ def read_minicpm3(config: ConfigFields) -> ModelSpec:
     if a value is not supported."""
     hidden, heads = config.integer("hidden_size"), max(config.num_heads, 1)
     value_dim = config.integer("v_head_dim", hidden // heads)
-    attention = _attention(config, turns_neighbours=False, value_dim=value_dim)
+    attention = latent_attention(config, turns_neighbours=False, value_dim=value_dim)
     layer = LayerSpec(attention=attention, mlp=config.mlp(bias=config.flag("mlp_bias")))
     depth, base = config.get("scale_depth"), config.get("dim_model_base")
     return config.model(
@@ -77,12 +77,12 @@ def read_minicpm3(config: ConfigFields) -> ModelSpec:
 
 
 def read_youtu(config: ConfigFields) -> ModelSpec:
-    attention = _attention(config, turns_neighbours=config.flag("rope_interleave"))
+    attention = latent_attention(config, turns_neighbours=config.flag("rope_interleave"))
     layer = LayerSpec(attention=attention, mlp=config.mlp())
     return config.model([layer] * config.num_layers, config.rms_norm())
 
 
-def _attention(
+def latent_attention(
     config: ConfigFields,
     *,
     turns_neighbours: bool = True,
@@ -90,11 +90,13 @@ def _attention(
     rope: RopeConfig | None = None,
     default: dict[str, Any] | None = None,
     growth: QueryGrowth | None = None,
+    is_rotated: bool = True,
 ) -> AttentionSpec:
     """Return the spec of latent attention.
 
     rope, default   the rotary embeddings, and the rope parameters of a config that has none; None:
                     those of plain attention
+    is_rotated      whether there are rotary embeddings
     """
     rotated = config.integer("qk_rope_head_dim")
     query_rank = 0 if config.get("q_lora_rank") is None else config.integer("q_lora_rank")
@@ -114,8 +116,8 @@ def _attention(
         num_heads=config.num_heads,
         num_kv_heads=1,
         head_dim=latent.head_dim,
-        rope=config.rope_of(rotated) if rope is None else rope,
-        scale=latent.query_dim**-0.5 * score_factor(config, default),
+        rope=rope or (config.rope_of(rotated) if is_rotated else None),
+        scale=latent.query_dim**-0.5 * (score_factor(config, default) if is_rotated else 1.0),
         qkv_bias=bias,
         output_bias=bias,
         growth=growth,
@@ -145,12 +147,12 @@ def _softmax_experts(config: ConfigFields) -> MlpSpec:
         group_weights=1,
         renormalize=False,
         expert_scale=config.number("routed_scaling_factor"),
-        shared=_shared_size(config),
+        shared=shared_size(config),
         scores_shared=False,
     )
 
 
-def _shared_size(config: ConfigFields) -> int:
+def shared_size(config: ConfigFields) -> int:
     shared = config.integer("n_shared_experts")
     if shared < 1:
         raise UnusableModel(f"n_shared_experts is {shared}; it must be above zero")

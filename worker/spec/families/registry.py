@@ -19,6 +19,7 @@ from worker.spec.families import (
     gpt_oss,
     hunyuan,
     jamba,
+    kimi,
     lfm,
     llama,
     mamba,
@@ -34,7 +35,7 @@ from worker.spec.families.family import ModelFamily
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan, bamba),
-    deepseek,
+    *(deepseek, kimi),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
