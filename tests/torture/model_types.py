@@ -34,6 +34,7 @@ from worker.models.base import RowModel
 from worker.models.decoder import DecoderModel
 from worker.spec.architectures import REFUSED
 from worker.spec.families.registry import FAMILIES
+from worker.spec.wrappers import WRAPPERS
 
 COLUMNS = {"model type": 26, "computed": 32, "largest difference": 18}
 NUM_TOKENS, CHUNK = 40, 17
@@ -73,9 +74,12 @@ def class_names() -> dict[str, str]:
 
 
 def random_model(model_type: str, name: str) -> Any:
-    """Return a tiny random model of a type, whose class is `name`."""
+    """Return a tiny random model of a type, whose class is `name`. Of a model of images that
+    contains a family of ours, it is the text part."""
     if model_type in family_models.MODEL_TYPES:
         return family_models.random_model(model_type)
+    if (text := WRAPPERS.get(name)) is not None:
+        return family_models.random_model(text.model_type)
     if model_type in transformers_models.COMPUTED:
         return transformers_models.random_model(model_type)
     return own_cache_models.random_own_cache(name)
@@ -89,11 +93,18 @@ def tried(model_type: str, name: str) -> TypeResult:
         theirs = random_model(model_type, name)
     except Exception as error:  # any class may refuse the tiny sizes in its own way
         return TypeResult(model_type, "not built", wrong=f"{type(error).__name__}: {error}"[:300])
+    try:
+        return _compared(model_type, theirs)
+    except UnusableModel as error:
+        return TypeResult(model_type, "refused", wrong=error.message)
+    except Exception as error:
+        return TypeResult(model_type, "failed", wrong=f"{type(error).__name__}: {error}"[:300])
+
+
+def _compared(model_type: str, theirs: Any) -> TypeResult:
+    """Load a model, and compare its logits with those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            loaded = load(write_directory(Path(folder), theirs))
-        except UnusableModel as error:
-            return TypeResult(model_type, "refused", wrong=error.message)
+        loaded = load(write_directory(Path(folder), theirs))
         tokens = some_tokens(NUM_TOKENS)
         right = expected(theirs, tokens)
         steps = [NUM_TOKENS], [CHUNK, 1, NUM_TOKENS - CHUNK - 1]

@@ -74,7 +74,8 @@ class LatentAttention:
     ) -> Tensor:
         """Return the attention [T, hidden] of x [T, hidden], after the step's latents are
         written."""
-        spec, latent, made = self.spec, self.latent, self.inputs(x)
+        spec, latent = self.spec, self.latent
+        made = adapted(terms, "qkv", x, self.inputs(x))
         first, held, key = made.tensor_split(
             [made.shape[1] - latent.head_dim, made.shape[1] - latent.rotated], dim=1
         )

@@ -14,7 +14,6 @@ from typing import get_args
 from worker.lora.errors import UnusableAdapter
 from worker.spec.facts import ModelFacts
 from worker.spec.families.registry import FAMILIES
-from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import AdaptedLinear, ModelSpec
 from worker.spec.tensor_names import RowOrder
@@ -63,10 +62,8 @@ def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
     layer = tensors.layer(index)
     linears: list[tuple[AdaptedLinear, FusedMatrix]] = []
     if layer.mixer is not None:
-        # Adapters cannot change what latent attention makes of the hidden states.
-        if not isinstance(layer.mixer, LatentAttentionTensors):
-            linears.append(("qkv", layer.mixer.matrices[0]))
-        linears.append(("output", layer.mixer.matrices[-1]))
+        mixer_in, *_, mixer_out = layer.mixer.matrices
+        linears += [("qkv", mixer_in), ("output", mixer_out)]
     if layer.mlps and layer.router is None:  # the experts of a mixture cannot have adapters
         (only,) = layer.mlps
         linears += [("gate_up", only.gate_up), ("down", only.down)]
