@@ -34,7 +34,7 @@ from worker.models.base import RowModel
 from worker.models.decoder import DecoderModel
 from worker.spec.architectures import REFUSED
 from worker.spec.families.registry import FAMILIES
-from worker.spec.wrappers import WRAPPERS
+from worker.spec.wrappers import TEXT_TYPES, WRAPPERS
 
 COLUMNS = {"model type": 26, "computed": 32, "largest difference": 18}
 NUM_TOKENS, CHUNK = 40, 17
@@ -78,8 +78,9 @@ def random_model(model_type: str, name: str) -> Any:
     contains a family of ours, it is the text part."""
     if model_type in family_models.MODEL_TYPES:
         return family_models.random_model(model_type)
-    if (text := WRAPPERS.get(name)) is not None:
-        return family_models.random_model(text.model_type)
+    if name in WRAPPERS:
+        kind = min(WRAPPERS[name])
+        return family_models.random_model(TEXT_TYPES.get(kind, {}).get("model_type", kind))
     if model_type in transformers_models.COMPUTED:
         return transformers_models.random_model(model_type)
     return own_cache_models.random_own_cache(name)

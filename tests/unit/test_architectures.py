@@ -129,6 +129,13 @@ def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> No
         assert "..." not in message
 
 
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    """Published configs name the class of DeepSeek V3 and a type of their own."""
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+    assert find_family(config).model_type == "deepseek_v3"
+    assert fallback(config) is None
+
+
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
     assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS | INLINE_ATTENTION.keys()

@@ -40,7 +40,7 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "LlavaForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
     "LlavaNextForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
     "LlavaOnevisionForConditionalGeneration": frozenset({"qwen2"}),
-    "Mistral3ForConditionalGeneration": frozenset({"mistral", "ministral3"}),
+    "Mistral3ForConditionalGeneration": frozenset({"mistral", "ministral3", "mistral4"}),
     "Qwen2AudioForConditionalGeneration": frozenset({"qwen2"}),
     "Qwen2VLForConditionalGeneration": frozenset({"qwen2_vl_text"}),
     "Qwen2_5_VLForConditionalGeneration": frozenset({"qwen2_5_vl_text"}),

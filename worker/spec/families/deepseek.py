@@ -249,6 +249,7 @@ FAMILIES = (
     ModelFamily(
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
+        other_types=frozenset({"kimi_k2"}),
         defaults=DEEPSEEK_DEFAULTS
         | {
             "vocab_size": 129280,

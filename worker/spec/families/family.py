@@ -225,6 +225,8 @@ class ModelFamily:
     defaults                   values of keys that a config lacks
     read                       makes the spec from a config with all defaults
     names                      returns the names of the model's tensors in its files
+    other_types                other values of `model_type`, of configs that belong to code beside a
+                               model
     nullable                   keys that may be null, besides those in NULLABLE and those whose
                                default is None
     """
@@ -237,6 +239,7 @@ class ModelFamily:
     #: Keys that this class does not read -> the value that has the same effect.
     ignored: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
+    other_types: frozenset[str] = frozenset()
     #: Key -> the only values that are supported.
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     #: Another name of a key -> the key.

@@ -54,7 +54,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
         return _with_model_type(model_type)
     for family in FAMILIES:
         if architectures == [family.architecture]:
-            if model_type in (None, family.model_type):
+            if model_type in (None, family.model_type, *family.other_types):
                 return family
             raise UnusableModel(
                 f"config.json contradicts itself: {family.architecture} has the model_type "
