@@ -751,7 +751,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(model_type, **settings)
     # Mistral 4's class is found only inside that of its wrapper.
-    found = transformers.Mistral4ForCausalLM._from_config if model_type == "mistral4" else None
+    found = transformers.Mistral4ForCausalLM if model_type == "mistral4" else None
     model = (found or transformers.AutoModelForCausalLM.from_config)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
