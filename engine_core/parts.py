@@ -166,7 +166,7 @@ def _check_transfers(config: EngineConfig, limits: Limits, *, moves_kv: bool) ->
     if moves_kv and limits.state_bytes and not limits.prefix_cache:
         raise ValueError("K/V transfer and tiers need checkpoints of the model's recurrent states")
     window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
-    if window is not None and (moves_kv or config.speculation == "model"):
+    if window is not None and (moves_kv or config.speculation in ("model", "mtp")):
         raise ValueError(
             f"kv_window is {window}, but K/V transfer, tiers and draft models need the blocks "
             "that a window has passed"

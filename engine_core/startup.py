@@ -47,7 +47,7 @@ def build_engine(
     limits = _limits(ready, config, hands_over=key is not None and config.role != "decode")
     draft_cost, tiers = ready.draft_cost or 0.0, ready.kv_tiers
     if draft_cost >= 1:
-        log.warning("the draft model is as slow as the model; it is not used")
+        log.warning("the draft model or head is as slow as the model; it is not used")
     log.info(
         "engine ready: %s, %s, %d blocks of %d tokens, %d slots, %d tokens per step, "
         "max_len %d (%s)",

@@ -102,6 +102,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_in_flight: int
     uses_draft_model: bool
     num_draft_computed: int
+    uses_head: bool
     num_published: int
     checkpoints: dict[int, int]
     kept_checkpoint: int

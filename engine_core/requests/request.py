@@ -179,6 +179,9 @@ class Request:
     uses_draft_model: bool = False
     #: Positions that the draft model will have computed once every plan in flight has committed.
     num_draft_computed: int = 0
+    #: Whether the model's own head computes the request as well. It does so in every step of the
+    #: request, because it reads the hidden states of the step.
+    uses_head: bool = False
     #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0
     #: The checkpoints that the request holds, by the number of leading positions whose recurrent

@@ -96,7 +96,8 @@ def _update_drafting(request: Request, row_result: RowResult, committed: Committ
         )
     if request.drafting is not None and row_result.proposed and committed.finish is None:
         request.drafting.on_proposed(len(request.tokens), row_result.proposed)
-        request.num_draft_computed = len(request.tokens)
+        if request.uses_draft_model:
+            request.num_draft_computed = len(request.tokens)
 
 
 # ---- outputs

@@ -28,14 +28,7 @@ If more of a newcomer's K/V can be fetched (kv/) than is in the prefix cache, th
 slot and blocks and becomes FETCHING. It then waits in `unbound`, is in no plan and is never
 preempted. When the fetch is over, it is bound with its first plan, like any newcomer.
 
-The rest of the budget goes to drafts (drafting.py), which follow the last known token of a decode.
-Blocks are allocated for drafts only if one more block per running request remains free. If the
-drafts are wrong, their blocks stay with the request, whose answer will fill them.
-
-The draft model computes a prompt in the same steps as the main model. It computes the tokens of the
-answer later: in steps that request drafts from it, and when it is `MAX_DRAFT_LAG` tokens behind. It
-skips requests for which drafts are not worthwhile. If it computes a request, the request's blocks
-are published only when both models have computed them.
+The rest of the budget goes to drafts (drafting.py).
 
 No request is preempted while a plan in flight contains it, because the tokens being sampled would
 be lost. `can_continue` returns whether the next step can be planned without preemption.
@@ -64,18 +57,13 @@ from engine_core.requests.request import Request, RequestEvent, RequestPhase
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.checkpointing import Checkpointing
 from engine_core.schedule.columns import running_column, uncomputed_column
+from engine_core.schedule.drafting import DraftPlanning
 from engine_core.schedule.grouped_tables import GroupedBlockTables
-from engine_core.schedule.plan import DraftCatchUp, Schedule
+from engine_core.schedule.plan import Schedule
 from engine_core.schedule.slot_pool import SlotPool
 from engine_core.speculation.draft_policy import Speculation
 from protocol.engine.messages import Limits
 from protocol.engine.timeline import Lack
-
-MAX_DRAFT_LAG = 32
-"""The draft model computes answer tokens once it lacks this many of them.
-
-One pass over many tokens costs little more than a pass over one token.
-"""
 
 
 class Scheduler:
@@ -117,7 +105,7 @@ class Scheduler:
             else Checkpointing(limits, state_interval, pool, self.prefixes, kv_transfers)
         )
         self._kv_transfers = kv_transfers
-        self._speculation = speculation
+        self._drafts = DraftPlanning(limits, self.tables, speculation)
         #: Each running request needs at least one token of the budget per step.
         self._max_running = min(limits.max_slots, limits.token_budget)
         #: The first request in the queue, if the last step had no slot or too few blocks for it.
@@ -170,8 +158,7 @@ class Scheduler:
             self._admit(step)
         if is_shared:
             self._pause_decodes(step, decodes)
-        self._add_drafts(step)
-        self._plan_draft_model(step)
+        self._drafts.add_to(step, self.running)
         if self.checkpointing is not None:
             self.checkpointing.plan_saves(step)
         if self.tables.frees_blocks:
@@ -298,62 +285,6 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _add_drafts(self, step: Schedule) -> None:
-        """Add drafts to the decodes that have no token in flight."""
-        if not self._speculation.is_enabled:
-            return
-        rows, plain = len(step.decodes) + len(step.chunks), []
-        for request in step.decodes:
-            are_all_known = request.num_uncomputed == 1 and not request.num_pending
-            max_drafts = self._max_drafts(request, step) if are_all_known else 0
-            drafts = self._speculation.propose(request, max_drafts, rows) if max_drafts > 0 else []
-            if drafts:
-                self.tables.grow(request, len(request.tokens) + len(drafts), step)
-                step.drafted.append((request, drafts))
-                step.budget -= len(drafts)
-            else:
-                plain.append(request)
-        step.decodes = plain
-
-    def _max_drafts(self, request: Request, step: Schedule) -> int:
-        """Return how many drafts the budget, the answer's length and the blocks allow.
-
-        One free block is left for each running request. With n drafts, the step samples up to
-        n + 1 tokens.
-        """
-        left = request.max_total_tokens - len(request.tokens) - 1
-        most = self.tables.max_positions(request, reserved=len(self.running))
-        return min(step.budget, left, most - len(request.tokens))
-
-    def _plan_draft_model(self, step: Schedule) -> None:
-        """Plan the draft model's work: the tokens that it lacks, and the drafts to request."""
-        if not self._speculation.is_enabled:
-            return
-        rows = list(step.rows())
-        for request, count, drafts in rows:
-            if not request.uses_draft_model:
-                continue
-            known, start = request.num_scheduled + count - len(drafts), request.num_draft_computed
-            stride = min(known - start, self.limits.token_budget)
-            num_requested = 0
-            if request.is_sampled(count) and start + stride == known:
-                ahead = known + len(drafts)  # if all drafts are right
-                most = self.tables.max_positions(request, reserved=len(self.running))
-                room = min(request.max_total_tokens - 2, most) - ahead
-                num_requested = (
-                    self._speculation.num_draft_model_tokens(request, room, len(rows))
-                    if room > 0
-                    else 0
-                )
-            if num_requested:
-                self.tables.grow(request, ahead + num_requested, step)
-                step.draft_catch_ups[request] = DraftCatchUp(start, 0, num_requested)
-            elif count - len(drafts) > 1 or stride >= MAX_DRAFT_LAG:
-                step.draft_catch_ups[request] = DraftCatchUp(start, stride, 0)
-            else:
-                continue
-            request.num_draft_computed = start + stride
 
     def _preempt(self, victim: Request, step: Schedule) -> None:
         """Release the victim's slot and blocks, and put it back into the queue."""

@@ -13,6 +13,9 @@ highest:
   tokens, where c is the cost of the draft model relative to the main model. The overhead of steps
   with drafts beyond these costs is estimated from step times (overhead.py).
 
+The model's own head (mtp) is treated like a draft model, except that it can compute a request only
+in the steps of the request.
+
 To draft for a request, a draft model must also compute the request's prompt. So if the draft
 model's recent drafts were wrong, it is used for few of the next requests.
 
@@ -31,6 +34,9 @@ from engine_core.speculation.overhead import DraftOverhead
 from engine_core.speculation.step_costs import StepCosts
 from protocol.config.engine import EngineConfig
 
+MODELS = ("model", "mtp")
+"""The methods whose drafts a model in the worker proposes: a draft model, or the model's own head.
+"""
 MODEL_PRIOR = 0.7
 """The prior for drafts of a draft model. Its drafts are usually better than n-gram lookups."""
 MODEL_IDLE_DECAY = 0.995
@@ -70,20 +76,38 @@ class Speculation:
     def start(self, request: Request) -> None:
         """Choose the drafter of an accepted request."""
         kind = self._config.speculation
-        if kind == "none" or (kind == "model" and self._draft_cost >= 1):
+        if kind == "none" or (kind in MODELS and self._draft_cost >= 1):
             return  # a draft that costs a whole step saves nothing
         if not request.samples:
+            # Its blocks are read by others. A head's entries are not handed over.
             request.uses_draft_model = kind == "model"
-        elif kind == "model":
+        elif kind in MODELS:
             acceptance = self._expected_acceptance()
-            request.uses_draft_model = self.best_count(acceptance, 1, self._draft_cost) > 0
+            pays = self.best_count(acceptance, 1, self._draft_cost) > 0
+            request.uses_draft_model = pays and kind == "model"
+            request.uses_head = pays and kind == "mtp"
             request.drafting = self.new_drafting(AcceptanceTally(acceptance, MODEL_IDLE_DECAY))
         else:
             request.drafting = self.new_drafting(AcceptanceTally(PRIOR))
 
+    def keeps_head(self, request: Request) -> bool:
+        """Return whether the head computes the request in the next step.
+
+        If not even a step of this request alone would gain from drafts, the head stops for good,
+        because entries that it does not compute now would be missing later. Without a grammar, the
+        request then gets no drafts, and its steps are planned ahead. Other requests try the head
+        again.
+        """
+        if request.uses_head and request.drafting is not None:
+            acceptance = request.drafting.tally.acceptance
+            request.uses_head = self.best_count(acceptance, 1, self._draft_cost) > 0
+            if not request.uses_head and request.matcher is None:
+                request.drafting = None
+        return request.uses_head
+
     def new_drafting(self, tally: AcceptanceTally) -> RequestDrafting:
         """Return a new drafter of the configured kind. `tally` counts its drafts."""
-        if self._config.speculation == "model":
+        if self._config.speculation in MODELS:
             return RequestDrafting(ModelDrafter(), tally, self._model_tally)
         drafter = NgramDrafter(self._config.ngram_min, self._config.ngram_max)
         return RequestDrafting(drafter, tally)
@@ -109,9 +133,9 @@ class Speculation:
         return min(self._model_tally.acceptance, MODEL_PRIOR)
 
     def num_draft_model_tokens(self, request: Request, max_tokens: int, rows: int) -> int:
-        """Return how many drafts to request from the draft model, in a step of `rows` rows. The
-        result is at most `max_tokens`, and 0 if the draft model does not compute the request."""
-        if request.drafting is None or not request.uses_draft_model:
+        """Return how many drafts to request from the draft model or head, in a step of `rows` rows.
+        The result is at most `max_tokens`, and 0 if neither computes the request."""
+        if request.drafting is None or not (request.uses_draft_model or request.uses_head):
             return 0
         return min(
             max_tokens, self.best_count(request.drafting.tally.acceptance, rows, self._draft_cost)

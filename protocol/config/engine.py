@@ -69,10 +69,10 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         ),
     ] = 2048
     speculation: Annotated[
-        Literal["none", "ngram", "model"],
+        Literal["none", "ngram", "model", "mtp"],
         about(
             "speculative decoding; ngram: draft from the request's own text; model: draft with "
-            "--draft-model"
+            "--draft-model; mtp: draft with the head for multi-token prediction of the checkpoint"
         ),
     ] = "none"
     max_drafts: Annotated[
@@ -232,6 +232,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
             self.worker,
             token_budget=self.token_budget,
             max_drafts=drafts,
+            draft_head=self.speculation == "mtp",
             cluster_key=self.cluster_key if self.transfers_kv else "",
             world_size=self.tensor_parallel,
             local_size=self.tensor_parallel - self.workers_elsewhere,
@@ -275,6 +276,8 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         if not self.is_group:
             return
         worker = self.worker
+        if self.speculation == "mtp":
+            raise ValueError("tensor_parallel cannot be combined with speculation 'mtp'")
         if worker.adapter_rows:
             raise ValueError("tensor_parallel cannot be combined with lora and lora_dir")
         if worker.kv_host_gib or worker.kv_disk or worker.kv_export or self.role != "both":

@@ -78,6 +78,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ] = ""
     draft_model: DraftModel = ""
+    draft_head: Annotated[
+        bool, about("load the checkpoint's own head: --speculation mtp", wiring=True)
+    ] = False
     recommended_sampling: Annotated[
         SamplingDefaults,
         about("the catalogue's sampling parameters, if the model's files give none", wiring=True),

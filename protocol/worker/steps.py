@@ -129,7 +129,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: [D] the drafts, in row order.
     drafts: Int32 | None = None
     #: [R] first position that the draft model computes in the row; -1: none in this step. None: the
-    #: draft model computes nothing.
+    #: draft model computes nothing. The model's own head counts as a draft model, but it computes
+    #: exactly the row's positions that are followed by a known token: this is the row's start.
     follow_starts: Int32 | None = None
     #: [R] number of positions that the draft model computes from there. It is 0 in rows with
     #: `wanted` drafts: there the draft model computes up to the last token that is known after the
@@ -296,8 +297,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     rank: int = 0
     #: Seconds of each start-up phase, in order, for display.
     phases: list[tuple[str, float]] = []
-    #: Time of the draft model per token, as a fraction of the main model's. None: there is no draft
-    #: model.
+    #: Time of the draft model or head per token, as a fraction of the main model's. None: there is
+    #: neither.
     draft_cost: float | None = None
     #: (tokens, seconds) in ascending order: the time that the linear layers of a step with that
     #: many tokens take on this machine. Empty: not measured.

@@ -21,7 +21,7 @@ from tests.support.storm import (
 )
 
 OPERATIONS = examples(2_500, 10_000)
-SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207)
+SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207, 300, 302, 305, 307)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -38,7 +38,7 @@ def test_thousands_of_random_operations_keep_every_law(seed: int) -> None:
         assert examples(20, 100) < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("seed", [5, 104, 205])
+@pytest.mark.parametrize("seed", [5, 104, 205, 305])
 def test_every_law_holds_while_adapters_are_loaded_and_unloaded(seed: int) -> None:
     storm = AdapterStorm(seed)
     for _ in range(OPERATIONS):
@@ -74,7 +74,7 @@ def test_every_answer_is_right_in_a_cache_smaller_than_the_texts_of_a_windowed_m
 
 
 # ---- recurrent states
-STATE_SEEDS = (3, 5, 9, 11, 101, 103, 107, 109, 201, 205, 207)
+STATE_SEEDS = (3, 5, 9, 11, 101, 103, 107, 109, 201, 205, 207, 301, 305)
 
 
 @pytest.mark.parametrize("seed", STATE_SEEDS)
@@ -121,6 +121,7 @@ def test_every_row_continues_the_right_state_beside_layers_with_a_window(
 
 # ---- tiers
 TIER_SEEDS = {3: ["disk"], 7: ["host", "disk"], 107: ["host"], 205: ["host", "disk"], 207: ["disk"]}
+TIER_SEEDS |= {309: ["host", "disk"], 305: ["disk"]}
 """Seed of the storm -> the worker's tiers."""
 TIER_OPERATIONS = examples(3_000, 10_000)
 

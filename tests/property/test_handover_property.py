@@ -22,7 +22,7 @@ from tests.support.handover import EchoMover, KVNetwork
 from tests.support.storm import RequestStorm
 
 OPERATIONS = examples(6_000, 12_000)
-SEEDS = examples((200, 104), (200, 104, 3, 7))
+SEEDS = examples((200, 104, 300), (200, 104, 300, 3, 7))
 """Seeds as in tests.support.storm: the first uses a draft model, the second n-grams."""
 STATE_SEEDS = examples((203, 104), (203, 104, 3, 7))
 FAULTS = ("expired", "unreachable", "damaged", "timeout")

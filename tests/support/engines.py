@@ -63,6 +63,8 @@ from tests.support.tiers import EchoTiers
 VOCAB = 97
 EOS = 0
 CLIENT = b"client"
+GUESSED = -1
+"""An entry of a head that it has made of its own guess, and not of a known token."""
 MAX_INPUT, ECHO_SIZE = 40, 3
 """Most tokens of an input, and numbers in its result, of a model that encodes."""
 FAILING_SUM = 13
@@ -128,7 +130,10 @@ class EchoWorker:
 
     sample, guess   the model and the draft model
     kv              block -> offset -> the token whose K/V is there; None: zeroed
-    draft_kv        the same for the draft model
+    draft_kv        the same for the draft model; for a head, the token that follows the position
+    uses_head       whether the model's own head proposes tokens, and there is no draft model
+    head_starts     slot -> the first position that the head has computed itself
+    head_ends       slot -> the position after the last one
     states          slot -> the tokens of which it has the recurrent state
     checkpoints     checkpoint -> the tokens of whose state it is a copy
     """
@@ -136,6 +141,7 @@ class EchoWorker:
     limits: Limits
     sample: SampleToken = next_token
     guess: SampleToken = next_token
+    uses_head: bool = False
     bound: dict[int, int] = field(default_factory=dict)
     generations: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -143,6 +149,8 @@ class EchoWorker:
     seeds: dict[int, int] = field(default_factory=dict)
     kv: dict[int, list[int | None]] = field(default_factory=dict)
     draft_kv: dict[int, list[int | None]] = field(default_factory=dict)
+    head_starts: dict[int, int] = field(default_factory=dict)
+    head_ends: dict[int, int] = field(default_factory=dict)
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
     checkpoints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _possible: list[list[int] | None] = field(default_factory=list)
@@ -169,6 +177,7 @@ class EchoWorker:
             self.tokens[init.slot] = init.tokens.tolist()
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
+            self.head_starts[init.slot] = self.head_ends[init.slot] = init.num_computed
             self.states[init.slot] = self._first_state(init)
         appended = zip(
             plan.block_slots.tolist(),
@@ -207,7 +216,7 @@ class EchoWorker:
             tokens=Int32.of(token for tokens in results for token in tokens),
             counts=None if plan.row_drafts is None else Int32.of(map(len, results)),
             failed=Int32.of([]),
-            proposed=self._run_draft_model(plan),
+            proposed=self._run_head(plan) if self.uses_head else self._run_draft_model(plan),
         )
 
     def encode(self, plan: EncodePlan) -> EncodeResult:
@@ -227,6 +236,44 @@ class EchoWorker:
             vectors=Float32.of(chain.from_iterable(rows), (len(rows), ECHO_SIZE)),
             failed=Int32.of(failed),
         )
+
+    def _run_head(self, plan: StepPlan) -> Int32 | None:
+        if plan.follow_starts is None or plan.wanted is None:
+            return None
+        columns = (plan.row_slots, plan.row_starts, plan.row_tokens, plan.row_samples)
+        proposed: list[int] = []
+        for slot, start, count, samples, begin, wanted in zip(
+            *(column.tolist() for column in (*columns, plan.follow_starts, plan.wanted)),
+            strict=True,
+        ):
+            assert not wanted or (samples and begin >= 0)
+            if begin < 0:
+                continue
+            assert begin == start == self.head_ends[slot], "the head needs hidden states of a step"
+            end = len(self.tokens[slot]) - 1 if samples else start + count
+            self.head_ends[slot] = end
+            proposed += self._head_guesses(slot, begin, end, wanted)
+        return Int32.of(proposed) if proposed else None
+
+    def _head_guesses(self, slot: int, begin: int, end: int, wanted: int) -> list[int]:
+        """Let the head compute the entries `begin` to `end` of the slot. Return `wanted` guesses of
+        the tokens after the next one."""
+        tokens, table, size = self.tokens[slot], self.tables[slot], self.limits.block_tokens
+        assert begin < end < len(tokens)
+        guesses: list[int] = []
+        for _ in range(wanted):
+            guesses.append(self.guess([*tokens[: end + 1], *guesses], self.seeds[slot], None))
+        entries = [*tokens[begin + 1 : end + 1], *([GUESSED] * (wanted - 1))]
+        for position, entry in enumerate(entries, begin):
+            held = self.draft_kv.setdefault(table[position // size], [None] * size)
+            held[position % size] = entry
+        for position, found in enumerate(_positions(self.draft_kv, table, size, 0, end)):
+            if position >= self.head_starts[slot]:
+                assert found == tokens[position + 1], "an entry of the head is wrong"
+            elif (position + 1) % size:  # the last entry of a cached block depends on its request
+                right = (None, GUESSED, tokens[position + 1])
+                assert found in right, "the head would read another's K/V"
+        return guesses
 
     def _run_draft_model(self, plan: StepPlan) -> Int32 | None:
         if plan.follow_starts is None or plan.follow_tokens is None or plan.wanted is None:
@@ -492,7 +539,8 @@ class Bench:
             adapters=[adapter_info(name) for name in adapters],
         )
         self.adapters = EchoAdapters([*adapters])
-        self.worker = EchoWorker(self.limits, sample, guess or sample)
+        uses_head = self.config.speculation == "mtp"
+        self.worker = EchoWorker(self.limits, sample, guess or sample, uses_head)
         memory = self.worker.kv, block_tokens, self.worker.checkpoints
         self.mover = None if place is None else EchoMover(place, *memory)
         self.tiers = EchoTiers(tiers, *memory)
@@ -684,6 +732,9 @@ class Bench:
     def send_kv_commands(self) -> None:
         """Pass the engine's new K/V commands on to the tiers and the mover."""
         for order in self.engine.drain_kv_commands():
+            if isinstance(order, KVFetch):
+                for block in order.blocks.tolist():
+                    self.worker.draft_kv[block] = [None] * self.limits.block_tokens
             match order:
                 case KVStore() | KVUsed() | KVFetch(source=TierSource()):
                     self.tiers.apply(order)

@@ -38,14 +38,19 @@ from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.device.cpuinfo import cpu_flags
 from worker.device.device import choose_dtype
+from worker.draft.base import TokenProposer
+from worker.draft.head import HeadDrafter
 from worker.draft.model import DraftModel
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, PagedCache, cache_bytes, make_cache
 from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.transfer.shared_memory import SharedMemory
 from worker.loading.decoder import LoadedModel, load_model
+from worker.loading.draft_head import LoadedHead, load_head
+from worker.loading.header import read_header
 from worker.lora.adapter import Adapter
 from worker.models.base import RowModel
+from worker.models.decoder import DecoderModel
 from worker.slots.fields import STATE, slot_fields
 from worker.slots.table import SlotTable
 from worker.spec.kv_blocks import BlockLayers
@@ -60,6 +65,13 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Load
     """Load a model on the CPU. `options` are further options of `load_model`. By default, torch's
     kernels compute."""
     return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
+
+
+def load_own_head(path: Path, loaded: LoadedModel, **options: Any) -> LoadedHead:
+    """Load the head of a model for drafts. `options` are further options of `load_head`."""
+    dtype = getattr(torch, loaded.card.dtype)
+    cpu = torch.device("cpu")
+    return load_head(read_header(path), loaded.model, dtype=dtype, device=cpu, **options)
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class Replica:
     max_len           maximum number of tokens of prompt and answer; None: the model's own limit
     options           other fields of EngineConfig
     draft             the draft model, if any
+    head              the head of `loaded` for drafts, if it is used
     adapters          name -> LoRA adapter of the worker
     draft_cost        cost of a draft step that is reported to the engine
     place             the replica's place in a cluster, if any: `move` carries out the oldest fetch
@@ -153,6 +166,7 @@ class Replica:
     max_len: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     draft: LoadedModel | None = None
+    head: LoadedHead | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     draft_cost: float = 0.0
     place: ClusterMember | None = None
@@ -163,7 +177,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
-        keeps_all = self.draft is not None or self.place is not None
+        keeps_all = any(each is not None for each in (self.draft, self.head, self.place))
         window = None if keeps_all else config.window
         options = WorkerConfig(model="", max_len=self.max_len or 0)
         groups = None if keeps_all else kv_groups(options, [config])
@@ -206,7 +220,7 @@ class Replica:
             self.loaded, self.num_blocks, self.block_tokens, groups, is_shared=shared
         )
         self.runner = new_runner(
-            self.loaded, slots, self.cache, self.draft, [*self.adapters.values()]
+            self.loaded, slots, self.cache, self.draft, [*self.adapters.values()], self.head
         )
         self.mover = None
         if self.place is not None:
@@ -421,13 +435,21 @@ def new_runner(
     cache: PagedCache,
     draft: LoadedModel | None = None,
     adapters: Sequence[Adapter] = (),
+    head: LoadedHead | None = None,
 ) -> Runner:
-    """Return a new worker's runner for a loaded model, with `draft` as its draft model, if any, and
-    with LoRA adapters in the first rows of its table."""
+    """Return a new worker's runner for a loaded model, with a draft model or its head, if either is
+    given, and with LoRA adapters in the first rows of its table."""
     dtype, kernels = getattr(torch, loaded.card.dtype), loaded.model.kernels
     attention = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)
-    draft_model = None
-    if draft is not None:
+    draft_model: TokenProposer | None = None
+    if head is not None:
+        layers = BlockLayers.of(head.spec)
+        cpu = torch.device("cpu")
+        beside = make_cache(layers, cache.num_blocks, cache.block_tokens, loaded.kv_dtype, cpu)
+        vocab = loaded.card.vocab_size
+        assert isinstance(loaded.model, DecoderModel)
+        draft_model = HeadDrafter(head.model, loaded.model, beside, attention, vocab)
+    elif draft is not None:
         beside = new_cache(draft, cache.num_blocks, cache.block_tokens)
         kernels = draft.model.kernels
         own = select_attention(cache.block_tokens, dtype=dtype, kernels=kernels)

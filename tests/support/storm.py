@@ -30,9 +30,10 @@ from tests.support.engines import (
 from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember
 
-SPECULATING, WITH_A_MODEL = 100, 200
-"""Seeds from SPECULATING on use n-gram drafts, and seeds from WITH_A_MODEL on use a draft model.
-The main model then repeats itself, so that drafts are often right."""
+SPECULATING, WITH_A_MODEL, WITH_A_HEAD = 100, 200, 300
+"""Seeds from SPECULATING on use n-gram drafts, seeds from WITH_A_MODEL on a draft model, and seeds
+from WITH_A_HEAD on the model's own head. The main model then repeats itself, so that drafts are
+often right."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
@@ -50,6 +51,8 @@ ACCOUNTS = [None, None, Account(name="alice"), Account(name="bob")]
 def speculation_of(seed: int) -> str:
     if seed < SPECULATING:
         return "none"
+    if seed >= WITH_A_HEAD:
+        return "mtp"
     return "model" if seed >= WITH_A_MODEL else "ngram"
 
 

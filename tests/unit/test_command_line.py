@@ -191,7 +191,7 @@ def test_every_field_but_wiring_is_an_option() -> None:
         if config is not ServeConfig:
             wiring |= {"log_format", "cluster_key", "kv_export", "kv_address"}
         if config is WorkerConfig:
-            wiring |= {"token_budget", "max_drafts"}
+            wiring |= {"token_budget", "max_drafts", "draft_head"}
             wiring |= {"rank", "world_size", "local_rank", "local_size", "rendezvous"}
         if config is GatewayConfig:
             wiring |= {"prefill", "decode", "engines", "engines_file", "kv_on_failure"}

@@ -26,6 +26,12 @@ CONFIGS = {
         "guess": guess_with_accuracy(0.7, repetitive_token),
         "max_drafts": 4,
     },
+    "own head": {
+        "speculation": "mtp",
+        "sample": repetitive_token,
+        "guess": guess_with_accuracy(0.7, repetitive_token),
+        "max_drafts": 4,
+    },
 }
 
 

@@ -84,9 +84,9 @@ def test_a_decoded_snapshot_encodes_to_the_same_bytes() -> None:
 
 # ---- the restored engine
 def storms() -> Iterator[RequestStorm]:
-    """Yield each storm after each of its operations. Some storms have grammars, either kind of
+    """Yield each storm after each of its operations. Some storms have grammars, each kind of
     drafts, steps in flight, tiers, windows or recurrent states."""
-    plain = [RequestStorm(seed) for seed in (2, 3, 104, 205)]
+    plain = [RequestStorm(seed) for seed in (2, 3, 104, 205, 305)]
     windows = [WindowStorm(103), WindowStorm(103, 2)]
     others = [
         SmallCacheStorm(207, ["host", "disk"]),
@@ -174,7 +174,7 @@ STORED = {
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "
     "prompt_logprobs prompt_tokens queue_time seed slot slot_generation stage_timer "
-    "start_deadline stop_ids tokens uses_draft_model window_tables",
+    "start_deadline stop_ids tokens uses_draft_model uses_head window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "RequestEndings": "in_flight",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
@@ -229,6 +229,7 @@ CONFIGURED = {
     "Peers": "_block_tokens _cluster _has_state _hashes _role _seal",
     "PrefixCache": "events",
     "Prefixes": "_block_tokens _cache _is_enabled _window _window_blocks hashes",
+    "DraftPlanning": "_limits",
     "Scheduler": "_max_running limits",
     "Speculation": "_config _costs _draft_cost",
     "StepCosts": "_costs _tokens",
@@ -248,7 +249,8 @@ PARTS = {
     "KVTransfers": "_peers fetches leases tiers",
     "PrefixCache": "checkpoints",
     "RequestEndings": "_parts",
-    "Scheduler": "_kv_transfers _speculation checkpointing fair_share pool prefixes slots tables "
+    "DraftPlanning": "_speculation _tables",
+    "Scheduler": "_drafts _kv_transfers checkpointing fair_share pool prefixes slots tables "
     "waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine_core.schedule.scheduler import MAX_DRAFT_LAG
+from engine_core.schedule.drafting import MAX_DRAFT_LAG
 from engine_core.speculation.draft_policy import RETRY_EVERY
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig

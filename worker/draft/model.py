@@ -19,7 +19,7 @@ from torch import Tensor
 
 from protocol.worker.steps import StepPlan
 from worker.attention.base import Attention
-from worker.batch.batch import Ints, Spans, place
+from worker.batch.batch import BatchRows, Ints, Spans, place
 from worker.device.staging import integers, upload
 from worker.kv.cache import PagedCache
 from worker.models.base import StepModel
@@ -84,14 +84,10 @@ class DraftModel:
         self._attention = attention
         self._vocab = vocab
 
-    def catch_up(self, plan: StepPlan, slots: SlotTable, lens: Ints) -> Tensor | None:
-        """Do the draft model's work of a plan. Return the proposed tokens of all rows in row order,
-        [sum of plan.wanted] int64, or None if the plan requests no proposals.
-
-        lens   [R] known tokens of each row after the step has sampled
-
-        This only queues work, and does not wait for the device.
-        """
+    def catch_up(
+        self, plan: StepPlan, slots: SlotTable, lens: Ints, rows: BatchRows, hidden: Tensor
+    ) -> Tensor | None:
+        """Do the draft model's work of a plan, from the tokens alone (TokenProposer.catch_up)."""
         work = read_catch_up(plan, lens)
         if work is None:
             return None

@@ -59,6 +59,8 @@ from worker.spec.architectures import (
     TransformersSpec,
     fallback,
 )
+from worker.spec.draft_head import DraftHeadTensors, head_tensors
+from worker.spec.families.family import ModelFamily
 from worker.spec.families.registry import find_family
 from worker.spec.fields import Fields, read_json
 from worker.spec.found_names import with_found_names
@@ -79,6 +81,8 @@ log = logging.getLogger(__name__)
 MXFP4 = GGMLType.MXFP4.name
 PLAIN_KINDS = frozenset({"F32", "F16", "BF16"})
 """Number types that are not quantised."""
+HEAD_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Keys of a config for the number of layers of the head for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class ModelHeader:
     paths: list[Path]
     #: The quantised layers of a Hugging Face directory; None if it has none.
     quantized: QuantizedFiles | None = None
+    #: The tensors of its head for drafts; None: it has none.
+    draft_head: DraftHeadTensors | None = None
     #: How its vectors are made; None: the model has none.
     vectors: VectorSpec | None = None
     #: How it scores pairs of texts; None: it does not.
@@ -331,6 +337,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
         text,
         paths,
         quantized,
+        draft_head=_draft_head(family, spec, files),
         vectors=vectors,
         generates=vectors is None,
     )
@@ -388,8 +395,25 @@ def _config_header(path: Path) -> ModelHeader:
     family = find_family(config)
     spec = family.spec(config)
     tensors = ModelTensors(spec, family.names(spec))
-    kinds = {name: "BF16" for name, _ in tensors.tensors()}
-    return ModelHeader(path.stem, tensors, None, kinds, TextFacts(b"", []), [path])
+    head = _draft_head(family, spec, None) if any(map(config.get, HEAD_COUNTS)) else None
+    every = [tensors] if head is None else [tensors, head]
+    kinds = {name: "BF16" for each in every for name, _ in each.tensors()}
+    text = TextFacts(b"", [])
+    return ModelHeader(path.stem, tensors, None, kinds, text, [path], draft_head=head)
+
+
+def _draft_head(
+    family: ModelFamily, spec: ModelSpec, files: SafetensorsFiles | None
+) -> DraftHeadTensors | None:
+    """Return the tensors of the model's head for drafts; None if it has none.
+
+    files   None: the model has random weights
+    """
+    form = family.draft_head(spec)
+    if form is None:
+        return None
+    found = None if files is None else {name: each.shape for name, each in files.tensors.items()}
+    return head_tensors(spec, family.names(spec), form, found)
 
 
 def _quantized(

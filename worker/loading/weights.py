@@ -39,6 +39,8 @@ from worker.models.decoder import (
     Recurrence,
     TokenMixer,
 )
+from worker.models.draft_head import DraftHeadWeights
+from worker.spec.draft_head import DraftHeadTensors
 from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.layer_tensors import (
     AltUpTensors,
@@ -86,6 +88,21 @@ def load_weights(
         return _Loader(tensors, source, dtype, device, layout or DenseLayout(), group).load()
 
 
+def load_draft_head(
+    tensors: DraftHeadTensors,
+    source: WeightSource,
+    model: DecoderWeights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: WeightLayout,
+) -> DraftHeadWeights:
+    """Read the tensors of a head for drafts. It shares the embedding and the head of `model`."""
+    with torch.inference_mode():
+        loader = _Loader(tensors, source, dtype, device, layout, None)
+        return loader.load_draft_head(tensors, model)
+
+
 class _Loader:
     def __init__(
         self,
@@ -123,6 +140,16 @@ class _Loader:
             head = GatheredHead(head, tensors.share, self._group)
         return DecoderWeights(
             embedding, positions, layers, norm, head, self._input_table(), self._stream_ends()
+        )
+
+    def load_draft_head(self, tensors: DraftHeadTensors, model: DecoderWeights) -> DraftHeadWeights:
+        layers = [self._layer(e, tensors.layer(i)) for i, e in enumerate(tensors.spec.layers)]
+        norm, kind = self._norm(tensors.norm, tensors.spec.norm), tensors.spec.norm
+        return DraftHeadWeights(
+            embedding_norm=self._norm(tensors.embedding_norm, kind),
+            hidden_norm=self._norm(tensors.hidden_norm, kind),
+            projection=self._fused(tensors.projection),
+            decoder=DecoderWeights(model.embedding, None, layers, norm, model.head),
         )
 
     def _input_table(self) -> InputTable | None:

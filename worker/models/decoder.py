@@ -233,11 +233,30 @@ class DecoderModel:
             plan = attention.plan(batch)
             if isinstance(plan, NativePlan):
                 return whole(token_ids, plan, cache, adapters)
-        plans = self._plans(batch, cache, attention)
         x = self._embedded(token_ids, batch.positions)
-        turns = self._turns(batch.positions, self._dtype)
-        table, ends = self.weights.inputs, self.weights.streams
+        table = self.weights.inputs
         inputs = None if table is None else table(token_ids, x)
+        return self.compute(x, batch, cache, attention, adapters, states, inputs)
+
+    @torch.inference_mode()
+    def compute(
+        self,
+        x: Tensor,
+        batch: AttentionBatch,
+        cache: PagedCache,
+        attention: Attention,
+        adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the layers: return what `__call__` returns, for tokens whose input of the first
+        layer is x [T, hidden], which is changed.
+
+        inputs   the per-layer inputs [T, layers, width]; None: the layers have none
+        """
+        plans = self._plans(batch, cache, attention)
+        turns = self._turns(batch.positions, self._dtype)
+        ends = self.weights.streams
         streams = None if ends is None else ends.spread_out(x)
         delta: Tensor | None = None
         post_norm: Norm | None = None

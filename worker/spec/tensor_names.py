@@ -123,7 +123,7 @@ class TensorNames:
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     #: Whether the files store the factors of decays, below zero, and not their logarithms.
     stores_decay_factors: bool = False
-    #: Begins of names of tensors that the model does not use: those of its layers for drafts.
+    #: Begins of names of tensors that the model itself does not use: those of its head for drafts.
     unused: tuple[str, ...] = ()
     #: Role -> names that some files have in place of its own.
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -187,10 +187,15 @@ def with_stacked_experts(
     hidden   width of the hidden states
     """
     roles = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
-    found = [shape for name, shape in shapes.items() if name.endswith(".mlp.experts.down_proj")]
+    experts = names.roles.get("expert_down", "").partition("{e}.")[0]
+    begin = experts.partition("{i}")[0]
+    found = [
+        shape
+        for name, shape in shapes.items()
+        if name.startswith(begin) and name.endswith(".mlp.experts.down_proj")
+    ]
     if not found:
         return names
-    experts = "model.layers.{i}.mlp.experts."
     return replace(
         names,
         roles={**names.roles, **{role: experts + name for role, name in roles.items()}},

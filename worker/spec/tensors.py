@@ -155,6 +155,16 @@ class ModelTensors(LatentParts):
             merge=tuple(FusedMatrix((part,), hidden) for part in parts("stream_merge")),
         )
 
+    @property
+    def projections(self) -> list[FusedMatrix]:
+        """Return the matrices besides those of the layers, the embedding and the output head."""
+        return [] if self.streams is None else list(self.streams.matrices)
+
+    @property
+    def num_input_norms(self) -> int:
+        """Return the number of norms that are neither a layer's nor the final one."""
+        return 0
+
     def _latent(self, mlp: MlpSpec, index: int) -> LatentTensors:
         hidden = self.spec.hidden
         return LatentTensors(

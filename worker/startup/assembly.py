@@ -33,10 +33,17 @@ from worker.kv.budget import in_gib
 from worker.kv.cache import PagedCache
 from worker.layers.group import Group
 from worker.loading.decoder import LoadedModel, load_model
-from worker.loading.header import encoder_header
+from worker.loading.draft_head import LoadedHead, load_head
+from worker.loading.header import encoder_header, read_header
 from worker.lora.startup import load_adapters
 from worker.slots.table import SlotTable
-from worker.spec.architectures import fitting_limits, keeps_own_cache, request_state_bytes
+from worker.spec.architectures import (
+    TransformersSpec,
+    fitting_limits,
+    keeps_own_cache,
+    request_state_bytes,
+)
+from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
@@ -85,22 +92,22 @@ def assemble(
     if config.world_size > 1:
         with timing("meet the other ranks"):
             group = _group(config, dtype, device, kernels)
-    loaded, draft = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
+    loaded, draft, head = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
     _check_caches(config, loaded, draft)
+    attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
-        attention = _attention(loaded, config, dtype, device)
-        return assemble_vectors(config, timing, loaded, attention, dtype, device)
+        return assemble_vectors(config, timing, loaded, attentions_of([loaded])[0], dtype, device)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         limits = _fitting_limits(config, loaded, limits, device)
         models = [loaded] if draft is None else [loaded, draft]
-        attentions = [_attention(model, config, dtype, device) for model in models]
-        parts = RunnerParts(models, attentions, adapters)
-        encoder = pooling_runner(config, loaded, attentions[0], dtype, device, limits.token_budget)
+        parts = RunnerParts(models, attentions_of(models, head), adapters, head)
+        attention = parts.attentions[0]
+        encoder = pooling_runner(config, loaded, attention, dtype, device, limits.token_budget)
         memory = reserve_memory(config, parts, limits, dtype, device, encoder)
-    max_len, caches = memory.max_len, memory.caches
+    caches = memory.caches
     with timing("warm up"):
-        warm_up(parts.runner(memory.slots_of_one(device), caches), caches, max_len)
+        warm_up(parts.runner(memory.slots_of_one(device), caches), caches, memory.max_len)
     decode = None
     if device.type == "cuda" and config.decode_graphs == "auto" and group is None:
         with timing("capture graphs"):
@@ -109,14 +116,14 @@ def assemble(
     _log_model(loaded, device, memory, limits)
     ready = WorkerReady(
         model=_with_recommended_sampling(loaded.card, config),
-        max_len=max_len,
+        max_len=memory.max_len,
         max_slots=limits.max_slots,
         token_budget=limits.token_budget,
         block_tokens=config.block_tokens,
         num_blocks=memory.num_blocks,
         rank=config.rank,
         phases=timing.phases,
-        draft_cost=None if draft is None else _cost(draft.card, loaded.card),
+        draft_cost=_cost(loaded, draft, head),
         step_costs=loaded.step_costs,
         kv_window=memory.window,
         kv_groups=memory.groups,
@@ -228,9 +235,9 @@ def _load(
     kernels: Kernels,
     on_tokenizer: Callable[[TokenizerRead], object],
     group: Group | None,
-) -> tuple[LoadedModel, LoadedModel | None]:
-    """Return the model and its draft model, if one is configured. Every rank of a group has a share
-    of the model, and all of the draft model."""
+) -> tuple[LoadedModel, LoadedModel | None, LoadedHead | None]:
+    """Return the model, and its draft model or its head for drafts, if one is configured. Every
+    rank of a group has a share of the model, and all of the draft model."""
     load = partial(
         load_model,
         dtype=dtype,
@@ -248,12 +255,23 @@ def _load(
             on_header=lambda header: on_tokenizer(tokenizer_read(header)),
             group=group,
         )
+    if config.draft_head:
+        with timing("load the head"):
+            head = load_head(
+                read_header(Path(config.model)),
+                loaded.model,
+                dtype=dtype,
+                device=device,
+                weights=config.weights,
+                activations=config.activations,
+            )
+        return loaded, None, head
     if not config.draft_model:
-        return loaded, None
+        return loaded, None, None
     with timing("load the draft model"):
         draft = load(config.draft_model)
         check_draft(draft.card, loaded.card)
-    return loaded, draft
+    return loaded, draft, None
 
 
 def _check_caches(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None) -> None:
@@ -304,12 +322,30 @@ def _group(
     return group
 
 
+def _attentions(
+    config: WorkerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    models: Sequence[LoadedModel],
+    head: LoadedHead | None = None,
+) -> list[Attention]:
+    """Return the attention of each model, and of the head if there is one."""
+    found = [_attention(each.spec, each, config, dtype, device) for each in models]
+    if head is not None:
+        found.append(_attention(head.spec, models[0], config, dtype, device))
+    return found
+
+
 def _attention(
-    loaded: LoadedModel, config: WorkerConfig, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec | TransformersSpec,
+    loaded: LoadedModel,
+    config: WorkerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Attention:
     """Return the attention of the kernels that the model uses, or of its GPU."""
     needs = attention_needs(
-        loaded.spec,
+        spec,
         device,
         block_tokens=config.block_tokens,
         dtype=dtype,
@@ -325,10 +361,13 @@ def _attention(
     )
 
 
-def _cost(draft: ModelCard, model: ModelCard) -> float:
-    """Return the cost of a step of the draft model relative to a step of the model. It is the ratio
-    of their weights, because reading these takes most of the time of a step with few tokens."""
-    return draft.weights_bytes / model.weights_bytes
+def _cost(loaded: LoadedModel, draft: LoadedModel | None, head: LoadedHead | None) -> float | None:
+    """Return the cost of a step of the draft model or head relative to a step of the model; None if
+    there is neither. It is the ratio of their weights, because reading these takes most of the time
+    of a step with few tokens."""
+    if head is not None:
+        return head.read_bytes / loaded.card.weights_bytes
+    return None if draft is None else draft.card.weights_bytes / loaded.card.weights_bytes
 
 
 def _runner_class(config: WorkerConfig) -> type[Runner]:

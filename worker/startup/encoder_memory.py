@@ -132,6 +132,7 @@ def check_options(config: WorkerConfig) -> None:
     """Raise UnusableModel if an option makes no sense for a model that only encodes."""
     for name, is_set in (
         ("--draft-model", bool(config.draft_model)),
+        ("--speculation mtp", config.draft_head),
         ("--tensor-parallel", config.world_size > 1),
         ("--kv-host-gib", config.kv_host_gib > 0),
         ("--kv-disk", bool(config.kv_disk)),

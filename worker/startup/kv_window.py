@@ -72,6 +72,7 @@ def reason_to_keep(options: WorkerConfig) -> str:
     """Return the option or feature because of which all blocks are kept; "" if there is none."""
     kept_for = {
         "--draft-model": options.draft_model,
+        "--speculation mtp": options.draft_head,
         "--kv-host-gib": options.kv_host_gib,
         "--kv-disk": options.kv_disk,
         "K/V transfer": options.kv_export or options.cluster_key,  # its engine's `transfers_kv`

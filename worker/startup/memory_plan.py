@@ -132,7 +132,7 @@ def plan_memory(
     host_bytes: int,
     total_bytes: int = 0,
 ) -> ModelPlan:
-    """Return the plan for `models`: the model, and its draft model if there is one.
+    """Return the plan for `models`: the model, and its draft model or head if there is one.
 
     free_bytes    free memory of the device
     host_bytes    free host memory; the same memory if the device is the CPU
@@ -290,12 +290,12 @@ def weights_bytes(model: AnyPlanned, dtype: str) -> int:
     # Norms with an offset are float32.
     norm_item = DTYPE_BYTES["float32"] if spec.norm.offset else item
     total = _embedding_bytes(model, dtype) + spec.learned_positions * spec.hidden * item
-    total += spec.hidden * (norm_item + spec.norm.bias * item)
+    norms = 1 + model.tensors.num_input_norms
+    total += norms * spec.hidden * (norm_item + spec.norm.bias * item)
     if (inputs := model.tensors.layer_inputs) is not None:
         total += _table_bytes(inputs.table, model, dtype) + inputs.norm.size * norm_item
         total += _matrix_bytes(inputs.project, model, dtype)
-    if (streams := model.tensors.streams) is not None:
-        total += sum(_matrix_bytes(matrix, model, dtype) for matrix in streams.matrices)
+    total += sum(_matrix_bytes(matrix, model, dtype) for matrix in model.tensors.projections)
     for layer in model.layers:
         for norm in layer.norms:
             total += norm.size * (norm_item + norm.has_bias * item)
@@ -371,7 +371,7 @@ def expanded_kinds(model: AnyPlanned) -> set[str]:
     found: set[str] = set()
     tensors, inputs = model.tensors, model.tensors.layer_inputs
     matrices += [inputs.table, inputs.project] if inputs else []
-    matrices += tensors.streams.matrices if tensors.streams else []
+    matrices += tensors.projections
     for matrix in [*matrices, tensors.head, tensors.embedding_matrix]:
         kinds = {model.kinds[name] for name in matrix.names}
         found |= kinds - _packed_kinds(matrix, model)

@@ -34,6 +34,7 @@ from worker.device.environment import visible_devices
 from worker.encoders.header import EncoderHeader
 from worker.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.kernels.library import is_compiled, runnable
+from worker.loading.draft_header import read_draft_head
 from worker.loading.header import (
     AnyHeader,
     ModelHeader,
@@ -107,6 +108,7 @@ def _plan(
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])
+    head = read_draft_head(header) if config.draft_head else None
     device = choose_device(config.device, visible, config.local_rank)
     check_attention_option(config.attention, is_cpu=device.name == CPU)
     flags = cpu_flags()
@@ -117,12 +119,16 @@ def _plan(
     if device.name == CPU:  # shared with the ranks that follow
         free_bytes //= config.local_size - config.local_rank
     shares = [(config.rank, config.world_size), (0, 1)]  # every rank has the whole draft model
+    models = [
+        _planned(header, config, *share, has_kernels=has_kernels)
+        for header, share in zip(headers, shares, strict=False)
+    ]
+    if head is not None:
+        assert isinstance(models[0], PlannedModel)
+        models.append(PlannedModel(header.name, head.tensors, head.kinds, models[0].is_packed))
     return plan_memory(
         config,
-        [
-            _planned(header, config, *share, has_kernels=has_kernels)
-            for header, share in zip(headers, shares, strict=False)
-        ],
+        models,
         device=device.name,
         dtype=dtype,
         free_bytes=free_bytes,

@@ -1,4 +1,5 @@
-"""Reserves the memory that steps need: one K/V cache for each model, and the slots.
+"""Reserves the memory that steps need: a K/V cache for the model and one for its draft model or
+head, and the slots.
 
 The caches get what the weights and the largest step leave. On a GPU a profile run measures that
 step.
@@ -86,9 +87,9 @@ def reserve_memory(
     """
     loaded = parts.models[0]
     window, groups = _windows(config, loaded.spec)
-    layers = [BlockLayers.of(model.spec, by_window=bool(groups)) for model in parts.models]
+    layers = [BlockLayers.of(spec, by_window=bool(groups)) for spec in parts.specs]
     one_block = partial(cache_bytes, num_blocks=1, block_tokens=config.block_tokens)
-    make_caches = partial(_caches, parts.models, layers, config.block_tokens, device)
+    make_caches = partial(_caches, loaded, layers, config.block_tokens, device)
     demand = KVDemand(
         context_tokens=loaded.card.context_tokens,
         block_bytes=sum(one_block(each, dtype=loaded.kv_dtype) for each in layers),
@@ -96,7 +97,7 @@ def reserve_memory(
         window=window,
         groups=groups,
     )
-    specs = [model.spec for model in parts.models]
+    specs = parts.specs
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
@@ -118,7 +119,7 @@ def reserve_memory(
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
     fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items)
-    others = [*(each.model for each in parts.models), caches, parts.attentions, parts.adapters]
+    others = [*parts.weights, caches, parts.attentions, parts.adapters]
     sizes, states = (limits.max_slots, checkpoints), None
     if checkpoints and is_shared:
         states = CheckpointMemory.in_shared_memory(checkpoints, loaded.spec.state_items)
@@ -249,17 +250,18 @@ def _slot_table(
 
 
 def _caches(
-    models: Sequence[LoadedModel],
+    loaded: LoadedModel,
     layers: Sequence[BlockLayers],
     block_tokens: int,
     device: torch.device,
     num_blocks: int,
     shared: SharedMemory | None = None,
 ) -> list[PagedCache]:
-    """Return a cache of `num_blocks` blocks for each model. `shared` is memory for the first."""
-    if keeps_own_cache(models[0].spec):
+    """Return a cache of `num_blocks` blocks for each of `layers`, those of the model `loaded`, and
+    of its draft model or head. `shared` is memory for the first."""
+    if keeps_own_cache(loaded.spec):
         return [CountedBlocks(block_tokens, device)]
-    dtype = models[0].kv_dtype
+    dtype = loaded.kv_dtype
     return [
         make_cache(each, num_blocks, block_tokens, dtype, device, memory)
         for each, memory in zip(layers, (shared, None), strict=False)

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.attention.base import Attention
+from worker.draft.base import TokenProposer
+from worker.draft.head import HeadDrafter
 from worker.draft.model import DraftModel
 from worker.errors import UnusableModel
 from worker.kv.cache import PagedCache
 from worker.loading.decoder import LoadedModel
+from worker.loading.draft_head import LoadedHead
 from worker.lora.table import AdapterTable
 from worker.models.base import RowModel
+from worker.models.decoder import DecoderModel
 from worker.sampling.select import select_sampling
 from worker.slots.table import SlotTable
+from worker.spec.facts import ModelFacts
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import Capture, GraphDecode
 from worker.step.runner import Runner
@@ -22,12 +27,24 @@ from worker.step.runner import Runner
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """The model, and the draft model if there is one, each with its attention. Adapters change only
-    the model."""
+    """The model, and its draft model or head if there is one, each with its attention. Adapters
+    change only the model."""
 
     models: Sequence[LoadedModel]
     attentions: Sequence[Attention]
     adapters: AdapterTable = field(default_factory=AdapterTable)
+    head: LoadedHead | None = None
+
+    @property
+    def specs(self) -> list[ModelFacts]:
+        """Return the spec of each of them. Each has a cache."""
+        specs: list[ModelFacts] = [model.spec for model in self.models]
+        return specs if self.head is None else [*specs, self.head.spec]
+
+    @property
+    def weights(self) -> list[object]:
+        """Return everything that holds weights."""
+        return [*(model.model for model in self.models), self.head]
 
     def runner(
         self,
@@ -36,22 +53,29 @@ class RunnerParts:
         kind: type[Runner] = Runner,
         decode: PlainDecode | None = None,
     ) -> Runner:
-        """Return a runner with these slots, and with one cache for each model."""
-        model, draft_model = self.models[0], None
-        if len(self.models) > 1:
-            draft = self.models[1].model
-            assert not isinstance(draft, RowModel), "its cache cannot take drafts back"
-            draft_model = DraftModel(draft, caches[1], self.attentions[1], model.card.vocab_size)
+        """Return a runner with these slots, and with a cache for each of `specs`."""
+        model = self.models[0]
         return kind(
             model.model,
             slots,
             caches[0],
             self.attentions[0],
-            draft_model=draft_model,
+            draft_model=self._draft_model(caches[1:]),
             decode=decode,
             sampling=select_sampling(model.model.kernels),
             adapters=self.adapters,
         )
+
+    def _draft_model(self, caches: Sequence[PagedCache]) -> TokenProposer | None:
+        model, vocab = self.models[0].model, self.models[0].card.vocab_size
+        if self.head is not None:
+            assert isinstance(model, DecoderModel)
+            return HeadDrafter(self.head.model, model, caches[0], self.attentions[1], vocab)
+        if len(self.models) == 1:
+            return None
+        draft = self.models[1].model
+        assert not isinstance(draft, RowModel), "its cache cannot take drafts back"
+        return DraftModel(draft, caches[0], self.attentions[1], vocab)
 
     def captured_decode(
         self, slots: SlotTable, caches: Sequence[PagedCache], capture: Capture

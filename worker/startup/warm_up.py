@@ -19,14 +19,13 @@ of work run before the first request."""
 
 def warm_up(runner: Runner, caches: list[PagedCache], max_len: int) -> None:
     """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
-    item of `caches` is the draft model's cache; the draft model then runs in the same steps.
+    item of `caches` is the cache of the draft model or head, which then runs in the same steps.
 
     On a GPU do so for a drawn and for a greedy token, each with logprobs of the model. They need
     other kernels than the profile run has launched, and a kernel is compiled at its first launch.
     """
     prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].rows.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
-    has_draft = len(caches) > 1
     release: list[SlotRelease] = []
     temperatures, logprobs = ((1.0,), None) if device.type == "cpu" else ((1.0, 0.0), 1)
     for generation, temperature in enumerate(temperatures):
@@ -42,6 +41,7 @@ def warm_up(runner: Runner, caches: list[PagedCache], max_len: int) -> None:
             params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=logprobs),
         )
         samples = prompt < max_len
+        has_draft = len(caches) > 1 and samples  # a head also needs the next token
         plan = _one_row(start=0, count=prompt, bind=[init], samples=samples, has_draft=has_draft)
         runner.step(msgspec.structs.replace(plan, release=release))
         if prompt + 1 < max_len:

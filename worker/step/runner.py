@@ -35,7 +35,7 @@ from worker.batch.batch import (
 from worker.batch.pending_step import PendingStep, SampledTokens
 from worker.device.readback import Mark, Readback, mark
 from worker.device.staging import integers, upload
-from worker.draft.model import DraftModel
+from worker.draft.base import TokenProposer
 from worker.kv.cache import PagedCache
 from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import RowModel, StepModel
@@ -68,7 +68,7 @@ def no_masks() -> object:
 class Runner:
     """Executes plans. Owns the slots and the cache of one worker.
 
-    draft_model   needed only by plans that use the draft model
+    draft_model   the draft model, or the model's own head; needed only by plans that use it
     decode        computes plain decode steps; None: the compiled call, if the model has one
     mark          records the device event that marks the end of a step; see device/readback.py
     sampling      None: torch's
@@ -82,7 +82,7 @@ class Runner:
         cache: PagedCache,
         attention: Attention,
         *,
-        draft_model: DraftModel | None = None,
+        draft_model: TokenProposer | None = None,
         mark: Mark = mark,
         decode: PlainDecode | None = None,
         sampling: Sampling | None = None,
@@ -143,7 +143,7 @@ class Runner:
                 sampled = self._sample(hidden, batch, plan, receive_masks)
                 if states is not None and states.has_drafts:
                     states.accept(_num_accepted(rows, sampled))
-                proposed = self._run_draft_model(plan, batch, sampled)
+                proposed = self._run_draft_model(plan, batch, sampled, hidden)
         return PendingStep.start_readback(
             plan.step, started, readback, sampled, prompt_columns, proposed
         )
@@ -243,7 +243,7 @@ class Runner:
         return self._sampling.sample(logits, self._slots, sampled, masks=masks, drafts=drafts)
 
     def _run_draft_model(
-        self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens | None
+        self, plan: StepPlan, batch: StepBatch, sampled: SampledTokens | None, hidden: Tensor
     ) -> Tensor | None:
         """Return the tokens that the draft model proposes; None if the plan does not use it. Raises
         ValueError if the plan uses it and there is no draft model."""
@@ -251,7 +251,8 @@ class Runner:
             return None
         if self.draft_model is None:
             raise ValueError(f"step {plan.step}: there is no draft model")
-        return self.draft_model.catch_up(plan, self._slots, _known_lens(batch, sampled))
+        lens = _known_lens(batch, sampled)
+        return self.draft_model.catch_up(plan, self._slots, lens, batch.rows, hidden)
 
 
 def _known_lens(batch: StepBatch, sampled: SampledTokens | None) -> Ints:

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec.draft_head import HeadForm
 from worker.spec.fields import Fields
 from worker.spec.model_spec import (
     Activation,
@@ -246,6 +247,8 @@ class ModelFamily:
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Methods of `quantization_config` that only this family has.
     quantizations: frozenset[str] = frozenset()
+    #: Returns the form of the heads for drafts in published files; None: they have none.
+    draft_head: Callable[[ModelSpec], HeadForm | None] = lambda spec: None
     #: Keys that a config must have, because their defaults are not supported -> a supported value.
     needed: Mapping[str, Any] = field(default_factory=dict)
     #: Keys that published configs have and that decide how a step is computed -> a usual value.

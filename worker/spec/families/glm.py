@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec import draft_head
 from worker.spec.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from worker.spec.tensor_names import TensorNames, names_of, neighbour_orders
@@ -67,7 +68,7 @@ def with_choice_bias(
     spec: ModelSpec, *roles: dict[str, str], name: str = CHOICE_BIAS
 ) -> TensorNames:
     """Return the usual names, with `roles`, of a model whose experts have choice biases. Published
-    files also have layers for drafts, which follow the others and are not used.
+    files also have a head for drafts, whose layer follows the others.
 
     name   name of the choice biases in a layer
     """
@@ -133,5 +134,6 @@ FAMILIES = (
         needed={"head_dim": 128},  # a head of 4096 / 96 numbers cannot be rotated by half
         read=read_glm4_moe,
         names=lambda spec: with_choice_bias(spec, SHARED_NAMES),
+        draft_head=draft_head.after_layers,
     ),
 )

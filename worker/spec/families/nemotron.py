@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec import draft_head
 from worker.spec.families.family import (
     DEFAULTS,
     FULL,
@@ -151,7 +152,7 @@ WITHOUT_ENDING = ("mamba_decay", "mamba_bias", "mamba_skip", "choice_bias")
 
 
 def nemotron_h_names(spec: ModelSpec) -> TensorNames:
-    """Return the tensor names. The layers for drafts (`mtp.`) are not used."""
+    """Return the tensor names. Those of the head for drafts begin with `mtp.`."""
     endings = dict.fromkeys(WITHOUT_ENDING, ("", ""))
     return names_of(NAMES, endings=endings, unused=("mtp.",), prefix=PREFIX, other_prefix="model.")
 
@@ -225,5 +226,6 @@ FAMILIES = (
         },
         read=read_nemotron_h,
         names=nemotron_h_names,
+        draft_head=draft_head.of_nemotron_h,
     ),
 )

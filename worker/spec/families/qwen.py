@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.errors import UnusableModel
+from worker.spec import draft_head
 from worker.spec.families.family import (
     DEFAULTS,
     FULL,
@@ -314,6 +315,7 @@ FAMILIES = (
         only=SILU,
         read=read_qwen3_next,
         names=lambda spec: _hybrid_names(spec, SEPARATE),
+        draft_head=draft_head.of_qwen,
     ),
     ModelFamily(
         architecture="Qwen3_5ForCausalLM",
@@ -322,6 +324,7 @@ FAMILIES = (
         only=SILU,
         read=read_qwen3_5,
         names=lambda spec: _hybrid_names(spec, FUSED),
+        draft_head=draft_head.of_qwen,
     ),
     ModelFamily(
         architecture="Qwen3_5MoeForCausalLM",
@@ -342,5 +345,6 @@ FAMILIES = (
         only=SILU,
         read=read_qwen3_5_moe,
         names=lambda spec: _hybrid_names(spec, FUSED),
+        draft_head=draft_head.of_qwen,
     ),
 )

@@ -1,0 +1,176 @@
+"""Heads for multi-token prediction: their logits are those of a reference in plain torch, and the
+answers with their drafts are the same as without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from msgspec.structs import replace
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from protocol.engine.sampling import SamplingParams
+from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
+from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
+from tests.support.kernels import native_kernels
+from tests.support.paged import PagedRow, attention_batch
+from tests.support.replica import Executed, Replica, load, load_own_head
+from worker.kv.cache import make_cache
+from worker.loading.decoder import LoadedModel
+from worker.loading.draft_head import LoadedHead
+from worker.spec.kv_blocks import BlockLayers
+
+ATOL = 1e-4
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["torch", "compiled"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_logits_of_a_head_are_those_of_the_reference(
+    tmp_path: Path, model_type: str, is_compiled: bool
+) -> None:
+    reference = write_with_head(tmp_path, model_type, hidden_size=192 if is_compiled else 96)
+    loaded = load(tmp_path, kernels=native_kernels() if is_compiled else None)
+    head = load_own_head(tmp_path, loaded)
+    tokens = some_tokens(30, seed=3)
+    stepper = EagerStepper(loaded, [tokens])
+    layers, cpu = BlockLayers.of(head.spec), torch.device("cpu")
+    cache = make_cache(layers, 20, BLOCK_TOKENS, torch.float32, cpu)
+    found = []
+    for start, count in ((0, 11), (11, 18)):
+        batch = attention_batch([PagedRow(start, count, [*range(3, 11)])], BLOCK_TOKENS)
+        hidden = reference.model_hidden(tokens)[start : start + count]
+        following = torch.tensor(tokens[start + 1 : start + count + 1])
+        states = head.model(following, hidden, batch, cache, stepper.attention)
+        found.append(head.model.logits(states))
+    torch.testing.assert_close(torch.cat(found), reference.logits(tokens), atol=ATOL, rtol=0)
+
+
+def test_the_reference_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    """transformers reads the head of GLM-4.5 as layer 46, that of a published model."""
+    reference = write_with_head(tmp_path, "glm4_moe", num_hidden_layers=46)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    head = MtpModel.from_pretrained(theirs)
+    tokens = some_tokens(20, seed=3)
+    with torch.inference_mode():
+        states = head.forward_layer(
+            0,
+            reference.model_hidden(tokens)[None, :-1],
+            torch.arange(1, len(tokens))[None],
+            MtpCache(config=theirs.config.get_mtp_config()),
+            input_ids=torch.tensor([tokens[1:]]),
+        )
+        logits = theirs.lm_head(states)[0]
+    torch.testing.assert_close(reference.logits(tokens), logits, atol=ATOL, rtol=0)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+FEW = 6
+"""With so few tokens, a random head is sometimes right."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "without prefix cache": {"prefix_cache": False},
+    "in chunks": {"token_budget": 12},
+    "preempted": {"num_blocks": 40, "max_slots": 4, "token_budget": 24},
+    "two steps ahead": {"steps_in_flight": 2, "max_slots": 4},
+}
+
+
+def replica_with(loaded: LoadedModel, head: LoadedHead | None, **options: Any) -> Replica:
+    kind = "none" if head is None else "mtp"
+    return Replica(
+        loaded, head=head, block_tokens=BLOCK_TOKENS, options={"speculation": kind}, **options
+    )
+
+
+def answers_of(replica: Replica, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return three answers to each prompt, computed together: two with different seeds, as those of
+    `n` = 2, and the likeliest."""
+    each = [replace(GREEDY, temperature=0.8, seed=seed) for seed in (1, 2)]
+    numbers = [replica.add(prompt, params) for prompt in prompts for params in (*each, GREEDY)]
+    replica.run()
+    return [replica.tokens(number) for number in numbers]
+
+
+Guessing = tuple[ReferenceHead, LoadedModel, LoadedHead]
+
+
+@pytest.fixture(scope="module", params=["glm4_moe", "qwen3_5_text"])
+def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guessing:
+    """Return a model with few tokens and a random head."""
+    path = tmp_path_factory.mktemp("guessing")
+    reference = write_with_head(path, request.param, vocab_size=FEW)
+    loaded = load(path)
+    return reference, loaded, load_own_head(path, loaded)
+
+
+def some_prompts() -> list[list[int]]:
+    prompts = [some_tokens(9 + 7 * seed, seed, FEW) for seed in range(4)]
+    return [*prompts, prompts[3] + some_tokens(5, 9, FEW)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_answers_with_drafts_of_a_random_head_are_those_without(
+    guessing: Guessing, schedule: str
+) -> None:
+    _, loaded, head = guessing
+    plain, fast = (replica_with(loaded, each, **SCHEDULES[schedule]) for each in (None, head))
+    assert answers_of(fast, some_prompts()) == answers_of(plain, some_prompts())
+    stats = fast.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == (schedule == "preempted")
+
+
+def check_proposals(reference: ReferenceHead, replica: Replica, executed: Executed) -> int:
+    """Check that each token that a step proposed is the likeliest one of the reference, which
+    computes the whole text anew. Return their number."""
+    plan, slots = executed.plan, replica.runner.components.slots
+    assert plan.wanted is not None
+    assert executed.result.proposed is not None
+    proposed, count = iter(executed.result.proposed.tolist()), 0
+    for slot, wanted in zip(plan.row_slots.tolist(), plan.wanted.tolist(), strict=True):
+        if not wanted:
+            continue
+        known = slots["token_ids"][slot, : int(slots["len"][slot])].tolist()
+        logits = reference.proposals(known, wanted)
+        found = torch.tensor([next(proposed) for _ in range(wanted)])
+        assert (logits.amax(1) - logits.gather(1, found[:, None])[:, 0]).max() <= ATOL
+        count += wanted
+    return count
+
+
+@pytest.mark.parametrize("schedule", ["without prefix cache", "in chunks", "preempted"])
+def test_each_proposal_is_that_of_the_reference_for_the_whole_text(
+    guessing: Guessing, schedule: str
+) -> None:
+    """So all earlier entries were right, whatever steps had computed them, with drafts that were
+    right or wrong."""
+    reference, loaded, head = guessing
+    options = SCHEDULES[schedule] | {"prefix_cache": False}
+    replica = replica_with(loaded, head, **options)
+    for prompt in some_prompts():
+        replica.add(prompt, GREEDY)
+    count = 0
+    while replica.step():
+        if replica.steps[-1].result.proposed is not None:
+            count += check_proposals(reference, replica, replica.steps[-1])
+    assert count > 40
+    assert (replica.engine.stats().num_preemptions > 0) == (schedule == "preempted")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_head_that_is_always_right_saves_steps(tmp_path: Path, model_type: str) -> None:
+    write_with_head(tmp_path, model_type, is_right=True)
+    loaded = load(tmp_path)
+    plain, fast = (replica_with(loaded, each) for each in (None, load_own_head(tmp_path, loaded)))
+    prompts = [some_tokens(7, seed=1)]
+    params = replace(GREEDY, max_tokens=91)
+    assert fast.answers(prompts, params) == plain.answers(prompts, params)
+    stats = fast.engine.stats()
+    assert stats.num_draft_tokens == stats.num_accepted_tokens > 70
+    assert plain.engine.stats().num_steps == 91
+    assert stats.num_steps < 15

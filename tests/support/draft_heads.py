@@ -1,0 +1,176 @@
+"""Tiny checkpoints with heads for multi-token prediction, and the heads in plain torch.
+
+The files of a head are those of published checkpoints. The head itself is built from a layer of
+transformers and follows the form that worker/spec/draft_head.py describes; nothing of the worker
+computes it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.support.checkpoints import write_directory
+from tests.support.family_models import random_model
+
+MODEL_TYPES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
+LAYERS = {"nemotron_h": (2, 3)}
+"""Model type -> the layers of the tiny model that look like those of its head; otherwise the last.
+"""
+LAYER = re.compile(r"(.*?layers)\.(\d+)\.(.*)")
+
+
+@dataclass
+class ReferenceHead:
+    """A head that computes all entries of a text at once, without a cache.
+
+    theirs   the model of transformers
+    layers   the head's layers, of the model's classes
+    offset   what norms add to their weights
+    """
+
+    theirs: Any
+    layers: list[nn.Module]
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Tensor
+    norm: Tensor
+    offset: float
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Return the logits of each entry of a text, [len(tokens) - 1, V]. Entry i predicts token
+        i + 2."""
+        hidden = self.model_hidden(tokens)[:-1]
+        entries = self._entries(tokens[1:], hidden)
+        return self.theirs.lm_head(self._normed(entries, self.norm))
+
+    @torch.inference_mode()
+    def proposals(self, tokens: list[int], count: int) -> Tensor:
+        """Return the logits [count, V] from which the head proposes the tokens after `tokens`, if
+        each proposal is the likeliest token and follows the others."""
+        hidden, following, found = self.model_hidden(tokens)[:-1], tokens[1:], []
+        for _ in range(count):
+            normed = self._normed(self._entries(following, hidden)[-1:], self.norm)
+            found.append(self.theirs.lm_head(normed)[0])
+            hidden = torch.cat([hidden, normed])
+            following = [*following, int(found[-1].argmax())]
+        return torch.stack(found)
+
+    @torch.inference_mode()
+    def model_hidden(self, tokens: list[int]) -> Tensor:
+        """Return the model's hidden states after its final norm, [len(tokens), hidden]."""
+        base = self.theirs.get_decoder()
+        return base(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
+    def _entries(self, following: list[int], hidden: Tensor) -> Tensor:
+        """Return the hidden states of the entries before the head's norm."""
+        embedded = self.theirs.get_input_embeddings()(torch.tensor(following))
+        parts = self._normed(embedded, self.embedding_norm), self._normed(hidden, self.hidden_norm)
+        x, count = (torch.cat(parts, 1) @ self.projection.T)[None], len(following)
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        positions = torch.arange(count)[None]
+        more: dict[str, Any] = {"position_ids": positions}
+        if (rotary := getattr(self.theirs.get_decoder(), "rotary_emb", None)) is not None:
+            more["position_embeddings"] = rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, **more)
+        return x[0]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        config = self.theirs.config
+        eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + self.offset)
+
+
+def write_with_head(
+    path: Path, model_type: str, *, is_right: bool = False, **changes: Any
+) -> ReferenceHead:
+    """Write a tiny random model and its head to the directory `path` as published checkpoints have
+    them. Return the head in plain torch.
+
+    is_right   Each token of the model depends on the one before only, and the head computes the
+               same function. Otherwise both are random
+    changes    fields of the model's config
+    """
+    theirs, donor = (random_model(model_type, **changes) for _ in range(2))
+    offset = 1.0 if model_type.startswith("qwen") else 0.0
+    layers = LAYERS.get(model_type, (len(donor.get_decoder().layers) - 1,))
+    with torch.no_grad():
+        _shuffle(donor)
+        if is_right:
+            for model in (theirs, donor):
+                _make_function(model, offset)
+    write_directory(path, theirs)
+    donor.save_pretrained(path / "donor")
+    stored = load_file(path / "donor" / "model.safetensors")
+    hidden = theirs.config.hidden_size
+    generator = torch.Generator().manual_seed(11)
+    weights = [torch.rand(hidden, generator=generator) + 0.5 - offset for _ in range(3)]
+    projection = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+    if is_right:
+        weights = [torch.full((hidden,), 1 - offset)] * 3
+        projection = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    own = dict(zip(_names(model_type, theirs), (*weights, projection), strict=True))
+    for name, tensor in stored.items():
+        if (found := LAYER.fullmatch(name)) and int(found[2]) in layers:
+            own[_layer(model_type, theirs, layers.index(int(found[2]))) + found[3]] = tensor
+    rmtree(path / "donor")
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {n: t.contiguous().clone() for n, t in own.items()}, file)
+    embedding_norm, hidden_norm, norm = weights
+    return ReferenceHead(
+        theirs,
+        [donor.get_decoder().layers[index] for index in layers],
+        embedding_norm=embedding_norm,
+        hidden_norm=hidden_norm,
+        projection=projection,
+        norm=norm,
+        offset=offset,
+    )
+
+
+def _names(model_type: str, theirs: Any) -> list[str]:
+    """Return the names of the norm of the embedding, of that of the hidden states, of the final
+    norm and of the projection."""
+    if model_type.startswith("qwen"):
+        ends = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        return [f"mtp.{end}.weight" for end in ends]
+    first = _layer(model_type, theirs, 0)
+    names = [f"{first}enorm.weight", f"{first}hnorm.weight"]
+    norm = f"{first}shared_head.norm.weight"
+    if model_type == "nemotron_h":
+        norm = "mtp.layers.1.final_layernorm.weight"
+    return [*names, norm, f"{first}eh_proj.weight"]
+
+
+def _layer(model_type: str, theirs: Any, index: int) -> str:
+    if model_type == "glm4_moe":
+        return f"model.layers.{theirs.config.num_hidden_layers + index}."
+    return f"mtp.layers.{index}."
+
+
+def _shuffle(model: Any) -> None:
+    """Make the weights of a random model others."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.roll(7, -1))
+
+
+def _make_function(model: Any, offset: float) -> None:
+    """Make each token that follows a fixed function of the last token: the layers add nothing, and
+    the row of the output head for the next token is the embedding of the last one."""
+    for name, parameter in model.named_parameters():
+        if re.search(r"(o_proj|out_proj|down_proj)", name):
+            parameter.zero_()
+    embedding = model.get_input_embeddings().weight
+    embedding.copy_(torch.nn.functional.normalize(embedding, dim=1))
+    base = model.get_decoder()
+    (base.norm_f if hasattr(base, "norm_f") else base.norm).weight.fill_(1 - offset)
+    model.lm_head.weight.copy_(embedding.roll(3, 0))
