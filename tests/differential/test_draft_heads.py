@@ -19,6 +19,7 @@ from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_hea
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
 from tests.support.kernels import native_kernels
 from tests.support.paged import PagedRow, attention_batch
+from tests.support.quantized_files import FORMATS, quantized_copies
 from tests.support.replica import Executed, Replica, load, load_own_head
 from worker.kv.cache import make_cache
 from worker.loading.decoder import LoadedModel
@@ -160,6 +161,25 @@ def test_each_proposal_is_that_of_the_reference_for_the_whole_text(
             count += check_proposals(reference, replica, replica.steps[-1])
     assert count > 40
     assert (replica.engine.stats().num_preemptions > 0) == (schedule == "preempted")
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "packed 4 bits"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
+def test_a_quantised_head_has_the_numbers_of_the_dense_one(
+    tmp_path: Path, model_type: str, name: str
+) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_with_head(plain, model_type, vocab_size=FEW, hidden_size=192)
+    proposed: list[list[list[int]]] = []
+    for path in quantized_copies(plain, tmp_path, FORMATS[name]):
+        loaded = load(path)
+        replica = replica_with(loaded, load_own_head(path, loaded))
+        replica.answers(some_prompts(), GREEDY)
+        results = [step.result.proposed for step in replica.steps]
+        proposed.append([each.tolist() for each in results if each is not None])
+    assert proposed[0] == proposed[1]
+    assert sum(map(len, proposed[0])) > 40
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

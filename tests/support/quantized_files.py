@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -258,9 +259,14 @@ def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Pa
     """Write a model twice: with its layers quantised, and with the numbers that the quantised
     layers stand for. Embeddings, the head and routers stay as they are. Return both directories,
     the quantised one first."""
+    return quantized_copies(write_directory(path / "plain", model), path, form)
+
+
+def quantized_copies(plain: Path, path: Path, form: QuantFormat) -> tuple[Path, Path]:
+    """Write copies of the directory `plain` to the directory `path`, as `write_quantized` does."""
     ours, dense = path / "quantized", path / "dense"
     for each in (ours, dense):
-        write_directory(each, model)
+        copytree(plain, each)
     weights = load_file(ours / "model.safetensors")
     stored, numbers = {}, {}
     for name, tensor in weights.items():

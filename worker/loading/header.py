@@ -328,6 +328,7 @@ def _directory_header(path: Path) -> ModelHeader | TransformersHeader:
     elif has_logits:
         scorer = module_scorer(path, text.tokenizer, tensors.head.parts[0])
     tensors.check(shapes)
+    kinds = {name: kind for name, kind in kinds.items() if not tensors.is_left_out(name)}
     check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS, MXFP4))
     header = ModelHeader(
         directory_name(path),

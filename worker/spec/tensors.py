@@ -433,11 +433,13 @@ class ModelTensors(LatentParts):
             if found[name] != shape and not is_padded:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
-        if others := sorted(n for n in found.keys() - known if not self._is_left_out(n)):
+        if others := sorted(n for n in found.keys() - known if not self.is_left_out(n)):
             some = ", ".join(others[:3])
             raise UnusableModel(f"the files have {len(others)} unexpected tensors: {some}")
 
-    def _is_left_out(self, name: str) -> bool:
+    def is_left_out(self, name: str) -> bool:
+        """Return whether the model does not use a tensor of its files: it can be computed, or it
+        belongs to a head for drafts."""
         return name.endswith(self.names.computed) or name.startswith(self.names.unused)
 
     def _router(self, mlp: MlpSpec, index: int) -> FusedMatrix | None:
