@@ -50,6 +50,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.mutated_kernels
 	@$(BIN)/python -m tests.torture.model_types
 	@$(BIN)/python -m tests.torture.same_bits
+	@$(BIN)/python -m tests.torture.draft_heads
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)

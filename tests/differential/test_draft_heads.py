@@ -17,6 +17,8 @@ from transformers.modeling_layers import MtpModel
 from protocol.engine.sampling import SamplingParams
 from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
+from tests.support.examples import examples
+from tests.support.head_schedules import DraftedModel, HeadSchedule
 from tests.support.kernels import native_kernels
 from tests.support.paged import PagedRow, attention_batch
 from tests.support.quantized_files import FORMATS, quantized_copies
@@ -194,3 +196,18 @@ def test_a_head_that_is_always_right_saves_steps(tmp_path: Path, model_type: str
     assert stats.num_draft_tokens == stats.num_accepted_tokens > 70
     assert plain.engine.stats().num_steps == 91
     assert stats.num_steps < 15
+
+
+@pytest.mark.parametrize("is_right", [False, True], ids=["guessing", "right"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
+def test_no_random_schedule_changes_an_answer(
+    tmp_path: Path, model_type: str, is_right: bool
+) -> None:
+    """`python -m tests.torture.draft_heads` runs ten thousand of them."""
+    model = DraftedModel.of(tmp_path, model_type, is_right=is_right)
+    schedules = [HeadSchedule(model, seed) for seed in range(examples(15, 100))]
+    for schedule in schedules:
+        schedule.run()
+    assert sum(schedule.accepted for schedule in schedules) > 0
+    assert sum(schedule.preempted for schedule in schedules) > 0
+    assert sum(schedule.replaced for schedule in schedules) > 0
