@@ -102,7 +102,7 @@ def answers_of(replica: Replica, prompts: Sequence[list[int]]) -> list[list[int]
 Guessing = tuple[ReferenceHead, LoadedModel, LoadedHead]
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3", "qwen3_5_text"])
 def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guessing:
     """Return a model with few tokens and a random head."""
     path = tmp_path_factory.mktemp("guessing")

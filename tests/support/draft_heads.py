@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from tests.support.checkpoints import write_directory
 from tests.support.family_models import random_model
 
-MODEL_TYPES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
+AFTER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+"""Model types whose head is a layer after the others."""
+MODEL_TYPES = (*AFTER_LAYERS, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 LAYERS = {"nemotron_h": (2, 3)}
 """Model type -> the layers of the tiny model that look like those of its head; otherwise the last.
 """
@@ -152,7 +154,7 @@ def _names(model_type: str, theirs: Any) -> list[str]:
 
 
 def _layer(model_type: str, theirs: Any, index: int) -> str:
-    if model_type == "glm4_moe":
+    if model_type in AFTER_LAYERS:
         return f"model.layers.{theirs.config.num_hidden_layers + index}."
     return f"mtp.layers.{index}."
 

@@ -3,7 +3,7 @@ must be the one without drafts.
 
     python -m tests.torture.draft_heads [--schedules 10000] [--first 0]
 
-The models are a tiny GLM-4.5 and a tiny Qwen3.5, on the compiled kernels; half of the schedules use
+The models are a tiny GLM-4.5, DeepSeek V3 and Qwen3.5, on the compiled kernels; half of the schedules use
 heads that are sometimes right, and half heads that are always right. The exit code is 1 if any
 answer differs; the seed of its schedule is printed.
 """
@@ -20,7 +20,7 @@ import torch
 
 from tests.support.head_schedules import DraftedModel, HeadSchedule
 
-MODEL_TYPES = ("glm4_moe", "qwen3_5_text")
+MODEL_TYPES = ("glm4_moe", "deepseek_v3", "qwen3_5_text")
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec import draft_head
 from worker.spec.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.spec.families.glm import SHARED_NAMES, with_choice_bias
 from worker.spec.latent import LatentSpec
@@ -270,6 +271,7 @@ FAMILIES = (
         nullable=MAY_LACK_QUERY_RANK,
         read=read_deepseek_v3,
         names=lambda spec: with_choice_bias(spec, LATENT_NAMES, SHARED_NAMES),
+        draft_head=draft_head.after_layers,
     ),
     ModelFamily(
         architecture="Glm4MoeLiteForCausalLM",
@@ -296,6 +298,7 @@ FAMILIES = (
         nullable=MAY_LACK_QUERY_RANK,
         read=read_glm4_moe_lite,
         names=lambda spec: with_choice_bias(spec, LATENT_NAMES, SHARED_NAMES),
+        draft_head=draft_head.after_layers,
     ),
     ModelFamily(
         architecture="Mistral4ForCausalLM",
