@@ -6,6 +6,7 @@ import signal
 import sys
 
 from protocol.process.lifeline import attach_to_parent
+from protocol.process.quick_exit import quick_exit
 
 
 def main() -> int:
@@ -19,4 +20,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick_exit(main())
