@@ -50,6 +50,13 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     an error event. This class sends each client an error first.
     """
 
+    def patch(self) -> None:
+        """Patch the standard library faster than gunicorn, which then finds it patched."""
+        from gateway.gevent_patch import patch_standard_library
+
+        patch_standard_library()
+        super().patch()
+
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         """Serve a new connection. While it has no request, it may be closed as idle."""
         with _service(self).connections.opened(client, _peer(addr)):

@@ -77,7 +77,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"prompt", "formats", "sandbox"},
         {"fleet"},
         {"engine"},
-        {"text", "http", "auth", "thread_pool", "web", "gateway_start"},
+        {"text", "http", "auth", "thread_pool", "web", "gateway_start", "gevent_patch"},
     ),
     "engine_core": (
         {"__main__"},
