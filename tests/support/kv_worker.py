@@ -36,6 +36,7 @@ from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.spec.facts import KVHeads
 
 WAIT_S = 20.0
 START = """
@@ -87,8 +88,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        dims = self.num_layers, self.block_tokens, self.num_kv_heads, self.head_dim
-        return block_bytes(*dims, getattr(torch, self.dtype))
+        heads = KVHeads(self.num_kv_heads, self.head_dim)
+        return block_bytes(self.num_layers, self.block_tokens, heads, getattr(torch, self.dtype))
 
     def cache(self, shared: SharedMemory | None = None) -> KVCache:
         cache = KVCache(
