@@ -1,7 +1,6 @@
 """Run the engine process: `python -P -m engine_core --config JSON`."""
 
-import sys
-
 from engine_core.process import main
+from protocol.process.quick_exit import quick_exit
 
-sys.exit(main())
+quick_exit(main())

@@ -29,6 +29,7 @@ from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent, die_with_parent
 from protocol.process.malloc import map_large_pieces
 from protocol.process.open_files import raise_file_limit
+from protocol.process.quick_exit import quick_exit
 from protocol.process.start_gate import wait_at_gate
 
 _parent = attach_to_parent(signal.SIGTERM)
@@ -48,6 +49,13 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
     When a worker receives SIGQUIT or its master has ended, gunicorn closes open responses without
     an error event. This class sends each client an error first.
     """
+
+    def patch(self) -> None:
+        """Patch the standard library faster than gunicorn, which then finds it patched."""
+        from gateway.gevent_patch import patch_standard_library
+
+        patch_standard_library()
+        super().patch()
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         """Serve a new connection. While it has no request, it may be closed as idle."""
@@ -216,10 +224,13 @@ def _peer(addr: Any) -> str:
 
 
 def worker_exit(_server: Any, worker: Any) -> None:
-    """Close the service, so that the engine aborts open requests at once. gunicorn calls this in
-    the worker when it ends."""
+    """Close the service, so that the engine aborts open requests at once, and end the process.
+    gunicorn calls this in the worker when it exits."""
     if getattr(worker, "wsgi", None) is not None:  # None if the worker failed to start
         _service(worker).close()
+    reason = sys.exception()
+    if isinstance(reason, SystemExit) and isinstance(reason.code, int):
+        quick_exit(reason.code)
 
 
 def _service(worker: Any) -> Any:

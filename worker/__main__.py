@@ -1,10 +1,9 @@
 """Entry point of `python -P -m worker --config JSON`."""
 
-import sys
-
+from protocol.process.quick_exit import quick_exit
 from worker.device import environment
 from worker.process import main
 
 environment.prepare()
 
-sys.exit(main())
+quick_exit(main())

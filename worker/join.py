@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from protocol.config.worker import JoinConfig, WorkerConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.log_lines import log_to_stderr
+from protocol.process.quick_exit import quick_exit
 from protocol.wire import sockets
 from protocol.wire.cluster_key import read_cluster_key
 from protocol.worker.steps import JoinRefused, WorkerJoins, WorkerSettings
@@ -103,4 +104,4 @@ def ask_for_place(join: JoinConfig, engine: EngineConnection) -> WorkerConfig:
 
 if __name__ == "__main__":
     environment.prepare()
-    sys.exit(main(sys.argv[1]))
+    quick_exit(main(sys.argv[1]))

@@ -6,17 +6,18 @@ import signal
 import sys
 
 from protocol.process.lifeline import attach_to_parent
+from protocol.process.quick_exit import quick_exit
 
 
 def main() -> int:
     parent = attach_to_parent(signal.SIGTERM)
-    from gevent import monkey
+    from gateway.gevent_patch import patch_standard_library
 
-    monkey.patch_all()  # before other modules are imported, as gunicorn's gevent worker does
+    patch_standard_library()  # before other modules are imported, like the gateway's worker
     from gateway.offline.process import serve
 
     return serve(int(sys.argv[1]), parent)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick_exit(main())

@@ -25,7 +25,6 @@ from tests.support.ports import free_port
 from tests.support.processes import Program
 from tests.support.server import SERVED_NAME, Server
 from tests.support.waiting import eventually
-from tests.support.wrapper_models import random_wrapper
 
 BLOCK_TOKENS = 16
 OPTIONS = ("--served-name", SERVED_NAME, "--max-slots", "4", "--token-budget", "32")
@@ -33,6 +32,9 @@ OPTIONS = ("--served-name", SERVED_NAME, "--max-slots", "4", "--token-budget", "
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Every process of pytest reads this file, and this import takes 2 s of CPU time.
+    from tests.support.wrapper_models import random_wrapper
+
     model = random_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text")
     return write_directory(tmp_path_factory.mktemp("hybrid"), model)
 

@@ -114,7 +114,10 @@ def test_what_an_engine_tells_of_its_worker_is_told_and_trouble_is_not_ready(add
 
 def test_a_first_model_that_cannot_be_served_ends_the_gateway(address: str) -> None:
     broken = scripted_card(tokenizer=b"not a tokenizer")
-    with ScriptedEngine(address, card=broken), GatewayProcess(engine=address) as gateway:
+    with (
+        ScriptedEngine(address, card=broken),
+        GatewayProcess(engine=address, tried_tokenizer="") as gateway,
+    ):
         assert gateway.wait(timeout_s=60) == ExitCode.BAD_MODEL
     assert "the gateway cannot start: the model's tokenizer cannot be used" in gateway.log
     assert "Traceback" not in gateway.log

@@ -5,27 +5,41 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from functools import cache
+from hashlib import sha256
 from typing import Any, Self
 
 import requests
 
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, Program
+from tests.support.scripted_engine import scripted_card
 from tests.support.waiting import HANG_S, eventually
 
 CONFIG = ROOT / "gateway" / "gunicorn_conf.py"
 
 
+@cache
+def scripted_digest() -> str:
+    """Return the digest of the tokenizer of a ScriptedEngine, as `tidegate serve` remembers it."""
+    return sha256(scripted_card().tokenizer).hexdigest()
+
+
 class GatewayProcess(Program):
     """A gateway that runs until the end of its `with` block. Keyword arguments are fields of
-    GatewayConfig, kept as `config`."""
+    GatewayConfig, kept as `config`.
+
+    It does not try the tokenizer of a ScriptedEngine in a process of its own. `tidegate serve`
+    starts it in the same way from the second time on. It tries every other tokenizer.
+    """
 
     def __init__(self, *, command: list[str] | None = None, **config: Any) -> None:
         self.config = config
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = command or ["-m", "gunicorn", "-c", str(CONFIG), "gateway.app:create_app()"]
-        settings = json.dumps({"port": self.port, **config})
+        tried = {} if "models" in config else {"tried_tokenizer": scripted_digest()}
+        settings = json.dumps({"port": self.port, **tried, **config})
         environment = {"TIDEGATE_GATEWAY": settings, "PYTHONPATH": str(ROOT)}
         super().__init__(["-P", *command], environment=environment)
 

@@ -1,7 +1,7 @@
 """Workers that only transfer K/V, with real caches, in this process and in others.
 
-`python -m tests.support.kv_worker JSON` is such a worker. It fills its cache from a seed, executes
-the commands on its stdin, which `Peer` sends, and prints each lease that its readers have taken.
+START, with JSON as its argument, is such a worker. It fills its cache from a seed, executes the
+commands on its stdin, which `Peer` sends, and prints each lease that its readers have taken.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from time import monotonic
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import torch
 import zmq
+from torch import Tensor
 
 from protocol.config.worker import WorkerConfig
 from protocol.wire.arrays import Int32
@@ -34,8 +36,23 @@ from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.kv.layout import KVLayout
 from worker.kv.transfer.service import KVTransferService
 from worker.kv.transfer.shared_memory import SharedMemory
+from worker.spec.facts import KVHeads
 
 WAIT_S = 20.0
+START = """
+import sys
+from worker.device import environment
+environment.prepare()  # before torch is imported, like a worker
+from tests.support.kv_worker import main
+main(sys.argv[1])
+"""
+
+
+def fill(rows: Tensor, seed: int) -> None:
+    """Fill `rows` with random numbers below 256, but without `torch.Generator`, which needs a part
+    of torch that a worker does not import."""
+    drawn = np.random.default_rng(seed).integers(0, 256, size=tuple(rows.shape))
+    rows.copy_(torch.from_numpy(drawn))
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +88,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        dims = self.num_layers, self.block_tokens, self.num_kv_heads, self.head_dim
-        return block_bytes(*dims, getattr(torch, self.dtype))
+        heads = KVHeads(self.num_kv_heads, self.head_dim)
+        return block_bytes(self.num_layers, self.block_tokens, heads, getattr(torch, self.dtype))
 
     def cache(self, shared: SharedMemory | None = None) -> KVCache:
         cache = KVCache(
@@ -86,7 +103,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             shared,
         )
         if self.seed is not None:
-            cache.rows.random_(0, 256, generator=torch.Generator().manual_seed(self.seed))
+            fill(cache.rows, self.seed)
         return cache
 
     def states(self, *, is_shared: bool = False) -> CheckpointMemory | None:
@@ -97,7 +114,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         else:
             memory = CheckpointMemory(torch.zeros(1 + self.num_checkpoints, self.state_items))
         if self.seed is not None:
-            memory.rows.random_(0, 256, generator=torch.Generator().manual_seed(1 + self.seed))
+            fill(memory.rows, 1 + self.seed)
         return memory
 
 
@@ -193,7 +210,7 @@ class Peer:
         text = msgspec.json.encode((shape, config)).decode()
         self.address = address
         self.program = Program(
-            ["-m", "tests.support.kv_worker", text],
+            ["-c", START, text],
             environment={"OMP_NUM_THREADS": "1"},
             has_stdin=True,
         )
@@ -295,7 +312,3 @@ def execute(worker: Worker, command: str, *words: str) -> None:
                 worker.states.rows.fill_(int(words[0]))
         case _:
             raise ValueError(f"unknown command {command}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

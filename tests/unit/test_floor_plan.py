@@ -77,7 +77,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"prompt", "formats", "sandbox"},
         {"fleet"},
         {"engine"},
-        {"text", "http", "auth", "thread_pool", "web", "gateway_start"},
+        {"text", "http", "auth", "thread_pool", "web", "gateway_start", "gevent_patch"},
     ),
     "engine_core": (
         {"__main__"},
@@ -535,14 +535,22 @@ def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
 def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:
     code = """if True:
         import sys
-        from worker.device.postponed import TORCH_SHAPES, load_postponed, postpone
-        postpone(TORCH_SHAPES)
+        from worker.device.postponed import TORCH_SHAPES, TORCH_UNUSED, load_postponed, postpone
+        postpone({TORCH_SHAPES: (), **dict.fromkeys(TORCH_UNUSED, ())})
         import worker.startup.assembly
         assert not sys.modules.keys() & {"transformers", "gguf", "triton", "torch._refs"}
+        packages = {name.rpartition(".")[0] for name in sys.modules}
+        assert not packages & set(TORCH_UNUSED)
         load_postponed(TORCH_SHAPES)
         import torch
         columns, scales = (torch.zeros(shape, device="meta") for shape in [(3, 2), (2,)])
         assert torch.linalg.householder_product(columns, scales).shape == (3, 2)
+        assert torch.distributions.Normal(2.0, 1.0).mean == 2
+        from torch.utils.data import TensorDataset
+        assert len(TensorDataset(columns)) == 3
+        for name in TORCH_UNUSED:
+            load_postponed(name)
+            assert any(each.startswith(f"{name}.") for each in sys.modules), name
         """
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

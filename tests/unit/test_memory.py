@@ -426,7 +426,7 @@ def test_packed_sizes_equal_those_of_the_kernels() -> None:
 
 def test_the_planned_block_size_equals_that_of_the_cache(model: Path) -> None:
     config = read_header(model).spec
-    shape = (config.num_layers, 16, config.layer_heads[0].count, config.layer_heads[0].dim)
+    shape = (config.num_layers, 16, config.layer_heads[0])
     for name in DTYPE_BYTES:
         assert planned_block_bytes(config, 16, name) == block_bytes(*shape, getattr(torch, name))
         rounded = planned_block_bytes(config, 16, name, rounds_kv=True)

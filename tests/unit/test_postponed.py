@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from worker.device.postponed import load_postponed, postpone, postpone_torch_shapes
+from worker.device.postponed import load_postponed, postpone, postpone_torch_parts
 
 NAME, DEPENDENT = "postponed_example", "dependent_of_postponed_example"
 
@@ -24,7 +24,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "executions", 0, raising=False)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    postpone(NAME, [DEPENDENT])
+    postpone({NAME: [DEPENDENT]})
     (tmp_path / f"{DEPENDENT}.py").write_text("import sys\nseen = sys.executions\n")
     yield importlib.import_module(NAME)
     for name in (NAME, DEPENDENT):
@@ -60,6 +60,28 @@ def test_a_module_is_executed_before_its_dependents(module: ModuleType) -> None:
     assert module.answer == 42
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the name of a postponed package, imported but not yet executed, with a module."""
+    package = tmp_path / "postponed_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys\nsys.executions += 1\n")
+    (package / "part.py").write_text("import sys\nseen = sys.executions\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "executions", 0, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    postpone({package.name: ()})
+    importlib.import_module(package.name)
+    yield package.name
+    for name in (package.name, f"{package.name}.part"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_is_executed_before_a_module_in_it(package: str) -> None:
+    assert executions() == 0
+    assert importlib.import_module(f"{package}.part").seen == 1
+
+
 def test_loading_a_module_that_was_not_postponed_does_nothing() -> None:
     load_postponed("json")
     load_postponed("a_module_that_is_not_imported")
@@ -74,5 +96,5 @@ def test_only_a_checked_version_of_torch_without_gpus_is_imported_in_parts(
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     before = len(sys.meta_path)
-    postpone_torch_shapes(version, is_gpu=is_gpu)
+    postpone_torch_parts(version, is_gpu=is_gpu)
     assert len(sys.meta_path) - before == is_postponed

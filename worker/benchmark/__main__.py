@@ -14,6 +14,7 @@ import sys
 
 import msgspec
 
+from protocol.process.quick_exit import quick_exit
 from protocol.tools.bench import StepBench, StepBenchLine
 from worker.device import environment
 
@@ -47,4 +48,4 @@ def write_line(line: StepBenchLine) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick_exit(main())

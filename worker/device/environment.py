@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from worker.device import machine
-from worker.device.postponed import postpone_torch_shapes
+from worker.device.postponed import postpone_torch_parts
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -21,7 +21,7 @@ in about a millisecond, once per step, whatever the number of layers.
 
 
 def prepare() -> None:
-    """Set environment variables, and postpone a part of torch's import that no step uses. A value
+    """Set environment variables, and postpone parts of torch's import that no step uses. A value
     that the user has set is kept.
 
     OMP_WAIT_POLICY makes idle OpenMP threads sleep instead of spin. Two threads that spun on cores
@@ -34,7 +34,7 @@ def prepare() -> None:
     if home := os.environ.get("TIDEGATE_HOME"):
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, "triton"))
     build = machine.torch_build()
-    postpone_torch_shapes(build.version, is_gpu=bool(build.gpu))
+    postpone_torch_parts(build.version, is_gpu=bool(build.gpu))
 
 
 def visible_devices() -> str | None:

@@ -1,15 +1,17 @@
-"""Postpones a part of `import torch` that eager computation on real tensors does not use.
+"""Postpones parts of `import torch` that eager computation on real tensors does not use.
 
 torch implements the shapes of about a thousand operators in Python, in the module TORCH_SHAPES.
 They serve compilers and tensors without memory (the device "meta"). This module and those that it
 imports (`torch._decomp`, `torch._refs`, `torch._prims`) take a quarter of the time of
 `import torch`. In torch 2.13, `torch.Generator` and CUDA's generators need these modules, too.
+
+The packages in TORCH_UNUSED export, train or quantise models. They take a tenth of the time.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -19,8 +21,19 @@ TORCH_SHAPES = "torch._meta_registrations"
 TORCH_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._prims")
 """Modules that need TORCH_SHAPES to be executed before them. torch imports them late, for example
 when a profile starts."""
+TORCH_UNUSED = (
+    "torch.distributions",
+    "torch.export",
+    "torch.masked",
+    "torch.nn.intrinsic",
+    "torch.nn.qat",
+    "torch.quantization",
+    "torch.utils.data",
+)
+"""Packages that `import torch` imports, but of which neither it nor the worker uses a name. The
+libraries that use them, such as transformers, import them."""
 CHECKED_VERSIONS = ("2.13.",)
-"""Starts of the versions of torch in which the worker was tested with TORCH_SHAPES postponed."""
+"""Starts of the versions of torch in which the worker was tested with these parts postponed."""
 
 
 class PostponedLoader(Loader):
@@ -50,19 +63,22 @@ class PostponedLoader(Loader):
 
 
 class PostponingFinder(MetaPathFinder):
-    """Finds the module `name` and gives it a PostponedLoader. Before one of `dependents` is
-    imported, the module `name` is executed."""
+    """Finds the modules that are the keys of `dependents`, and gives each a PostponedLoader. Such a
+    module is executed before one of its dependents, or a module that lies in it, is imported."""
 
-    def __init__(self, name: str, dependents: Collection[str]) -> None:
-        self._name = name
-        self._dependents = frozenset(dependents)
+    def __init__(self, dependents: Mapping[str, Collection[str]]) -> None:
+        self._names = frozenset(dependents)
+        self._needed = {each: name for name, those in dependents.items() for each in those}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in self._dependents:
-            load_postponed(self._name)
-        if fullname != self._name:
+        if fullname in self._needed:
+            load_postponed(self._needed[fullname])
+        package = fullname.rpartition(".")[0]
+        if package in self._names:
+            load_postponed(package)
+        if fullname not in self._names:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -70,22 +86,23 @@ class PostponingFinder(MetaPathFinder):
         return spec
 
 
-def postpone_torch_shapes(version: str, *, is_gpu: bool) -> None:
-    """Postpone TORCH_SHAPES if the installed torch allows it.
+def postpone_torch_parts(version: str, *, is_gpu: bool) -> None:
+    """Postpone TORCH_SHAPES and TORCH_UNUSED if the installed torch allows it.
 
     version   of the installed torch
     is_gpu    whether it is built for GPUs
     """
     if version.startswith(CHECKED_VERSIONS) and not is_gpu:
-        postpone(TORCH_SHAPES, TORCH_COMPILERS)
+        postpone({TORCH_SHAPES: TORCH_COMPILERS, **dict.fromkeys(TORCH_UNUSED, ())})
 
 
-def postpone(name: str, dependents: Collection[str] = ()) -> None:
-    """Postpone the execution of the module `name`, if it has not been imported yet.
+def postpone(dependents: Mapping[str, Collection[str]]) -> None:
+    """Postpone the execution of modules, if they have not been imported yet.
 
-    dependents   modules that need it: it is executed before one of them is imported
+    dependents   the modules, each with those that need it: it is executed before one of them is
+                 imported
     """
-    sys.meta_path.insert(0, PostponingFinder(name, dependents))
+    sys.meta_path.insert(0, PostponingFinder(dependents))
 
 
 def load_postponed(name: str) -> None:

@@ -3,7 +3,7 @@
     python -P -m worker.startup.machine_facts LIBRARIES
 
 LIBRARIES is the directory of `tidegate fetch-kernels`. This module calls the same functions as a
-starting worker, so both have the same results.
+starting worker, so both have the same results. torch is imported late, after `prepare`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ import sys
 from pathlib import Path
 
 import msgspec
-import torch
 
+from protocol.process.quick_exit import quick_exit
 from protocol.tools.start_facts import MachineFacts
-from worker.device import device as devices
-from worker.device import machine
+from worker.device import environment, machine
 from worker.device.cpuinfo import cpu_flags
 from worker.device.cuda_driver import read_driver
-from worker.device.device import free_bytes
-from worker.device.environment import visible_devices
-from worker.startup.check_device import gpu_problem
-from worker.startup.gpu_libraries import attention_libraries, c_compiler, version_of
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
@@ -32,11 +27,17 @@ SPEED_FLAGS = frozenset(
 
 
 def machine_facts(libraries: Path) -> MachineFacts:
+    import torch
+
+    from worker.device import device as devices
+    from worker.startup import gpu_libraries
+    from worker.startup.check_device import gpu_problem
+
     device = devices.choose_device("auto")
     flags = cpu_flags()
     dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
     cores, quota = machine.allowed_cores(), machine.cpu_quota()
-    build, driver = machine.torch_build(), read_driver(visible_devices())
+    build, driver = machine.torch_build(), read_driver(environment.visible_devices())
     problem, remedy = (driver.gpus and gpu_problem(build, driver)) or ("", "")
     return MachineFacts(
         torch=str(torch.__version__),
@@ -49,24 +50,25 @@ def machine_facts(libraries: Path) -> MachineFacts:
         cores=cores,
         quota=quota,
         threads=machine.choose_threads(0, cores=cores, quota=quota),
-        free_bytes=free_bytes(device),
+        free_bytes=devices.free_bytes(device),
         torch_build=f"{build.gpu.upper()} {build.toolkit[0]}.{build.toolkit[1]}"
         if build.gpu
         else "CPUs",
         driver=driver,
         gpu_problem=problem,
         gpu_remedy=remedy,
-        triton=version_of("triton"),
-        c_compiler=c_compiler(),
-        attention=attention_libraries(libraries),
+        triton=gpu_libraries.version_of("triton"),
+        c_compiler=gpu_libraries.c_compiler(),
+        attention=gpu_libraries.attention_libraries(libraries),
     )
 
 
 def main() -> int:
+    environment.prepare()
     facts = machine_facts(Path(sys.argv[1]))
     sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick_exit(main())
