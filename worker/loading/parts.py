@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
-from worker.loading.layouts import PartSource, WeightSource
+from worker.loading.layouts import Matrix, PartSource, WeightSource
+from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.matrices import MatrixPart
 from worker.spec.share import Box, MatrixCut
 from worker.spec.tensor_names import RowOrder
@@ -79,6 +80,32 @@ def read_box(source: WeightSource, name: str, target: Tensor, box: Box) -> None:
     whole = torch.empty(box.whole, dtype=target.dtype)
     source.read_into(name, whole)
     target.copy_(whole[box.slices])
+
+
+def of_heads(
+    tensors: LatentAttentionTensors, values: Tensor, blocks: QuantBlocks | None
+) -> tuple[list[Matrix], list[Matrix]]:
+    """Return the matrices of the keys and those of the values of all heads, which are rows of one
+    tensor.
+
+    values   the numbers of the tensor
+    blocks   the tensor in quantised blocks; None: it is not quantised. Matrices of keys are
+             transposed, so they are numbers all the same
+    """
+    keys, of_values, first = [], [], 0
+    for key, value in zip(tensors.key_up, tensors.value_up, strict=True):
+        middle, end = first + key.columns, first + key.columns + value.rows
+        keys.append(_matrix(values[first:middle].T.contiguous(), None))
+        cut = value.parts[0].cut
+        own = None if blocks is None or cut is None else cut_blocks(blocks, [cut])
+        of_values.append(_matrix(values[middle:end], own))
+        first = end
+    return keys, of_values
+
+
+def _matrix(values: Tensor, blocks: QuantBlocks | None) -> Matrix:
+    """Return a matrix that has been read."""
+    return Matrix((len(values),), lambda: [blocks], lambda: values, None)
 
 
 def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:

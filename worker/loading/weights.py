@@ -31,7 +31,7 @@ from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
 from worker.loading.layouts import DenseLayout, Matrix, WeightLayout, WeightSource
-from worker.loading.parts import cut_blocks, read_box, read_part
+from worker.loading.parts import cut_blocks, of_heads, read_box, read_part
 from worker.models.decoder import (
     AttentionBlock,
     DecoderLayer,
@@ -286,10 +286,8 @@ class _Loader:
             key_up = [self._matrix(each) for each in tensors.key_up]
             value_up = [self._matrix(each) for each in tensors.value_up]
         else:
-            rows = self._values(tensors.up).view(attention.num_heads, -1, latent.rank)
-            keys, values = rows[:, : latent.plain], rows[:, latent.plain :]
-            key_up = [_numbers(each.T.contiguous()) for each in keys]
-            value_up = [_numbers(each.contiguous()) for each in values]
+            blocks = self._source.blocks(tensors.up.names[0])
+            key_up, value_up = of_heads(tensors, self._values(tensors.up), blocks)
         return LatentAttention(
             spec=attention,
             inputs=self._fused(tensors.inputs),
@@ -493,8 +491,3 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _numbers(values: Tensor) -> Matrix:
-    """Return a matrix whose numbers have been read."""
-    return Matrix((len(values),), lambda: [None], lambda: values, None)

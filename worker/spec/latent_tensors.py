@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from worker.spec.matrices import FusedMatrix, NormTensor, Shape
+from worker.spec.latent import LatentSpec
+from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape
 from worker.spec.model_spec import AttentionSpec
+from worker.spec.share import MatrixCut
 from worker.spec.tensor_parts import TensorParts
 
 
@@ -14,25 +16,25 @@ from worker.spec.tensor_parts import TensorParts
 class LatentAttentionTensors:
     """The tensors of a layer's latent attention (layers/latent_attention.py).
 
-    up         [H * (plain + value_dim), R] of each head the matrix of its keys, transposed, and
-               then that of its values; None: the files have these apart
     key_up     [R, plain] of each head
     value_up   [value_dim, R] of each head
+    up         [H * (plain + value_dim), R] the tensor that has both of each head, that of the keys
+               transposed; None: they are in tensors of their own
     """
 
     inputs: FusedMatrix
     q_norm: NormTensor | None
     queries: FusedMatrix | None
     kv_norm: NormTensor
-    up: FusedMatrix | None
     key_up: tuple[FusedMatrix, ...]
     value_up: tuple[FusedMatrix, ...]
     output: FusedMatrix
+    up: FusedMatrix | None = None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
-        some = (self.inputs, self.queries, self.up, *self.key_up, *self.value_up, self.output)
-        return tuple(matrix for matrix in some if matrix is not None)
+        queries = () if self.queries is None else (self.queries,)
+        return self.inputs, *queries, *self.key_up, *self.value_up, self.output
 
     @property
     def norms(self) -> tuple[NormTensor, ...]:
@@ -69,11 +71,11 @@ class LatentParts(TensorParts):
             first = self._part("q", made_of_queries, index)
         held = self._part("latent_down", latent.head_dim, index)
         up: FusedMatrix | None = None
-        key_up: tuple[FusedMatrix, ...] = ()
-        value_up: tuple[FusedMatrix, ...] = ()
         if "latent_up" in self.names:
             rows = heads * (latent.plain + latent.value_dim)
-            up = FusedMatrix((self._part("latent_up", rows, index),), latent.rank)
+            whole = self._part("latent_up", rows, index)
+            up = FusedMatrix((whole,), latent.rank)
+            key_up, value_up = _by_head(whole, latent)
         else:
             key_up = self._of_heads("key_up", index, heads, latent.rank, latent.plain)
             value_up = self._of_heads("value_up", index, heads, latent.value_dim, latent.rank)
@@ -83,10 +85,10 @@ class LatentParts(TensorParts):
             q_norm=q_norm,
             queries=queries,
             kv_norm=NormTensor(self.names.roles["latent_norm"].format(i=index), latent.rank),
-            up=up,
             key_up=key_up,
             value_up=value_up,
             output=FusedMatrix((output,), attention.result_width, attention.output_bias),
+            up=up,
         )
 
     def _of_heads(
@@ -97,3 +99,19 @@ class LatentParts(TensorParts):
             FusedMatrix((self._part(role, rows, index, head, heads),), columns)
             for head in range(heads)
         )
+
+
+def _by_head(
+    whole: MatrixPart, latent: LatentSpec
+) -> tuple[tuple[FusedMatrix, ...], tuple[FusedMatrix, ...]]:
+    """Return the matrices of the keys and those of the values, which are rows of one tensor."""
+    keys, values, ranks = [], [], range(latent.rank)
+    for first in range(0, whole.rows, latent.plain + latent.value_dim):
+        middle, end = first + latent.plain, first + latent.plain + latent.value_dim
+        # The tensor's rows are columns here, because the part is transposed.
+        cut = MatrixCut((ranks,), range(first, middle), (latent.rank, whole.rows))
+        part = replace(whole, rows=latent.rank, cut=cut, is_transposed=True)
+        keys.append(FusedMatrix((part,), latent.plain))
+        cut = MatrixCut((range(middle, end),), ranks, (whole.rows, latent.rank))
+        values.append(FusedMatrix((replace(whole, rows=latent.value_dim, cut=cut),), latent.rank))
+    return tuple(keys), tuple(values)

@@ -41,7 +41,7 @@ from worker.spec.architectures import (
 from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import LayerTensors
-from worker.spec.matrices import FusedMatrix
+from worker.spec.matrices import FusedMatrix, MatrixPart
 from worker.spec.model_spec import MlpSpec, ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
@@ -333,8 +333,7 @@ def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
         return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
     plain = DENSE_FORMATS[dtype]
     parts = [
-        (_block_format(model.kinds[run[0].weight], plain), sum(part.rows for part in run))
-        for run in matrix.runs
+        (_block_format(run[0], model, plain), sum(part.rows for part in run)) for run in matrix.runs
     ]
     if not _packed_kinds(matrix, model):  # one part
         parts = [(plain, matrix.rows)]
@@ -352,13 +351,14 @@ def _can_pack(matrix: FusedMatrix, model: PlannedModel) -> bool:
 
 def _packed_kinds(matrix: FusedMatrix, model: PlannedModel) -> set[str]:
     """Return the types of the parts that stay quantised; none if the matrix cannot be packed."""
-    kinds = {model.kinds[name] for name in matrix.names}
+    kinds = {model.kinds[part.weight] for part in matrix.parts if not part.is_transposed}
     return kinds & STORED_AS.keys() if _can_pack(matrix, model) else set()
 
 
-def _block_format(kind: str, plain: int) -> int:
+def _block_format(part: MatrixPart, model: PlannedModel, plain: int) -> int:
     """Return the packed format of a part; `plain` if it does not stay quantised."""
-    if kind not in STORED_AS:
+    kind = model.kinds[part.weight]
+    if kind not in STORED_AS or part.is_transposed:
         return plain
     return sizes.BLOCK_FORMATS[STORED_AS[kind]]
 
