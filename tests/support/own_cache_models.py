@@ -69,6 +69,13 @@ SIZES: dict[str, Any] = {
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": LATENT,
+    "AXK2ForCausalLM": LATENT,
+    "BailingHybridForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
+    "InklingTextForCausalLM": {"unpadded_vocab_size": VOCAB},
+    "Inkling2ForCausalLM": {"unpadded_vocab_size": VOCAB},
+    "Inkling2LoopForCausalLM": {"unpadded_vocab_size": VOCAB},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "DeepseekV32ForCausalLM": LATENT,
     "GlmMoeDsaForCausalLM": LATENT,
     "LongcatFlashForCausalLM": LATENT,
@@ -92,10 +99,15 @@ ARCHITECTURES = (
 )
 
 
-def random_own_cache(architecture: str) -> Any:
-    """Return a tiny random model of this architecture."""
+def random_own_cache(architecture: str, model_type: str = "") -> Any:
+    """Return a tiny random model of this architecture.
+
+    model_type   of its config; "": the usual one
+    """
     kind = getattr(transformers, architecture)
-    config = _config(kind.config_class, CHANGES.get(architecture, {}))
+    usual = kind.config_class
+    config_class = transformers.CONFIG_MAPPING[model_type] if model_type else usual
+    config = _config(config_class, CHANGES.get(architecture, {}))
     torch.manual_seed(5)
     return kind(config).eval()
 

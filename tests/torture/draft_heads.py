@@ -3,9 +3,9 @@ must be the one without drafts.
 
     python -m tests.torture.draft_heads [--schedules 10000] [--first 0]
 
-The models are a tiny GLM-4.5, DeepSeek V3 and Qwen3.5, on the compiled kernels; half of the schedules use
-heads that are sometimes right, and half heads that are always right. The exit code is 1 if any
-answer differs; the seed of its schedule is printed.
+The models are a tiny GLM-4.5, DeepSeek V3 and Qwen3.5, on the compiled kernels; half of the
+schedules use heads that are sometimes right, and half heads that are always right. The exit code is
+1 if any answer differs; the seed of its schedule is printed.
 """
 
 from __future__ import annotations
