@@ -157,5 +157,6 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "bamba": _bamba,
     "nemotron": _without_gates,
     "arcee": _without_gates,
+    "apertus": _without_gates,
 }
 """`model_type` -> the fields that replace those of its config."""

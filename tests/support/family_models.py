@@ -144,6 +144,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
     "hunyuan_v1_dense": {"head_dim": 32},
+    "apertus": {"head_dim": 32},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
@@ -348,6 +349,13 @@ WHOLE_HEADS = {
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     **latent_models.VARIANTS,
+    "apertus": {
+        "tied": TIED,
+        "biases": BIASED,
+        "silu": {"hidden_act": "silu"},
+        "usual rope": {"rope_parameters": None},
+        **ROPES,
+    },
     "gemma": {"untied": UNTIED, "biases": BIASED, "one key/value head": {"num_key_value_heads": 1}},
     "arcee": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
     "nemotron": {

@@ -54,7 +54,7 @@ from worker.spec.layer_tensors import (
     SharedTensors,
 )
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
-from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, Xielu
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 from worker.spec.recurrent_tensors import (
     ConvTensors,
@@ -385,6 +385,9 @@ class _Loader:
         return self._vector(VectorTensor(tensor.weight, tensor.size))
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
+        if tensors.xielu:
+            numbers = [float(self._vector(each)) for each in tensors.xielu]
+            mlp = replace(mlp, xielu=Xielu.of(*numbers))
         if tensors.router is None:
             (only,) = tensors.mlps
             return Mlp(mlp, self._fused(only.gate_up), self._summed(only.down))

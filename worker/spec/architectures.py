@@ -24,7 +24,6 @@ from worker.spec.step_limits import StepLimits
 CHECKED: dict[str, str] = {
     "AfmoeForCausalLM": "afmoe",
     "Apertus1p5TextForCausalLM": "apertus1p5_text",
-    "ApertusForCausalLM": "apertus",
     "AriaTextForCausalLM": "aria_text",
     "BeamForCausalLM": "beam",
     "BioGptForCausalLM": "biogpt",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec import recurrent_tensors
+from worker.spec.altup_spec import AltUpSpec
 from worker.spec.latent_tensors import LatentParts
 from worker.spec.layer_tensors import (
     NORMS,
@@ -31,7 +32,6 @@ from worker.spec.layer_tensors import (
 )
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor
 from worker.spec.model_spec import (
-    AltUpSpec,
     AttentionSpec,
     LayerInputsSpec,
     LayerSpec,
@@ -40,7 +40,7 @@ from worker.spec.model_spec import (
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 from worker.spec.recurrent_tensors import ConvTensors
 from worker.spec.share import Share, divided
-from worker.spec.tensor_names import ENDINGS
+from worker.spec.tensor_names import ENDINGS, XIELU_ROLES
 
 
 class ModelTensors(LatentParts):
@@ -114,7 +114,13 @@ class ModelTensors(LatentParts):
             latent=self._latent(mlp, index) if mlp and mlp.latent else None,
             laurel=None if layer.laurel is None else self._laurel(layer.laurel, index),
             altup=None if altup is None else self._altup(altup, index),
+            xielu=self._xielu(mlp, index),
         )
+
+    def _xielu(self, mlp: MlpSpec | None, index: int) -> tuple[VectorTensor, ...]:
+        if mlp is None or mlp.activation != "xielu" or mlp.xielu is not None:
+            return ()
+        return tuple(VectorTensor(self._name(role, index), 1) for role in XIELU_ROLES)
 
     def _laurel(self, rank: int, index: int) -> LaurelTensors:
         hidden = self.spec.hidden
@@ -421,14 +427,15 @@ class ModelTensors(LatentParts):
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
         roles = self.names.roles
-        ends = [roles.get(role, "").partition("{i}")[2] for role in ("choice_bias", "delta_decay")]
+        some = ("choice_bias", "delta_decay", *XIELU_ROLES)
+        ends = [roles.get(role, "").partition("{i}")[2] for role in some]
         padded = tuple(end for end in ends if end)
         for name, shape in self.tensors():
             if name not in found:
                 raise UnusableModel(
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
-            # Some vectors of Ernie 4.5 and Kimi Linear are stored with further axes of one item.
+            # Some vectors are stored with further axes of one item, and numbers with none.
             is_padded = name.endswith(padded) and without_ones(found[name]) == without_ones(shape)
             if found[name] != shape and not is_padded:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families import (
+    apertus,
     bamba,
     deepseek,
     ernie,
@@ -35,7 +36,7 @@ from worker.spec.families.family import ModelFamily
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan, bamba),
-    *(deepseek, kimi),
+    *(deepseek, kimi, apertus),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
