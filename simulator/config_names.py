@@ -125,6 +125,15 @@ def _ernie4_5_moe(fields: Fields) -> Fields:
     }
 
 
+def _hunyuan_moe(fields: Fields) -> Fields:
+    chosen = fields.get("moe_topk", 1)
+    return {
+        "num_experts_per_tok": max(chosen, default=0) if isinstance(chosen, list) else chosen,
+        "moe_intermediate_size": None,  # a list, which the model does not read
+        "shared_expert_intermediate_size": _count(fields, "intermediate_size", 11008),
+    }
+
+
 def _bamba(fields: Fields) -> Fields:
     attends = msgspec.convert(fields.get("attn_layer_indices") or [], list[int])
     count = _count(fields, "num_hidden_layers", 32)
@@ -154,6 +163,7 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "minicpm3": _minicpm3,
     "kimi_linear": _kimi_linear,
     "ernie4_5_moe": _ernie4_5_moe,
+    "hunyuan_v1_moe": _hunyuan_moe,
     "bamba": _bamba,
     "nemotron": _without_gates,
     "arcee": _without_gates,

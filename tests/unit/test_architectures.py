@@ -15,7 +15,6 @@ from worker.spec.architectures import (
     BORROWED_OWN_CACHE,
     CHECKED,
     INLINE_ATTENTION,
-    MASKED_WINDOWS,
     OWN_ATTENTION,
     OWN_CACHE,
     REFUSED,
@@ -138,7 +137,7 @@ def test_kimi_k2_is_a_deepseek_v3() -> None:
 
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
-    assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS | INLINE_ATTENTION.keys()
+    assert CHECKED.keys() >= OWN_ATTENTION.keys() | INLINE_ATTENTION.keys()
     assert len(set(CHECKED.values())) == len(CHECKED)
 
 
@@ -201,6 +200,29 @@ def test_an_architecture_is_served_though_its_config_names_code() -> None:
 @pytest.mark.parametrize("architecture", sorted(OURS))
 def test_a_family_is_preferred(architecture: str) -> None:
     assert fallback({"architectures": [architecture]}) is None
+
+
+def test_the_name_that_published_configs_give_a_class_is_read() -> None:
+    config = {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}
+    assert fallback(config) is None
+    assert find_family(config).spec(config).architecture == "PhimoeForCausalLM"
+    with pytest.raises(UnusableModel, match="contradicts itself"):
+        find_family(config | {"model_type": "mixtral"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_experts": 1}, "num_experts is 1; it must be above one"),
+        ({"moe_topk": [2, 3]}, "moe_topk must be an integer, or a list"),
+        ({"moe_topk": ["2"] * 32}, "moe_topk must be an integer, or a list"),
+    ],
+)
+def test_a_hunyuan_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
+    config = {"model_type": "hunyuan_v1_moe", "num_experts": 8, **values}
+    with pytest.raises(UnusableModel) as refused:
+        find_family(config).spec(config)
+    assert message in refused.value.message
 
 
 def test_configs_that_no_family_reads_are_left_to_transformers() -> None:

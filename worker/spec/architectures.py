@@ -47,7 +47,6 @@ CHECKED: dict[str, str] = {
     "GraniteSWAForCausalLM": "granite_swa",
     "HYV3ForCausalLM": "hy_v3",
     "HeliumForCausalLM": "helium",
-    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HyperCLOVAXForCausalLM": "hyperclovax",
     "Jais2ForCausalLM": "jais2",
     "Kolibri1ForCausalLM": "kolibri1",
@@ -59,7 +58,6 @@ CHECKED: dict[str, str] = {
     "OlmoForCausalLM": "olmo",
     "PersimmonForCausalLM": "persimmon",
     "PhiForCausalLM": "phi",
-    "PhimoeForCausalLM": "phimoe",
     "SolarOpenForCausalLM": "solar_open",
     "StableLmForCausalLM": "stablelm",
     "VaultGemmaForCausalLM": "vaultgemma",
@@ -96,10 +94,6 @@ hf_attention.py intercepts that call."""
 BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layernorm", True)}
 """Architecture of a family -> a key of its config, and the value of the key that the family does
 not support. Transformers computes the models with this value."""
-
-MASKED_WINDOWS = frozenset({"PhimoeForCausalLM"})
-"""Architectures whose windows are only in their masks, not in the arguments of attention.
-hf_attention.py reads `sliding_window` of the config."""
 
 _OWN_CACHE: dict[str, str] = {
     "its latent attention is sparse, or differs from that of DeepSeek V3": """
@@ -402,7 +396,7 @@ def _reason(name: str, config: Mapping[str, Any]) -> str | None:
 def _has_family(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a family of ours has to read the config, or refuse it."""
     key, value = BEYOND_FAMILIES.get(name, ("", True))
-    return any(name == family.architecture for family in FAMILIES) and config.get(key) != value
+    return any(name in family.architectures for family in FAMILIES) and config.get(key) != value
 
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:

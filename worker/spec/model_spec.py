@@ -139,8 +139,11 @@ class MlpSpec:
     #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
     num_experts: int = 1
     top_k: int = 1
-    #: Weights of the experts: the softmax of the router's scores, or the sigmoid of each of them.
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    #: Weights of the experts: the softmax of the router's scores, the sigmoid of each of them, or
+    #: those of a sparse mixer (layers/mlp.py).
+    router: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    #: A sparse mixer counts scores as near the largest one if they are within twice this share.
+    jitter: float = 0.0
     #: Whether a learned bias of each expert is added to its weight, for the choice only.
     choice_bias: bool = False
     #: The experts form `num_groups` groups of consecutive ones, and are chosen from `top_groups` of

@@ -427,8 +427,8 @@ class ModelTensors(LatentParts):
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
         roles = self.names.roles
-        some = ("choice_bias", "delta_decay", *XIELU_ROLES)
-        ends = [roles.get(role, "").partition("{i}")[2] for role in some]
+        vectors = ("choice_bias", "delta_decay", *XIELU_ROLES)
+        ends = [roles.get(role, "").partition("{i}")[2] for role in vectors]
         padded = tuple(end for end in ends if end)
         for name, shape in self.tensors():
             if name not in found:

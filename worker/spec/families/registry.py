@@ -54,7 +54,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
     if architectures is None:
         return _with_model_type(model_type)
     for family in FAMILIES:
-        if architectures == [family.architecture]:
+        if architectures in [[name] for name in family.architectures]:
             if model_type in (None, family.model_type, *family.other_types):
                 return family
             raise UnusableModel(
