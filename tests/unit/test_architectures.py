@@ -22,6 +22,7 @@ from worker.spec.architectures import (
     fallback,
 )
 from worker.spec.families.registry import FAMILIES, find_family
+from worker.spec.kv_blocks import check_chunks
 from worker.spec.tensors import ModelTensors
 from worker.spec.wrappers import WRAPPERS
 
@@ -66,6 +67,7 @@ def test_every_type_whose_models_another_class_computes_is_listed() -> None:
     listed = {kind: name for kind, (name, _) in BORROWED.items() if name not in OWN_CACHE}
     found.pop("gpt-sw3")  # its config is that of GPT-2
     wrappers = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+    wrappers["llama4"] = "Llama4ForCausalLM"
     assert found == listed | wrappers
 
 
@@ -223,6 +225,33 @@ def test_a_hunyuan_that_is_not_supported_is_refused(values: dict[str, Any], mess
     with pytest.raises(UnusableModel) as refused:
         find_family(config).spec(config)
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"no_rope_layers": [1, 2]}, "no_rope_layers must have a 0 or a 1 for each of the 48"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be above zero"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size is 0; it must be above zero"),
+        ({"floor_scale": 0}, "floor_scale is 0; it must be above zero"),
+        ({"moe_layers": [True]}, "moe_layers is [True], not a list of integers"),
+        ({"num_local_experts": 1}, "num_local_experts is 1; it must be above one"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layers of type 'sliding_attention'"),
+    ],
+)
+def test_a_llama_4_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
+    config = {"model_type": "llama4_text", **values}
+    with pytest.raises(UnusableModel) as refused:
+        find_family(config).spec(config)
+    assert message in refused.value.message
+
+
+def test_blocks_must_divide_the_chunks_of_a_model() -> None:
+    config = {"model_type": "llama4_text", "attention_chunk_size": 24}
+    spec = find_family(config).spec(config)
+    check_chunks(spec, 8)
+    with pytest.raises(UnusableModel, match="blocks of 16 tokens do not divide"):
+        check_chunks(spec, 16)
 
 
 def test_configs_that_no_family_reads_are_left_to_transformers() -> None:

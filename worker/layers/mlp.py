@@ -149,8 +149,13 @@ class ExpertMlp:
             if not self.first <= index < last:
                 continue
             rows, place = torch.where(chosen == index)
-            part = self.experts[index - self.first](read.index_select(0, rows), kernels)
-            total.index_add_(0, rows, part * weights[rows, place, None])
+            own, weight = read.index_select(0, rows), weights[rows, place, None]
+            expert = self.experts[index - self.first]
+            if self.spec.weighs_inputs:
+                part = expert(own * weight, kernels)
+            else:
+                part = expert(own, kernels) * weight
+            total.index_add_(0, rows, part)
         if self.latent is not None:
             total = self.latent.outputs(total)
         if self.shared is not None:

@@ -269,10 +269,9 @@ class _Loader:
             assert k_norm is not None
             qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
         sinks = self._vector_or_none(tensors.sinks)
-        v_norm = None
-        if tensors.v_norm_size:
-            ones = torch.ones(tensors.v_norm_size, dtype=torch.float32, device=self._device)
-            v_norm = Norm(NormSpec(eps=norm.eps), ones)
+        if tensors.plain_norm_size:
+            q_norm = k_norm = self._plain_norm(tensors.plain_norm_size)
+        v_norm = self._plain_norm(tensors.v_norm_size) if tensors.v_norm_size else None
         output = self._summed(tensors.output)
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, output, v_norm)
 
@@ -300,6 +299,11 @@ class _Loader:
             value_up=self._layout.heads(value_up),
             output=self._fused(tensors.output),
         )
+
+    def _plain_norm(self, size: int) -> Norm:
+        """Return a norm without a weight."""
+        ones = torch.ones(size, dtype=torch.float32, device=self._device)
+        return Norm(NormSpec(eps=self._tensors.spec.norm.eps), ones)
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
         return GatedDelta(

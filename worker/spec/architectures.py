@@ -114,8 +114,7 @@ _OWN_CACHE: dict[str, str] = {
         Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """
-        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
-        ReformerModelWithLMHead
+        DeepseekV4ForCausalLM DogeForCausalLM MiniMaxM3VLForCausalLM ReformerModelWithLMHead
     """,
     "it computes a layer's attention more than once, or with experts": """
         DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM

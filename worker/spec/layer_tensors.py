@@ -44,6 +44,8 @@ class AttentionTensors:
           earlier layer makes
     v_norm_size
           size of the norm of the values, whose weight is not in the files; 0: there is no norm
+    plain_norm_size
+          the same of queries and keys
     """
 
     qkv: FusedMatrix
@@ -52,6 +54,7 @@ class AttentionTensors:
     sinks: VectorTensor | None
     output: FusedMatrix
     v_norm_size: int = 0
+    plain_norm_size: int = 0
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -63,7 +66,8 @@ class AttentionTensors:
 
     @property
     def float_items(self) -> int:
-        return self.v_norm_size + (0 if self.sinks is None else self.sinks.size)
+        sinks = 0 if self.sinks is None else self.sinks.size
+        return self.v_norm_size + self.plain_norm_size + sinks
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:

@@ -53,10 +53,14 @@ class AttentionSpec:
     scale: float
     #: Number of latest tokens that a token sees, itself included. None: all.
     window: int | None = None
+    #: A text is cut into chunks of this many tokens, and a token sees those of its own chunk up to
+    #: itself. None: there are no chunks.
+    chunk: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    #: Whether queries and keys have a norm: over each head, or over all heads together.
-    qk_norm: Literal["none", "head", "projection"] = "none"
+    #: Whether queries and keys have a norm: over each head, over all heads together, or a plain one
+    #: over each head, without a weight.
+    qk_norm: Literal["none", "head", "projection", "plain"] = "none"
     #: Scores become `soft_cap * tanh(score / soft_cap)`.
     soft_cap: float | None = None
     #: Whether a learned score of each head joins the softmax, without a value of its own.
@@ -155,6 +159,8 @@ class MlpSpec:
     #: Whether the weights of the chosen experts are divided by their sum plus `sum_eps`.
     renormalize: bool = True
     sum_eps: float = 0.0
+    #: Whether the input of a chosen expert, and not its result, is multiplied by its weight.
+    weighs_inputs: bool = False
     #: Factor of the weights of the chosen experts.
     expert_scale: float = 1.0
     #: Width of what the experts read and return: one linear makes it of the hidden states, and

@@ -235,7 +235,7 @@ class ModelTensors(LatentParts):
 
     def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
-        if attention.qk_norm != "none":
+        if attention.qk_norm in ("head", "projection"):
             by_head = attention.qk_norm == "head"
             dim, kv_heads = attention.head_dim, attention.num_kv_heads
             q_norm = self._qk_norm("q_norm", index, attention.num_heads, dim, by_head)
@@ -256,6 +256,7 @@ class ModelTensors(LatentParts):
             sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
             output=self._summed(index, "output", q, attention.output_bias),
             v_norm_size=attention.head_dim if attention.value_norm else 0,
+            plain_norm_size=attention.head_dim if attention.qk_norm == "plain" else 0,
         )
 
     def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> MixerTensors:

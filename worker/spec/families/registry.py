@@ -23,6 +23,7 @@ from worker.spec.families import (
     kimi,
     lfm,
     llama,
+    llama4,
     mamba,
     minimax,
     mistral,
@@ -36,7 +37,7 @@ from worker.spec.families.family import ModelFamily
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan, bamba),
-    *(deepseek, kimi, apertus),
+    *(deepseek, kimi, apertus, llama4),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
