@@ -30,7 +30,7 @@ from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExper
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
 from worker.layers.short_conv import ShortConv
-from worker.loading.layouts import DenseLayout, Matrix, WeightLayout, WeightSource
+from worker.loading.layouts import DenseLayout, Matrix, WeightLayout, WeightSource, read_matrix
 from worker.loading.parts import cut_blocks, read_box, read_part
 from worker.models.decoder import (
     AttentionBlock,
@@ -46,7 +46,6 @@ from worker.spec.layer_tensors import (
     AltUpTensors,
     AttentionTensors,
     BesideTensors,
-    LatentTensors,
     LaurelTensors,
     LayerInputTensors,
     LayerTensors,
@@ -287,8 +286,8 @@ class _Loader:
         else:
             rows = self._values(tensors.up).view(attention.num_heads, -1, latent.rank)
             keys, values = rows[:, : latent.plain], rows[:, latent.plain :]
-            key_up = [_numbers(each.T.contiguous()) for each in keys]
-            value_up = [_numbers(each.contiguous()) for each in values]
+            key_up = [read_matrix(each.T.contiguous()) for each in keys]
+            value_up = [read_matrix(each.contiguous()) for each in values]
         return LatentAttention(
             spec=attention,
             inputs=self._fused(tensors.inputs),
@@ -408,11 +407,10 @@ class _Loader:
             self._group,
             self._shared(mlp, tensors.shared),
             self._vector_or_none(tensors.choice_bias),
-            latent=None if latent is None else self._latent(latent),
+            latent=Latent(self._fused(latent.inputs), self._fused(latent.outputs))
+            if latent
+            else None,
         )
-
-    def _latent(self, tensors: LatentTensors) -> Latent:
-        return Latent(self._fused(tensors.inputs), self._fused(tensors.outputs))
 
     def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
         if tensors is None:
@@ -500,8 +498,3 @@ class _Loader:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-def _numbers(values: Tensor) -> Matrix:
-    """Return a matrix whose numbers have been read."""
-    return Matrix((len(values),), lambda: [None], lambda: values, None)

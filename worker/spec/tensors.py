@@ -30,7 +30,7 @@ from worker.spec.layer_tensors import (
     SharedTensors,
     StreamTensors,
 )
-from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor
+from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor, squeezed
 from worker.spec.model_spec import (
     AttentionSpec,
     LayerInputsSpec,
@@ -116,11 +116,6 @@ class ModelTensors(LatentParts):
             altup=None if altup is None else self._altup(altup, index),
             xielu=self._xielu(mlp, index),
         )
-
-    def _xielu(self, mlp: MlpSpec | None, index: int) -> tuple[VectorTensor, ...]:
-        if mlp is None or mlp.activation != "xielu" or mlp.xielu is not None:
-            return ()
-        return tuple(VectorTensor(self._name(role, index), 1) for role in XIELU_ROLES)
 
     def _laurel(self, rank: int, index: int) -> LaurelTensors:
         hidden = self.spec.hidden
@@ -437,7 +432,7 @@ class ModelTensors(LatentParts):
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
             # Some vectors are stored with further axes of one item, and numbers with none.
-            is_padded = name.endswith(padded) and without_ones(found[name]) == without_ones(shape)
+            is_padded = name.endswith(padded) and squeezed(found[name]) == squeezed(shape)
             if found[name] != shape and not is_padded:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
@@ -499,8 +494,3 @@ class ModelTensors(LatentParts):
         if f"{prefix}gate_up" in self.names:
             return {f"{prefix}gate_up": (inner, inner)}
         return {f"{prefix}gate": (inner,), f"{prefix}up": (inner,)}
-
-
-def without_ones(shape: Shape) -> Shape:
-    """Return the axes of more than one item."""
-    return tuple(size for size in shape if size != 1)
