@@ -125,6 +125,29 @@ def _ernie4_5_moe(fields: Fields) -> Fields:
     }
 
 
+def _hunyuan_moe(fields: Fields) -> Fields:
+    chosen = fields.get("moe_topk", 1)
+    return {
+        "num_experts_per_tok": max(chosen, default=0) if isinstance(chosen, list) else chosen,
+        "moe_intermediate_size": None,  # a list, which the model does not read
+        "shared_expert_intermediate_size": _count(fields, "intermediate_size", 11008),
+    }
+
+
+def _llama4(fields: Fields) -> Fields:
+    size, period = _count(fields, "intermediate_size", 8192), _count(fields, STEP, 1)
+    return {
+        "num_experts": _count(fields, "num_local_experts", 16),
+        "num_experts_per_tok": _count(fields, "num_experts_per_tok", 1),
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": size,
+        "intermediate_size": _count(fields, "intermediate_size_mlp", 16384),
+        "expert_layer_period": period,
+        "expert_layer_offset": max(period, 1) - 1,
+        "num_recurrent": 0,  # layers with chunks have attention
+    }
+
+
 def _bamba(fields: Fields) -> Fields:
     attends = msgspec.convert(fields.get("attn_layer_indices") or [], list[int])
     count = _count(fields, "num_hidden_layers", 32)
@@ -141,7 +164,7 @@ def _count(fields: Fields, name: str, default: int) -> int:
     return found
 
 
-PERIOD = "moe_layer_interval"
+PERIOD, STEP = "moe_layer_interval", "interleave_moe_layer_step"
 CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
     "falcon_mamba": _without_attention(MAMBA_FIELDS, is_tied=True),
@@ -154,8 +177,11 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "minicpm3": _minicpm3,
     "kimi_linear": _kimi_linear,
     "ernie4_5_moe": _ernie4_5_moe,
+    "hunyuan_v1_moe": _hunyuan_moe,
+    "llama4_text": _llama4,
     "bamba": _bamba,
     "nemotron": _without_gates,
     "arcee": _without_gates,
+    "apertus": _without_gates,
 }
 """`model_type` -> the fields that replace those of its config."""

@@ -7,7 +7,7 @@ from protocol.wire.errors import EngineError
 FETCH_AGAIN = "fetch the model's files again"
 REMEDY = "use another model, or correct its files"
 """The remedy shown for errors that do not give one."""
-MAX_MESSAGE_CHARS = 800
+MAX_MESSAGE_CHARS = 1200
 
 
 class UnusableModel(EngineError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.checkpoint import gguf_header
+from worker.checkpoint import gguf_families
 from worker.models.compiled import why_not
 from worker.spec.families.family import ModelFamily
 from worker.spec.families.registry import FAMILIES
@@ -41,7 +41,7 @@ def _default_spec(family: ModelFamily) -> ModelSpec:
 def _gguf(family: ModelFamily) -> str:
     names = [
         f"`{name}`"
-        for name, each in gguf_header.FAMILIES.items()
+        for name, each in gguf_families.FAMILIES.items()
         if family.architecture in each.families
     ]
     return ", ".join(names) or "not supported"

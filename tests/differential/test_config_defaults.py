@@ -96,7 +96,7 @@ ROPE_SET: dict[str, dict[str, list[Any]]] = {
     "llama3": {
         "rope_theta": [500.0],
         "factor": [2.0],
-        "low_freq_factor": [2.0],
+        "low_freq_factor": [2.0, 4.0],
         "high_freq_factor": [8.0],
         "original_max_position_embeddings": [128],
     },
@@ -295,7 +295,10 @@ def test_a_key_has_the_same_meaning_as_in_transformers(tmp_path: Path, case: Def
         ({"rope_parameters": {"partial_rotary_factor": None}}, "'partial_rotary_factor' is null"),
         ({"rope_parameters": {"full_attention": LINEAR}}, "must be the same in all layers"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}},
+            "must not be below low_freq_factor",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ],
     ids=str,

@@ -5,6 +5,7 @@ The files are written as llama.cpp's converter writes them (`tests.support.gguf_
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from gguf import MODEL_ARCH_NAMES
 
 from tests.support.checkpoints import VOCAB
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
-from tests.support.family_models import CASES, SPARSE_NEMOTRON, random_model
+from tests.support.family_models import CASES, SPARSE_NEMOTRON, VARIANTS, random_model
 from tests.support.gguf_files import ARCHITECTURES, GRANITE_HYBRID, NEMOTRON_MOE, write_gguf
-from worker.checkpoint.gguf_header import FAMILIES
+from worker.checkpoint.gguf_families import FAMILIES
 from worker.errors import UnusableModel
 
 NUM_TOKENS = 61
@@ -51,6 +52,14 @@ UNSTORED = {
     "qwen3_next": {"not renormalised", "dense layers"},
     "olmoe": {"renormalised"},
     "ernie4_5_moe": {"some layers"},
+    "apertus": {"silu"},
+    "hunyuan_v1_dense": {"llama3 rope"},
+    "hunyuan_v1_moe": {"by layer", "llama3 rope"},
+    "phimoe": {"no jitter", "much jitter", "long rope"},
+    "llama4_text": {
+        *("no chunks", "long chunks", "no norms", "no growth", "all rotated", "none rotated"),
+        *("every second", "some experts", "dense", "chunks without rope"),
+    },
     "gemma": {"untied"},
     "gemma2": {"untied", "no caps", "all full"},
     "gemma3_text": {"every second", "caps"},
@@ -67,6 +76,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "falcon_mamba": {"mixer_rms_eps": 1e-5},
     "minicpm3": {"dim_model_base": 256, "v_head_dim": 16},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "gemma3n_text": {"vocab_size_per_layer_input": VOCAB},
@@ -174,6 +185,8 @@ def test_a_gemma_3n_without_cutoffs_drops_gates_in_its_first_ten_layers(tmp_path
 REFUSED: list[tuple[str, dict[str, list[Any]], str]] = [
     ("gemma3n_text", {"gemma3n.activation_sparsity_scale": [0.5] * 5}, "each of 6 layers"),
     ("gemma3n_text", {"gemma3n.activation_sparsity_scale": [40.0] * 6}, "within 0..1"),
+    ("apertus", {"xielu.beta": [0.5] * 3}, "for each of 4 layers"),
+    ("apertus", {"xielu.beta": ["0.5"] * 4}, "'xielu.beta' is '0.5'"),
     ("jamba", {"jamba.attention.head_count_kv": [2, 2, 0, 0]}, "attn_layers are [0, 1]"),
     ("jamba", {"jamba.attention.head_count_kv": [2, 0, 3, 0]}, "or the same number"),
 ]
@@ -187,6 +200,25 @@ def test_metadata_that_the_family_cannot_have_are_refused(
     with pytest.raises(UnusableModel) as refused:
         load(path)
     assert message in refused.value.message
+
+
+def test_the_long_rope_of_phimoe_has_the_factor_of_phi3(tmp_path: Path) -> None:
+    """The converter does not write the factor of the config."""
+    rope = VARIANTS["phimoe"]["long rope"]["rope_parameters"]
+    scale = (1 + log(512 / 128) / log(128)) ** 0.5
+    rope = rope | {"short_mscale": scale, "long_mscale": scale}
+    theirs = random_model("phimoe", rope_parameters=rope, router_jitter_noise=0.01)
+    tokens, loaded = some_tokens(NUM_TOKENS), load(write_gguf(tmp_path / "tiny.gguf", theirs))
+    assert loaded.spec.context_tokens == 128
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
+
+
+def test_the_norms_of_llama_4_depend_on_the_number_of_experts(tmp_path: Path) -> None:
+    """The files do not say whether queries and keys have norms. Only the largest model has none."""
+    changes = FIXED["llama4_text"] | {"num_local_experts": 128, "use_qk_norm": False}
+    theirs, tokens = random_model("llama4_text", **changes), some_tokens(NUM_TOKENS)
+    loaded = load(write_gguf(tmp_path / "tiny.gguf", theirs))
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
 
 
 def test_older_files_with_a_tensor_for_each_expert_are_read(tmp_path: Path) -> None:

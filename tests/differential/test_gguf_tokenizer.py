@@ -41,7 +41,8 @@ def test_smollm2_encodes_like_the_conversion_of_transformers_but_for_digits() ->
         assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
 
 
-PRE_TOKENIZERS = {"qwen3": "qwen2", "llama3_1": "llama-bpe"}
+PRE_TOKENIZERS = {"qwen3": "qwen2", "llama3_1": "llama-bpe", "deepseek_v3": "hunyuan-dense"}
+"""Family -> `tokenizer.ggml.pre` of a model that splits words as it does."""
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 0},
     "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 4},
     "kimi_linear": {"mlp_layer_types": ["sparse"] * 4},
+    "llama4_text": {"interleave_moe_layer_step": 1},
 }
 """Changes after which no model has both experts and other MLPs: PEFT would adapt the experts too,
 because the names of their modules end as those of the other MLPs do."""

@@ -12,7 +12,15 @@ from tokenizers import Tokenizer
 from protocol.tools.quantize import TYPES
 from tests.support.checkpoints import LLAMA3_ROPE, TEMPLATE, random_llama, write_directory
 from tests.support.eager import EagerStepper, load, some_tokens
-from tests.support.family_models import DENSE_GRANITE, LINEAR, VARIANTS, WINDOW, YARN, random_model
+from tests.support.family_models import (
+    DENSE_GRANITE,
+    LINEAR,
+    STRETCHED,
+    VARIANTS,
+    WINDOW,
+    YARN,
+    random_model,
+)
 from tests.support.quantized_files import FORMATS, write_quantized
 from worker.errors import UnusableModel
 from worker.loading.decoder import LoadedModel
@@ -70,6 +78,7 @@ STORED: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "gpt2": {},
     "gpt_neox": {},
+    "hunyuan_v1_dense": STRETCHED,
 }
 """model_type -> options that its GGUF files store."""
 UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
@@ -80,6 +89,9 @@ UNSTORED: dict[str, tuple[dict[str, Any], str]] = {
     "ministral": ({}, "MinistralForCausalLM cannot be written as a GGUF file"),
     "granitemoehybrid": ({}, "GraniteMoeHybridForCausalLM cannot be written as a GGUF file"),
     "gemma3n_text": ({}, "Gemma3nForCausalLM cannot be written as a GGUF file"),
+    "apertus": ({}, "ApertusForCausalLM cannot be written as a GGUF file"),
+    "phimoe": ({}, "PhimoeForCausalLM cannot be written as a GGUF file"),
+    "llama4_text": ({"moe_layers": []}, "Llama4ForCausalLM cannot be written as a GGUF file"),
     "jamba": ({}, "JambaForCausalLM cannot be written as a GGUF file"),
     "qwen2_moe": ({}, "Qwen2MoeForCausalLM cannot be written as a GGUF file"),
     "qwen3_next": ({}, "Qwen3NextForCausalLM cannot be written as a GGUF file"),

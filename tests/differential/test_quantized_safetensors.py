@@ -68,6 +68,9 @@ FUSED = {
     "glm4_moe_lite": "packed 4 bits",
     "minicpm3": "gptq 4 bits",
     "youtu": "awq",
+    "apertus": "gptq 4 bits",
+    "hunyuan_v1_moe": "fp8 blocks",
+    "phimoe": "awq",
 }
 KINDS = {"layer_types": ["conv", "full_attention"]}
 

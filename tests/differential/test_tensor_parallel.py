@@ -38,6 +38,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mistral": [WINDOW],
     "qwen3_moe": [{}, {"mlp_only_layers": [1], "decoder_sparse_step": 1}],
     "olmo2": [{}, BIASED],
+    "phimoe": [{}, BIASED | {"lm_head_bias": True, "vocab_size": 319}],
 }
 """Model type -> changes of its config. Other model types are tested without changes."""
 CASES = [

@@ -20,6 +20,9 @@ NUM_TOKENS = 61
 
 
 def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the logits of a text. The class of Llama 4 calls its text part, and then fails."""
+    if model.config.model_type == "llama4":
+        model = model.language_model
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
     return logits.float()

@@ -33,7 +33,11 @@ RECURRENT = [*HYBRIDS, *WITHOUT_ATTENTION]
 UNDIVIDED = {
     **dict.fromkeys(RECURRENT, "has recurrent layers"),
     **dict.fromkeys(
-        ("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"), "shared experts"
+        (
+            *("qwen2_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe"),
+            "llama4_text",
+        ),
+        "shared experts",
     ),
     **dict.fromkeys({*latent_models.VARIANTS} - {*RECURRENT}, "has latent attention"),
     "gemma3n_text": "several streams",
@@ -144,6 +148,25 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": GROWING},
     "hunyuan_v1_dense": {"head_dim": 32},
+    "apertus": {"head_dim": 32},
+    "hunyuan_v1_moe": {
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_experts": 5,
+        "moe_topk": 2,
+    },
+    "llama4_text": {
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 160,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "floor_scale": 8,
+        "attn_scale": 0.3,
+    },
+    "phimoe": {"num_local_experts": 5, "intermediate_size": 64, "router_jitter_noise": 0.1},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 40},
@@ -346,8 +369,19 @@ SPARSE_NEMOTRON = {"layers_block_type": [MAMBA, "moe", FULL, "moe", MAMBA, "moe"
 WHOLE_HEADS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 }
+STRETCHED = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+}
+"""The rotary embeddings of Hunyuan, whose base is larger by a power of alpha."""
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     **latent_models.VARIANTS,
+    "apertus": {
+        "tied": TIED,
+        "biases": BIASED,
+        "silu": {"hidden_act": "silu"},
+        "usual rope": {"rope_parameters": None},
+        **ROPES,
+    },
     "gemma": {"untied": UNTIED, "biases": BIASED, "one key/value head": {"num_key_value_heads": 1}},
     "arcee": {"tied": TIED, "biases": BIASED | {"mlp_bias": True}, **ROPES},
     "nemotron": {
@@ -446,18 +480,42 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             }
         },
     },
-    "hunyuan_v1_dense": {
+    "hunyuan_v1_dense": {"tied": TIED, "biases": BIASED, "stretched base": STRETCHED, **ROPES},
+    "hunyuan_v1_moe": {
         "tied": TIED,
         "biases": BIASED,
-        "stretched base": {
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 1e4,
-                "alpha": 50.0,
-                "factor": 1.0,
-            }
-        },
+        "stretched base": STRETCHED,
+        "one expert": {"moe_topk": 1},
+        "by layer": {"moe_topk": [1, 3, 2, 5]},
         **ROPES,
+    },
+    "llama4_text": {
+        "tied": TIED,
+        "biases": BIASED,
+        "no chunks": {"attention_chunk_size": None},
+        "long chunks": {"attention_chunk_size": 32},
+        "no norms": {"use_qk_norm": False},
+        "no growth": {"attn_temperature_tuning": False},
+        "all rotated": {"no_rope_layers": [1, 1, 1, 1]},
+        "none rotated": {"no_rope_layers": [0, 0, 0, 0], "moe_layers": []},
+        "every second": {"no_rope_layer_interval": 2},
+        "experts everywhere": {"interleave_moe_layer_step": 1, "num_experts_per_tok": 1},
+        "some experts": {"moe_layers": [0, 1]},
+        "dense": {"moe_layers": []},
+        "chunks without rope": {
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [0, 1, 1, 0],
+        },
+        "no ramp": {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+        **ROPES,
+    },
+    "phimoe": {
+        "window": WINDOW,
+        "tied": TIED,
+        "biases": BIASED | {"lm_head_bias": True},
+        "no jitter": {"router_jitter_noise": 0.0},
+        "much jitter": {"router_jitter_noise": 0.5},
+        "long rope": {"rope_parameters": LONG | {"short_mscale": 1.2, "long_mscale": 1.3}},
     },
     "mixtral": {"window": WINDOW, "one expert": {"num_experts_per_tok": 1}, "tied": TIED},
     "qwen2": {

@@ -64,6 +64,11 @@ ARCHITECTURES = {
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
+    "phimoe": MODEL_ARCH.PHIMOE,
+    "apertus": MODEL_ARCH.APERTUS,
+    "llama4_text": MODEL_ARCH.LLAMA4,
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
@@ -142,6 +147,8 @@ def write_gguf(
     _add_rope(writer, config)
     (tokenizer or _add_tokenizer)(writer)
     kinds = kind if callable(kind) else lambda _: kind
+    if config.model_type == "apertus":
+        _add_xielu(writer, model)
     names = get_tensor_name_map(usual, config.num_hidden_layers)
     for theirs, data in _tensors(model):
         found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
@@ -247,7 +254,7 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
         gguf_latent.add_facts(writer, config)
         return
     match config.model_type:
-        case "mixtral" | "qwen3_moe" | "gpt_oss" | "olmoe" | "minimax_m2":
+        case "mixtral" | "qwen3_moe" | "gpt_oss" | "olmoe" | "minimax_m2" | "phimoe":
             writer.add_expert_count(config.num_local_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
             if config.model_type == "minimax_m2":
@@ -258,6 +265,20 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
                 writer.add_sliding_window(config.sliding_window)
             if config.model_type == "qwen3_moe":
                 writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            if config.model_type == "phimoe":
+                writer.add_sliding_window(config.sliding_window or 0)
+        case "hunyuan_v1_moe":
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.moe_topk)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+            writer.add_expert_shared_count(1)
+        case "llama4_text":
+            writer.add_feed_forward_length(config.intermediate_size_mlp)
+            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
         case "ministral3":
             rope = config.rope_parameters
             writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
@@ -363,6 +384,16 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
             writer.add_parallel_residual(config.use_parallel_residual)
 
 
+def _add_xielu(writer: GGUFWriter, model: Any) -> None:
+    """Write the numbers of each layer's xIELU, if the model has it."""
+    found = [layer.mlp.act_fn for layer in model.model.layers]
+    if model.config.hidden_act == "xielu":
+        writer.add_xielu_alpha_p([each.alpha_p.item() for each in found])
+        writer.add_xielu_alpha_n([each.alpha_n.item() for each in found])
+        writer.add_xielu_beta([each.beta.item() for each in found])
+        writer.add_xielu_eps([each.eps.item() for each in found])
+
+
 def _add_nemotron(writer: GGUFWriter, config: Any) -> None:
     has_experts = "moe" in config.layer_types
     width = config.moe_intermediate_size if has_experts else config.intermediate_size
@@ -466,7 +497,10 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
     if ropes is None:
         return
     rope = ropes.get("full_attention", ropes)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    theta = rope["rope_theta"]
+    if (alpha := rope.get("alpha")) is not None:
+        theta *= alpha ** (config.head_dim / (config.head_dim - 2))
+    writer.add_rope_freq_base(theta)
     if sliding := ropes.get("sliding_attention"):
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
     head_dim = getattr(config, "head_dim", None)
@@ -475,6 +509,10 @@ def _add_rope(writer: GGUFWriter, config: Any) -> None:
     if rope["rope_type"] != "proportional":
         writer.add_rope_dimension_count(width)
     match rope["rope_type"]:
+        case "dynamic":
+            writer.add_rope_scaling_type(RopeScalingType.NONE)
+            writer.add_rope_scaling_factor(1)
+            writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
         case "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
@@ -500,9 +538,11 @@ def _llama3_factors(rope: Mapping[str, float], width: int) -> Array:
     factors = []
     for pair in range(width // 2):
         length = 2 * np.pi * rope["rope_theta"] ** (2 * pair / width)
+        if length < high or length > low:
+            factors.append(1.0 if length < high else rope["factor"])
+            continue
         smooth = (low / length - 1) / (low / high - 1)
-        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
-        factors.append(1.0 if length < high else rope["factor"] if length > low else between)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors, np.float32)
 
 
@@ -549,6 +589,17 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
     if getattr(config, "linear_num_key_heads", None):
         yield from _hybrid(config, name, data)
         return
+    if config.model_type == "llama4_text" and ".experts." in name:
+        parts = {"down": data}
+        if "gate_up" in name:
+            parts = dict(zip(("gate", "up"), np.split(data, 2, axis=2), strict=True))
+        block = name.rpartition(".")[0]
+        yield from (
+            (f"{block}.{key}_proj.weight", each.swapaxes(1, 2)) for key, each in parts.items()
+        )
+        return
+    if ".act_fn." in name:  # metadata
+        return
     if config.model_type == "gemma3n_text":
         yield _gemma3n(config, name, data)
         return
@@ -577,7 +628,7 @@ def _converted(config: Any, name: str, data: Array) -> Iterator[tuple[str, Array
         for part, each in zip(("gate", "up"), np.split(data, 2, axis=1), strict=True):
             yield f"{block}experts.{part}_proj.weight", each
         return
-    if ".shared_mlp." in name:
+    if ".shared_mlp." in name and config.model_type in GRANITES:
         block = name.partition("shared_mlp")[0] + "mlp."
         if config.num_local_experts:
             block += "shared_expert."

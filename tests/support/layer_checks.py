@@ -23,7 +23,7 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, inverse_frequencies, rotation
-from worker.spec.model_spec import Activation, MlpSpec, NormSpec
+from worker.spec.model_spec import Activation, MlpSpec, NormSpec, Xielu
 from worker.spec.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
@@ -272,6 +272,12 @@ MLPS = [
         for is_gated in (True, False)
     ),
     MlpSpec(intermediate=1030, activation="clamped_swiglu", alpha=1.7, limit=2.0),
+    MlpSpec(
+        intermediate=600,
+        activation="xielu",
+        is_gated=False,
+        xielu=Xielu(positive=1.3, negative=0.9, beta=0.5, eps=-1e-2),
+    ),
 ]
 
 
@@ -297,6 +303,9 @@ def _activated(inner: Tensor, mlp: MlpSpec) -> Tensor:
         gate = gate.clamp(max=mlp.limit)
         up = up.clamp(-mlp.limit, mlp.limit) + 1
         return gate * torch.sigmoid(mlp.alpha * gate) * up
+    if (own := mlp.xielu) is not None:
+        below = own.negative * (torch.expm1(gate.clamp(max=own.eps)) - gate)
+        return torch.where(gate > 0, own.positive * gate**2, below) + own.beta * gate
     return EXACT[mlp.activation](gate) * up
 
 

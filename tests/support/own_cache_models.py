@@ -94,7 +94,7 @@ ARCHITECTURES = (
     "MiMoV2FlashForCausalLM",
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
-    *("JetMoeForCausalLM", "Llama4ForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
+    *("JetMoeForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
     *("HYV4ForCausalLM", "HrmTextForCausalLM"),
 )
 

@@ -97,11 +97,13 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("deepseek_v3", WIDE | EXPERTS | LATENT),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
+    "chunks": ("llama4_text", WIDE | {"intermediate_size": 64, "attention_chunk_size": 32}),
+    "sparse mixer": ("phimoe", WIDE | {"intermediate_size": 64}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
 The layers of the first nine are recurrent, and two of these models have no attention. The attention
-of "kimi" and "latent" stores latents. The layers of the last two share keys and values. The last
-model has no windows, because some ways need all blocks of a text."""
+of "kimi" and "latent" stores latents. The layers of "shared" and "streams" share keys and values.
+"streams" has no windows, because some ways need all blocks of a text."""
 
 
 def small_model(

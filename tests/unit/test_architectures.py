@@ -15,7 +15,6 @@ from worker.spec.architectures import (
     BORROWED_OWN_CACHE,
     CHECKED,
     INLINE_ATTENTION,
-    MASKED_WINDOWS,
     OWN_ATTENTION,
     OWN_CACHE,
     REFUSED,
@@ -23,6 +22,7 @@ from worker.spec.architectures import (
     fallback,
 )
 from worker.spec.families.registry import FAMILIES, find_family
+from worker.spec.kv_blocks import check_chunks
 from worker.spec.tensors import ModelTensors
 from worker.spec.wrappers import WRAPPERS
 
@@ -67,6 +67,7 @@ def test_every_type_whose_models_another_class_computes_is_listed() -> None:
     listed = {kind: name for kind, (name, _) in BORROWED.items() if name not in OWN_CACHE}
     found.pop("gpt-sw3")  # its config is that of GPT-2
     wrappers = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+    wrappers["llama4"] = "Llama4ForCausalLM"
     assert found == listed | wrappers
 
 
@@ -138,7 +139,7 @@ def test_kimi_k2_is_a_deepseek_v3() -> None:
 
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
-    assert CHECKED.keys() >= OWN_ATTENTION.keys() | MASKED_WINDOWS | INLINE_ATTENTION.keys()
+    assert CHECKED.keys() >= OWN_ATTENTION.keys() | INLINE_ATTENTION.keys()
     assert len(set(CHECKED.values())) == len(CHECKED)
 
 
@@ -201,6 +202,56 @@ def test_an_architecture_is_served_though_its_config_names_code() -> None:
 @pytest.mark.parametrize("architecture", sorted(OURS))
 def test_a_family_is_preferred(architecture: str) -> None:
     assert fallback({"architectures": [architecture]}) is None
+
+
+def test_the_name_that_published_configs_give_a_class_is_read() -> None:
+    config = {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}
+    assert fallback(config) is None
+    assert find_family(config).spec(config).architecture == "PhimoeForCausalLM"
+    with pytest.raises(UnusableModel, match="contradicts itself"):
+        find_family(config | {"model_type": "mixtral"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_experts": 1}, "num_experts is 1; it must be above one"),
+        ({"moe_topk": [2, 3]}, "moe_topk must be an integer, or a list"),
+        ({"moe_topk": ["2"] * 32}, "moe_topk must be an integer, or a list"),
+    ],
+)
+def test_a_hunyuan_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
+    config = {"model_type": "hunyuan_v1_moe", "num_experts": 8, **values}
+    with pytest.raises(UnusableModel) as refused:
+        find_family(config).spec(config)
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"no_rope_layers": [1, 2]}, "no_rope_layers must have a 0 or a 1 for each of the 48"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be above zero"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size is 0; it must be above zero"),
+        ({"floor_scale": 0}, "floor_scale is 0; it must be above zero"),
+        ({"moe_layers": [True]}, "moe_layers is [True], not a list of integers"),
+        ({"num_local_experts": 1}, "num_local_experts is 1; it must be above one"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layers of type 'sliding_attention'"),
+    ],
+)
+def test_a_llama_4_that_is_not_supported_is_refused(values: dict[str, Any], message: str) -> None:
+    config = {"model_type": "llama4_text", **values}
+    with pytest.raises(UnusableModel) as refused:
+        find_family(config).spec(config)
+    assert message in refused.value.message
+
+
+def test_blocks_must_divide_the_chunks_of_a_model() -> None:
+    config = {"model_type": "llama4_text", "attention_chunk_size": 24}
+    spec = find_family(config).spec(config)
+    check_chunks(spec, 8)
+    with pytest.raises(UnusableModel, match="blocks of 16 tokens do not divide"):
+        check_chunks(spec, 16)
 
 
 def test_configs_that_no_family_reads_are_left_to_transformers() -> None:

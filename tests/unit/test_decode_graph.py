@@ -57,6 +57,7 @@ WINDOWED = model_spec(
     *[LayerSpec(attention=attention(window=6), mlp=mlp())] * 2,
 )
 EXPERTS = model_spec(LayerSpec(attention=attention(), mlp=mlp(num_experts=4, top_k=2)))
+CHUNKED = model_spec(LayerSpec(attention=attention(chunk=8), mlp=mlp()))
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,7 @@ def test_steps_that_are_not_plain_are_not_captured() -> None:
     [
         (PLAIN, FusedAttention, ""),
         (EXPERTS, FusedAttention, "the host chooses the rows of each expert"),
+        (CHUNKED, FusedAttention, "the host finds the chunk of each token"),
         (PLAIN, None, "the attention backend makes its plan on the host"),
     ],
 )

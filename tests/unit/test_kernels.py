@@ -25,7 +25,7 @@ from worker.kv.cache import KVCache
 from worker.kv.rounding import ROUNDED
 from worker.layers.norm import Norm
 from worker.layers.rope import inverse_frequencies, rotation
-from worker.spec.model_spec import Activation, MlpSpec, NormSpec
+from worker.spec.model_spec import Activation, MlpSpec, NormSpec, Xielu
 from worker.spec.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
@@ -90,10 +90,15 @@ def test_activations_equal_their_reference(
     rows: int,
     inner: int,
 ) -> None:
-    if activation == "clamped_swiglu" and not is_gated:
-        pytest.skip("this activation has a gate")
+    if activation in ("clamped_swiglu", "xielu") and is_gated != (activation != "xielu"):
+        pytest.skip("this activation always has a gate, or never")
     mlp = MlpSpec(
-        intermediate=inner, activation=activation, is_gated=is_gated, alpha=1.7, limit=7.0
+        intermediate=inner,
+        activation=activation,
+        is_gated=is_gated,
+        alpha=1.7,
+        limit=7.0,
+        xielu=Xielu(1.3, 0.9, 0.5, -1e-2) if activation == "xielu" else None,
     )
     made = randn(rows, (1 + is_gated) * inner, dtype=dtype, scale=4.0)
     made[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # e^x underflows and overflows

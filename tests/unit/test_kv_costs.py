@@ -13,7 +13,7 @@ from worker.list_families import kv_bytes
 from worker.spec.families.family import ModelFamily
 from worker.spec.families.registry import FAMILIES
 
-ATTENTION = {"attention", "full_attention", "sliding_attention"}
+ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers that have attention."""
 
 

@@ -28,7 +28,7 @@ from worker.kv.cache import KVCache
 from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory
-from worker.spec.model_spec import LayerSpec, ModelSpec, NormSpec
+from worker.spec.model_spec import LayerSpec, ModelSpec, NormSpec, Xielu
 from worker.spec.recurrent import ShortConvSpec
 from worker.spec.rope_config import LinearScaling, RopeConfig
 from worker.spec.step_limits import STEP_TOKENS, StepLimits
@@ -42,6 +42,7 @@ HALF_TURNED = RopeConfig(HEAD_DIM // 4, 1e4)
 PLAIN = LayerSpec(attention=attention(), mlp=mlp())
 CLAMPED = {"activation": "clamped_swiglu", "alpha": 1.7, "limit": 0.8}
 UNGATED = mlp(is_gated=False, activation="gelu", bias=True)
+XIELU = mlp(is_gated=False, activation="xielu", xielu=Xielu(1.3, 0.9, 0.5, -1e-2))
 
 SPECS = {
     "norms before blocks": model_spec(PLAIN, residual_scale=0.4, logits_scale=0.3),
@@ -98,6 +99,7 @@ SPECS = {
     ),
     "mixed": model_spec(
         LayerSpec(attention=attention(), mlp=mlp(is_gated=False, activation="silu")),
+        LayerSpec(attention=attention(), mlp=XIELU),
         LayerSpec(attention=attention(window=3), mlp=mlp(), order="both"),
         LayerSpec(attention=attention(rope=HALF_TURNED), mlp=mlp(), order="parallel"),
     ),

@@ -1,9 +1,9 @@
-"""Translates the metadata of GGUF files of GLM-4, Ernie 4.5, MiniMax M2 and OLMoE to the keys of
-config.json. Needs no torch."""
+"""Translates the metadata of GGUF files of GLM-4, Ernie 4.5, MiniMax M2, OLMoE, Hunyuan with
+experts and Phi-3.5-MoE to the keys of config.json. Needs no torch."""
 
 from __future__ import annotations
 
-from worker.checkpoint.gguf_config import Config, Metadata, rms
+from worker.checkpoint.gguf_config import Config, Metadata, phi3, rms, rope_parameters
 from worker.errors import UnusableModel
 
 SIGMOID = 2
@@ -66,6 +66,32 @@ def minimax_m2(metadata: Metadata) -> Config:
         "num_local_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+
+
+def hunyuan_moe(metadata: Metadata) -> Config:
+    """Return the keys of Hunyuan with experts besides those of `common`. The shared expert is as
+    wide as the others."""
+    return {
+        **rms(metadata),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_experts": metadata.integer("expert_count"),
+        "moe_topk": metadata.integer("expert_used_count"),
+    }
+
+
+def phimoe(metadata: Metadata) -> Config:
+    """Return the keys of Phi-3.5-MoE besides those of `common`. The factor of cos and sin of its
+    long rope is the one that the converter computes for Phi-3."""
+    rope = rope_parameters(metadata)
+    if rope["rope_type"] == "longrope":
+        rope["short_mscale"] = rope["attention_factor"]
+    return {
+        **phi3(metadata),
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "lm_head_bias": "output.bias" in metadata.file.tensors,
+        "rope_parameters": rope,
     }
 
 

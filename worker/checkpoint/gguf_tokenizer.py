@@ -49,6 +49,13 @@ QWEN35_SPLIT = (
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     + _BLANKS
 )
+HUNYUAN_SPLITS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _BLANKS,
+)
+"""Those of the dense Hunyuan and of DeepSeek-V3, one after the other."""
 SEED_SPLIT = _CONTRACTIONS + _WORD + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _BLANKS
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -106,6 +113,7 @@ LLAMA3 = Family((_split(LLAMA3_SPLIT), _bytes(use_regex=False)), ignore_merges=T
 DBRX = replace(LLAMA3, ignore_merges=False, adds_bos=False)
 QWEN2 = Family((_split(QWEN2_SPLIT), _bytes(use_regex=False)), normalizer={"type": "NFC"})
 QWEN35 = replace(QWEN2, steps=(_split(QWEN35_SPLIT), _bytes(use_regex=False)))
+HUNYUAN = Family((*map(_split, HUNYUAN_SPLITS), _bytes(use_regex=False)))
 SEED = Family((_split(SEED_SPLIT), _bytes(use_regex=False)))
 TEKKEN = Family((_split(TEKKEN_SPLIT), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
 GPT4O = Family((_split(GPT4O_SPLIT), _bytes(use_regex=False)))
@@ -119,7 +127,8 @@ FAMILIES = {
     ),
     "glm4": replace(LLAMA3, adds_bos=False),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), DBRX),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), QWEN2),
+    "hunyuan-dense": HUNYUAN,
     "qwen35": QWEN35,
     "seed-coder": SEED,
     "tekken": TEKKEN,

@@ -94,6 +94,8 @@ class TritonKernels:
         return heads[:, :num_q]
 
     def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
+        if mlp.xielu is not None:
+            return self._torch.activate(inner, mlp)
         size = inner.shape[1] // 2 if mlp.is_gated else inner.shape[1]
         out = inner.new_empty(len(inner), size)
         block = min(4 * WIDE, _power(size))

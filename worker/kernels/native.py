@@ -76,7 +76,9 @@ RETURNS_INT = {
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 
 
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2")
+ACTIVATIONS: tuple[Activation, ...] = (
+    *("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"),
+)
 """In the order of ActivationKind in activation.h."""
 
 
@@ -123,7 +125,11 @@ def scoring_struct(
 
 def activation_struct(mlp: MlpSpec) -> structs.CActivation:
     kind = ACTIVATIONS.index(mlp.activation)
-    return structs.CActivation(kind, mlp.is_gated, mlp.alpha, mlp.limit)
+    own = mlp.xielu
+    assert (mlp.activation == "xielu") == (own is not None)
+    assert own is None or not mlp.is_gated
+    xielu = () if own is None else (own.positive, own.negative, own.beta, own.eps)
+    return structs.CActivation(kind, mlp.is_gated, mlp.alpha, mlp.limit, *xielu)
 
 
 class NativeKernels:

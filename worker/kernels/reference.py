@@ -19,7 +19,7 @@ from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, rotate, rotation
 from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
-from worker.spec.model_spec import Activation, MlpSpec
+from worker.spec.model_spec import Activation, MlpSpec, Xielu
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 
 
@@ -85,6 +85,8 @@ class TorchKernels:
     def activate(self, inner: Tensor, mlp: MlpSpec) -> Tensor:
         if mlp.activation == "clamped_swiglu":
             return _clamped_swiglu(inner, mlp)
+        if mlp.xielu is not None:
+            return _xielu(inner, mlp.xielu)
         act = ACTIVATIONS[mlp.activation]
         if not mlp.is_gated:
             return act(inner)
@@ -189,3 +191,10 @@ def _clamped_swiglu(gate_up: Tensor, mlp: MlpSpec) -> Tensor:
     gate.clamp_(max=mlp.limit)
     up.clamp_(min=-mlp.limit, max=mlp.limit).add_(1)
     return torch.sigmoid(mlp.alpha * gate).mul_(gate).mul_(up)
+
+
+def _xielu(up: Tensor, own: Xielu) -> Tensor:
+    x = up.float()
+    above = own.positive * x * x
+    below = (torch.expm1(x.clamp(max=own.eps)) - x) * own.negative
+    return torch.where(x > 0, above, below).add_(x, alpha=own.beta).to(up.dtype)

@@ -189,9 +189,19 @@ class CRope(Structure):
 
 
 class CActivation(Structure):
-    """The activation of an MLP. `alpha` and `limit` are read only for a clamped SwiGLU."""
+    """The activation of an MLP. `alpha` and `limit` are read only for a clamped SwiGLU, and the
+    numbers after them only for an xIELU."""
 
-    _fields_ = [("kind", c_int64), ("is_gated", c_int64), ("alpha", c_double), ("limit", c_double)]
+    _fields_ = [
+        ("kind", c_int64),
+        ("is_gated", c_int64),
+        ("alpha", c_double),
+        ("limit", c_double),
+        ("positive", c_double),
+        ("negative", c_double),
+        ("beta", c_double),
+        ("eps", c_double),
+    ]
 
 
 class CMlp(Structure):

@@ -20,7 +20,7 @@ from worker.kernels.base import Kernels
 from worker.layers.layer_inputs import InputGate
 from worker.layers.linear import Linear
 from worker.layers.norm import Norm
-from worker.spec.model_spec import AltUpSpec
+from worker.spec.altup_spec import AltUpSpec
 
 LEAST_SQUARE = 1e-5
 """The least mean square of a stream that is divided by its magnitude."""

@@ -149,8 +149,13 @@ class ExpertMlp:
             if not self.first <= index < last:
                 continue
             rows, place = torch.where(chosen == index)
-            part = self.experts[index - self.first](read.index_select(0, rows), kernels)
-            total.index_add_(0, rows, part * weights[rows, place, None])
+            own, weight = read.index_select(0, rows), weights[rows, place, None]
+            expert = self.experts[index - self.first]
+            if self.spec.weighs_inputs:
+                part = expert(own * weight, kernels)
+            else:
+                part = expert(own, kernels) * weight
+            total.index_add_(0, rows, part)
         if self.latent is not None:
             total = self.latent.outputs(total)
         if self.shared is not None:
@@ -161,6 +166,9 @@ class ExpertMlp:
         """Return (weights, experts) of each row: [N, top_k] in x's dtype, and [N, top_k] int64."""
         spec = self.spec
         scores = self.router(x if self.router_norm is None else self.router_norm(x)).float()
+        if spec.router == "sparsemixer":
+            weights, chosen = _sparse_mix(scores, spec)
+            return weights.to(x.dtype), chosen
         is_softmax = spec.router == "softmax"
         weights = softmax(scores, dim=-1) if is_softmax else kernels.sigmoid(scores)
         biased = weights if self.choice_bias is None else weights + self.choice_bias
@@ -196,6 +204,21 @@ class ExpertMlp:
         mlps = [*self.experts, *([self.shared.mlp] if self.shared else [])]
         latent = [(self.latent, name) for name in ("inputs", "outputs")] if self.latent else []
         return [*((mlp, name) for mlp in mlps for name in ("gate_up", "down")), *latent]
+
+
+def _sparse_mix(scores: Tensor, spec: MlpSpec) -> tuple[Tensor, Tensor]:
+    """Return (weights, experts) of a sparse mixer, [N, top_k] each, for scores [N, E]. The best of
+    the experts that are left is chosen, one after the other. Its weight is its softmax among those
+    whose scores are near its own. Source: SparseMixer-v2, arXiv 2409.12136."""
+    chosen, weights, left = [], [], scores
+    for _ in range(spec.top_k):
+        best, expert = left.max(dim=-1, keepdim=True)
+        distance = (best - scores) / scores.abs().clamp(min=best)
+        near = left.masked_fill(distance > 2 * spec.jitter, -torch.inf)
+        weights.append(softmax(near, dim=-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
 
 def _within_groups(weights: Tensor, spec: MlpSpec) -> Tensor:

@@ -46,7 +46,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_context * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    width = high - low if high != low else 0.001  # no ramp, and no division by zero
+    unscaled = ((turns - low) / width).clamp(0, 1)
     return unscaled * inv_freq + (1 - unscaled) * inv_freq / scaling.factor
 
 

@@ -56,7 +56,7 @@ def known_to_transformers(config: Mapping[str, Any]) -> TransformersArchitecture
     """Return the architecture of a config if it is in none of our lists, but the installed
     transformers has a decoder of that name: one that is newer than the lists."""
     match config.get("architectures"):
-        case [str(name)] if name not in {family.architecture for family in FAMILIES}:
+        case [str(name)] if not any(name in family.architectures for family in FAMILIES):
             pass
         case _:
             return None

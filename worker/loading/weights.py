@@ -46,7 +46,6 @@ from worker.spec.layer_tensors import (
     AltUpTensors,
     AttentionTensors,
     BesideTensors,
-    LatentTensors,
     LaurelTensors,
     LayerInputTensors,
     LayerTensors,
@@ -54,7 +53,7 @@ from worker.spec.layer_tensors import (
     SharedTensors,
 )
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
-from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, Xielu
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 from worker.spec.recurrent_tensors import (
     ConvTensors,
@@ -269,10 +268,9 @@ class _Loader:
             assert k_norm is not None
             qkv, q_norm, k_norm = JointlyNormed(qkv, q_norm, k_norm, self._group), None, None
         sinks = self._vector_or_none(tensors.sinks)
-        v_norm = None
-        if tensors.v_norm_size:
-            ones = torch.ones(tensors.v_norm_size, dtype=torch.float32, device=self._device)
-            v_norm = Norm(NormSpec(eps=norm.eps), ones)
+        if tensors.plain_norm_size:
+            q_norm = k_norm = self._plain_norm(tensors.plain_norm_size)
+        v_norm = self._plain_norm(tensors.v_norm_size) if tensors.v_norm_size else None
         output = self._summed(tensors.output)
         return AttentionBlock(attention, qkv, q_norm, k_norm, sinks, output, v_norm)
 
@@ -298,6 +296,11 @@ class _Loader:
             value_up=self._layout.heads(value_up),
             output=self._fused(tensors.output),
         )
+
+    def _plain_norm(self, size: int) -> Norm:
+        """Return a norm without a weight."""
+        ones = torch.ones(size, dtype=torch.float32, device=self._device)
+        return Norm(NormSpec(eps=self._tensors.spec.norm.eps), ones)
 
     def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
         return GatedDelta(
@@ -383,6 +386,9 @@ class _Loader:
         return self._vector(VectorTensor(tensor.weight, tensor.size))
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
+        if tensors.xielu:
+            numbers = [float(self._vector(each)) for each in tensors.xielu]
+            mlp = replace(mlp, xielu=Xielu.of(*numbers))
         if tensors.router is None:
             (only,) = tensors.mlps
             return Mlp(mlp, self._fused(only.gate_up), self._summed(only.down))
@@ -399,11 +405,10 @@ class _Loader:
             self._group,
             self._shared(mlp, tensors.shared),
             self._vector_or_none(tensors.choice_bias),
-            latent=None if latent is None else self._latent(latent),
+            latent=Latent(self._fused(latent.inputs), self._fused(latent.outputs))
+            if latent
+            else None,
         )
-
-    def _latent(self, tensors: LatentTensors) -> Latent:
-        return Latent(self._fused(tensors.inputs), self._fused(tensors.outputs))
 
     def _shared(self, mlp: MlpSpec, tensors: SharedTensors | None) -> SharedExpert | None:
         if tensors is None:

@@ -53,8 +53,11 @@ def why_not(spec: ModelSpec) -> str:
         return "its layers have inputs, factors or experts of their own"
     if any(each.kv_of is not None or each.value_norm for each in spec.attentions):
         return "its layers share keys and values, or make them in another way"
-    if len({each.growth for each in spec.attentions}) > 1:
+    growths = {each.growth for each in spec.attentions}
+    if len(growths) > 1 or any(each.offset for each in growths if each is not None):
         return "the queries of only some layers grow with their positions"
+    if any(each.chunk is not None for each in spec.attentions):
+        return "its tokens see only their own chunk of the text"
     if len({(each.num_heads, each.kv_heads) for each in spec.attentions}) > 1:
         return "its layers have different sizes"
     return ""
@@ -65,7 +68,7 @@ def _is_plain(mlp: MlpSpec) -> bool:
     experts read the hidden states."""
     return (
         mlp.router == "softmax"
-        and not (mlp.choice_bias or mlp.sum_eps or mlp.latent)
+        and not (mlp.choice_bias or mlp.sum_eps or mlp.latent or mlp.weighs_inputs)
         and mlp.num_groups == 1
         and mlp.expert_scale == 1.0
     )

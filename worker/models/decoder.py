@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import Attention, AttentionBatch
+from worker.attention.chunks import in_chunks
 from worker.attention.native_paged import NativePlan
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
@@ -178,7 +179,7 @@ class DecoderModel:
         self.spec = spec
         self.weights = weights
         self.kernels = kernels or TorchKernels()
-        self._windows = spec.layer_windows
+        self._seen = [(each.window, each.chunk) for each in spec.kv_owners]
         self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -310,13 +311,15 @@ class DecoderModel:
 
     def _plans(self, batch: AttentionBatch, cache: PagedCache, attention: Attention) -> list[Any]:
         """Return the plan of the step for each layer with keys and values of its own. Layers with
-        the same entry and window share one."""
-        kinds = [*zip(cache.entries, self._windows, strict=True)]
-        plans: dict[tuple[int, int | None], Any] = {}
-        of_window: dict[int | None, Any] = {}
-        for entry, window in dict.fromkeys(kinds):
-            plan = attention.plan(batch.for_entry(entry), window, of_window.get(window))
-            plans[entry, window] = of_window[window] = plan
+        the same entry, window and chunks share one."""
+        kinds = [*zip(cache.entries, self._seen, strict=True)]
+        plans: dict[tuple[int, tuple[int | None, int | None]], Any] = {}
+        alike: dict[tuple[int | None, int | None], Any] = {}
+        for entry, seen in dict.fromkeys(kinds):
+            (window, chunk), own = seen, batch.for_entry(entry)
+            if chunk is not None:
+                own = in_chunks(own, chunk, cache.block_tokens)
+            plans[entry, seen] = alike[seen] = attention.plan(own, window, alike.get(seen))
         return [plans[kind] for kind in kinds]
 
     def _attend(
@@ -412,7 +415,8 @@ class DecoderModel:
             angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
         factors: dict[QueryGrowth | None, Tensor | None] = {None: None}
         for growth, of_runs in self._growths.items():
-            runs = (positions // growth.tokens).clamp_(max=len(of_runs) - 1)
+            runs = (positions + growth.offset) // growth.tokens
+            runs.clamp_(max=len(of_runs) - 1)
             factors[growth] = of_runs[runs].view(-1, 1, 1)
         return {
             (rope, growth): (angles[rope], factors[growth])

@@ -29,7 +29,6 @@ from worker.errors import UnusableModel
 from worker.kv.cache import PagedCache
 from worker.spec.architectures import (
     INLINE_ATTENTION,
-    MASKED_WINDOWS,
     OWN_ATTENTION,
     TransformersSpec,
 )
@@ -141,8 +140,6 @@ class PagedFunction:
     def _window(self, module: Any, argument: int | None) -> int | None:
         """Return the layer's window. `argument` is the one that the module passes."""
         window = argument
-        if window is None and self._spec.architecture in MASKED_WINDOWS:
-            window = getattr(module.config, "sliding_window", None)
         if window is not None and window < 1:
             raise self.misfit(f"a window of {window} tokens is not possible")
         return window

@@ -285,6 +285,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
     """Return the struct of a layer without its router and MLPs."""
     block, mlp = layer.mixer, layer.spec.mlp
     assert block is not None
+    assert layer.mlp is not None
     assert not isinstance(block, GatedDelta | LatentAttention | Mamba1 | Mamba2 | ShortConv)
     assert mlp is not None
     qkv, output = _packed(block.qkv), _packed(block.output)
@@ -311,7 +312,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),
         norms_rotated=attention.norms_rotated,
         rope=-1 if attention.rope is None else ropes.index(attention.rope),
-        activation=activation_struct(mlp),
+        activation=activation_struct(layer.mlp.spec),
         is_parallel=layer.spec.order in ("parallel", "parallel_one_norm"),
         num_experts=mlp.num_experts,
         top_k=mlp.top_k,

@@ -13,7 +13,7 @@ from typing import Any
 
 from gguf import RopeScalingType
 
-from worker.checkpoint.gguf_header import FAMILIES, GGUFFamily
+from worker.checkpoint.gguf_families import FAMILIES, GGUFFamily
 from worker.errors import UnusableModel
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.rope_config import (
@@ -25,9 +25,10 @@ from worker.spec.rope_config import (
 )
 
 Values = dict[str, Any]
-NOT_WRITTEN = frozenset({"gpt-oss", "gemma3n"})
-"""Architectures that are read but not written: gpt-oss has fused experts and sinks, and the
-matrices of Gemma 3n's streams are in one tensor."""
+NOT_WRITTEN = frozenset({"gpt-oss", "gemma3n", "apertus", "llama4", "phimoe"})
+"""Architectures that are read but not written: gpt-oss has fused experts and sinks, the matrices of
+Gemma 3n's streams are in one tensor, the numbers of Apertus's activation are metadata, and files of
+the others lack much of their config."""
 WITH_PATTERN = ("olmo2", "exaone4")
 """Architectures whose files say which layers have windows."""
 

@@ -248,7 +248,8 @@ def _rules(tokenizer: Any) -> list[Any]:
             case "Split" if without_spaces and step["pattern"] == spaces:
                 pass
             case "Split":
-                rules.append((step["pattern"], step["behavior"], bool(step.get("invert"))))
+                pattern = _spelled(step["pattern"])
+                rules.append((pattern, step["behavior"], bool(step.get("invert"))))
             case "Digits":
                 rules.append(("digits", bool(step.get("individual_digits"))))
             case "ByteLevel":
@@ -352,3 +353,11 @@ def _steps(whole: Any, name: str) -> list[Any]:
 
 def _refused(reason: str) -> UnusableModel:
     return UnusableModel(f"a GGUF file cannot store this model's tokenizer: {reason}")
+
+
+def _spelled(pattern: Any) -> Any:
+    """Return a pattern in which the ends of lines are spelled as escapes. DeepSeek's has them as
+    characters, which mean the same."""
+    if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
+        return pattern
+    return {"Regex": pattern["Regex"].replace("\r", r"\r").replace("\n", r"\n")}

@@ -20,13 +20,9 @@ from numpy.typing import NDArray
 
 from protocol.tools.start_facts import GIB
 from worker.checkpoint.gguf_config import ROPE_FREQS
+from worker.checkpoint.gguf_families import FAMILIES
 from worker.checkpoint.gguf_file import GGUFFile
-from worker.checkpoint.gguf_header import (
-    FAMILIES,
-    architecture_names,
-    gguf_names,
-    gguf_spec,
-)
+from worker.checkpoint.gguf_header import architecture_names, gguf_names, gguf_spec
 from worker.checkpoint.safetensors_files import SafetensorsFiles
 from worker.errors import UnusableModel
 from worker.layers.rope import inverse_frequencies

@@ -24,7 +24,6 @@ from worker.spec.step_limits import StepLimits
 CHECKED: dict[str, str] = {
     "AfmoeForCausalLM": "afmoe",
     "Apertus1p5TextForCausalLM": "apertus1p5_text",
-    "ApertusForCausalLM": "apertus",
     "AriaTextForCausalLM": "aria_text",
     "BeamForCausalLM": "beam",
     "BioGptForCausalLM": "biogpt",
@@ -48,7 +47,6 @@ CHECKED: dict[str, str] = {
     "GraniteSWAForCausalLM": "granite_swa",
     "HYV3ForCausalLM": "hy_v3",
     "HeliumForCausalLM": "helium",
-    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "HyperCLOVAXForCausalLM": "hyperclovax",
     "Jais2ForCausalLM": "jais2",
     "Kolibri1ForCausalLM": "kolibri1",
@@ -60,7 +58,6 @@ CHECKED: dict[str, str] = {
     "OlmoForCausalLM": "olmo",
     "PersimmonForCausalLM": "persimmon",
     "PhiForCausalLM": "phi",
-    "PhimoeForCausalLM": "phimoe",
     "SolarOpenForCausalLM": "solar_open",
     "StableLmForCausalLM": "stablelm",
     "VaultGemmaForCausalLM": "vaultgemma",
@@ -98,10 +95,6 @@ BEYOND_FAMILIES: dict[str, tuple[str, Any]] = {"StableLmForCausalLM": ("qk_layer
 """Architecture of a family -> a key of its config, and the value of the key that the family does
 not support. Transformers computes the models with this value."""
 
-MASKED_WINDOWS = frozenset({"PhimoeForCausalLM"})
-"""Architectures whose windows are only in their masks, not in the arguments of attention.
-hf_attention.py reads `sliding_window` of the config."""
-
 _OWN_CACHE: dict[str, str] = {
     "its latent attention is sparse, or differs from that of DeepSeek V3": """
         AXK1ForCausalLM AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM
@@ -121,8 +114,7 @@ _OWN_CACHE: dict[str, str] = {
         Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM MiMoV2FlashForCausalLM
     """,
     "its attention is sparse or chunked, or has a mask of its own": """
-        DeepseekV4ForCausalLM DogeForCausalLM Llama4ForCausalLM MiniMaxM3VLForCausalLM
-        ReformerModelWithLMHead
+        DeepseekV4ForCausalLM DogeForCausalLM MiniMaxM3VLForCausalLM ReformerModelWithLMHead
     """,
     "it computes a layer's attention more than once, or with experts": """
         DiffLlamaForCausalLM DoryForCausalLM HrmTextForCausalLM JetMoeForCausalLM
@@ -403,7 +395,7 @@ def _reason(name: str, config: Mapping[str, Any]) -> str | None:
 def _has_family(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a family of ours has to read the config, or refuse it."""
     key, value = BEYOND_FAMILIES.get(name, ("", True))
-    return any(name == family.architecture for family in FAMILIES) and config.get(key) != value
+    return any(name in family.architectures for family in FAMILIES) and config.get(key) != value
 
 
 def _check_values(config: Mapping[str, Any], name: str) -> None:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from worker.errors import UnusableModel
 from worker.spec.facts import KVHeads, ModelFacts
+from worker.spec.model_spec import ModelSpec
 
 EMPTY_TOKEN_BYTES = 1
 """Bytes of a token in the blocks of a model without attention."""
@@ -124,3 +126,13 @@ class BlockLayers:
         for heads, place in zip(self.heads, self.places, strict=True):
             totals[place.entry] += size(heads)
         return max(totals)
+
+
+def check_chunks(spec: ModelSpec, block_tokens: int) -> None:
+    """Raise UnusableModel if a block could have tokens of two chunks (`AttentionSpec.chunk`)."""
+    for chunk in {each.chunk for each in spec.attentions if each.chunk is not None}:
+        if chunk % block_tokens:
+            raise UnusableModel(
+                f"blocks of {block_tokens} tokens do not divide the attention_chunk_size {chunk}",
+                remedy="serve with a smaller --block-tokens",
+            )

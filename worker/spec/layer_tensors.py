@@ -44,6 +44,8 @@ class AttentionTensors:
           earlier layer makes
     v_norm_size
           size of the norm of the values, whose weight is not in the files; 0: there is no norm
+    plain_norm_size
+          the same of queries and keys
     """
 
     qkv: FusedMatrix
@@ -52,6 +54,7 @@ class AttentionTensors:
     sinks: VectorTensor | None
     output: FusedMatrix
     v_norm_size: int = 0
+    plain_norm_size: int = 0
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
@@ -63,7 +66,8 @@ class AttentionTensors:
 
     @property
     def float_items(self) -> int:
-        return self.v_norm_size + (0 if self.sinks is None else self.sinks.size)
+        sinks = 0 if self.sinks is None else self.sinks.size
+        return self.v_norm_size + self.plain_norm_size + sinks
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
@@ -231,6 +235,7 @@ class LayerTensors:
     recurrence    the recurrence beside the attention
     laurel        the linear branch beside the attention
     altup         what predicts and corrects the streams
+    xielu         [1] each: the numbers of the MLP's xIELU
     """
 
     attention_norm: NormTensor | None
@@ -249,6 +254,7 @@ class LayerTensors:
     recurrence: MixerTensors | None = None
     laurel: LaurelTensors | None = None
     altup: AltUpTensors | None = None
+    xielu: tuple[VectorTensor, ...] = ()
 
     @property
     def mixers(self) -> tuple[MixerTensors, ...]:
@@ -294,13 +300,14 @@ class LayerTensors:
         """Return the vectors outside the mixer, which are loaded as float32."""
         beside = (self.beside.router_norm, self.beside.factors) if self.beside else ()
         altup = self.altup.vectors if self.altup else ()
-        found = (self.choice_bias, *beside, self.factor, *altup)
+        found = (self.choice_bias, *beside, self.factor, *altup, *self.xielu)
         return tuple(vector for vector in found if vector is not None)
 
     @property
     def float_items(self) -> int:
         """Return how many numbers are kept as float32 whatever the dtype is, without norms."""
-        kept = (vector.size for vector in self.vectors if vector is not self.factor)
+        numbers = (self.factor, *self.xielu)
+        kept = (vector.size for vector in self.vectors if vector not in numbers)
         return sum(mixer.float_items for mixer in self.mixers) + sum(kept)
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:

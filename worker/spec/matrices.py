@@ -127,3 +127,8 @@ class VectorTensor:
     def whole(self) -> int:
         """Return the number of items in the file."""
         return self.size if self.cut is None else self.cut.whole
+
+
+def squeezed(shape: Shape) -> Shape:
+    """Return the axes of more than one item."""
+    return tuple(size for size in shape if size != 1)

@@ -7,9 +7,11 @@ compiled kernels (whole_step.py) read nothing else, so a new family changes neit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import exp, log1p
+from typing import Literal, Self
 
 from worker.errors import UnusableModel
+from worker.spec.altup_spec import AltUpSpec
 from worker.spec.facts import KVHeads
 from worker.spec.latent import LatentSpec
 from worker.spec.recurrent import RecurrentSpec
@@ -17,9 +19,8 @@ from worker.spec.rope_config import QueryGrowth, RopeConfig
 
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
-MAX_STREAMS = 64
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "xielu"]
 """`relu2` is the square of the positive part."""
 AdaptedLinear = Literal["qkv", "output", "gate_up", "down"]
 """The linears of a layer that a LoRA adapter can change. The first two are those of the token
@@ -52,10 +53,14 @@ class AttentionSpec:
     scale: float
     #: Number of latest tokens that a token sees, itself included. None: all.
     window: int | None = None
+    #: A text is cut into chunks of this many tokens, and a token sees those of its own chunk up to
+    #: itself. None: there are no chunks.
+    chunk: int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    #: Whether queries and keys have a norm: over each head, or over all heads together.
-    qk_norm: Literal["none", "head", "projection"] = "none"
+    #: Whether queries and keys have a norm: over each head, over all heads together, or a plain one
+    #: over each head, without a weight.
+    qk_norm: Literal["none", "head", "projection", "plain"] = "none"
     #: Scores become `soft_cap * tanh(score / soft_cap)`.
     soft_cap: float | None = None
     #: Whether a learned score of each head joins the softmax, without a value of its own.
@@ -106,6 +111,22 @@ class AttentionSpec:
         return KVHeads(self.num_kv_heads, self.head_dim, self.latent is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """The learned numbers of an xIELU, which is beta * x + positive * x^2 above zero, and
+    beta * x + negative * (e^min(x, eps) - 1 - x) below. Source: arXiv 2411.13010."""
+
+    positive: float
+    negative: float
+    beta: float
+    eps: float
+
+    @classmethod
+    def of(cls, alpha_p: float, alpha_n: float, beta: float, eps: float) -> Self:
+        """Return the numbers that files store as these."""
+        return cls(_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
     """The MLP of one layer: `down(act(gate) * up)` if it is gated, else `down(act(up))`.
@@ -122,8 +143,11 @@ class MlpSpec:
     #: 1: a plain MLP. More: a router chooses `top_k` experts of this shape for each token.
     num_experts: int = 1
     top_k: int = 1
-    #: Weights of the experts: the softmax of the router's scores, or the sigmoid of each of them.
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    #: Weights of the experts: the softmax of the router's scores, the sigmoid of each of them, or
+    #: those of a sparse mixer (layers/mlp.py).
+    router: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    #: A sparse mixer counts scores as near the largest one if they are within twice this share.
+    jitter: float = 0.0
     #: Whether a learned bias of each expert is added to its weight, for the choice only.
     choice_bias: bool = False
     #: The experts form `num_groups` groups of consecutive ones, and are chosen from `top_groups` of
@@ -135,6 +159,8 @@ class MlpSpec:
     #: Whether the weights of the chosen experts are divided by their sum plus `sum_eps`.
     renormalize: bool = True
     sum_eps: float = 0.0
+    #: Whether the input of a chosen expert, and not its result, is multiplied by its weight.
+    weighs_inputs: bool = False
     #: Factor of the weights of the chosen experts.
     expert_scale: float = 1.0
     #: Width of what the experts read and return: one linear makes it of the hidden states, and
@@ -143,6 +169,8 @@ class MlpSpec:
     #: Used only by `clamped_swiglu`.
     alpha: float = 0.0
     limit: float = 0.0
+    #: Used only by `xielu`, which has no gate. None: the layer has tensors of the numbers.
+    xielu: Xielu | None = None
     #: Intermediate size of an expert that computes every token beside the chosen ones. 0: there is
     #: none.
     shared: int = 0
@@ -250,41 +278,6 @@ class LayerInputsSpec:
     sum_scale: float
     #: Whether tokens without a row in the table read its first one. If not, all tokens have a row.
     others_read_first: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AltUpSpec:
-    """AltUp: a token has several streams of hidden states, and each layer computes one of them, the
-    active one (layers/altup.py). The layer first predicts all streams from all streams. Then it
-    computes the active one, and corrects all streams by what that changed.
-
-    The first stream is the embedding of the token. What a layer makes of its per-layer inputs is
-    added to all streams but the first.
-    """
-
-    streams: int
-    active: int
-    #: Whether the active stream is multiplied by a learned vector before the layer chooses among
-    #: its per-layer inputs.
-    scaled: bool
-
-    @property
-    def work_streams(self) -> int:
-        """Return how many hidden states of a token are held at once: those of the streams, of their
-        prediction, of the change, and of a product."""
-        return 4 * self.streams
-
-    def check(self) -> None:
-        """Raise UnusableModel if there cannot be such streams."""
-        if not 2 <= self.streams <= MAX_STREAMS:
-            raise UnusableModel(
-                f"the model has {self.streams} streams of hidden states; "
-                f"2 to {MAX_STREAMS} are supported"
-            )
-        if not 0 <= self.active < self.streams:
-            raise UnusableModel(
-                f"stream {self.active} of {self.streams} streams of hidden states cannot be active"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +429,10 @@ class ModelSpec:
         """Return the distinct windows of the layers, in tokens. They include None if a layer sees
         all tokens."""
         return frozenset(self.layer_windows)
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + log1p(exp(-abs(x)))
 
 
 def checked_layers(count: int) -> int:

@@ -40,7 +40,7 @@ class Llama3Scaling:
 
     A pair (of dimensions that rotate together) is fast if it turns more than `high_freq_factor`
     times in `original_context` tokens, and slow if it turns fewer than `low_freq_factor` times.
-    The frequencies of pairs between the two limits are interpolated.
+    The frequencies of pairs between the two limits are interpolated. In Llama 4 they are equal.
     """
 
     factor: float
@@ -110,16 +110,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Factors of queries that grow with their positions: 1 + beta * ln(1 + position // tokens).
-    This keeps the scores of long texts as far apart as those of short ones. Source: Llama 4, whose
-    layers without positions have them."""
+    """Factors of queries that grow with their positions:
+    1 + beta * ln(1 + (position + offset) // tokens). This keeps the scores of long texts as far
+    apart as those of short ones. Source: Llama 4, whose layers without positions have them.
+    """
 
     beta: float
     tokens: int
+    offset: int = 0
 
     def factors(self, context_tokens: int) -> list[float]:
-        """Return the factor of each run of `tokens` positions of a text."""
-        runs = -(-context_tokens // self.tokens)
+        """Return the factor of each run of `tokens` positions of a text. The first run lacks
+        `offset` positions."""
+        runs = -(-(context_tokens + self.offset) // self.tokens)
         return [1 + self.beta * math.log(1 + run) for run in range(max(runs, 1))]
 
 
@@ -285,8 +288,8 @@ def _original_context(rope: Fields, config: Fields) -> int:
 
 def _llama3(rope: Fields, config: Fields) -> Llama3Scaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-    if high <= low:
-        raise UnusableModel(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
+    if high < low:
+        raise UnusableModel(f"high_freq_factor ({high}) must not be below low_freq_factor ({low})")
     return Llama3Scaling(rope.positive("factor"), low, high, _original_context(rope, config))
 
 

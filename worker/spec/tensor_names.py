@@ -154,6 +154,8 @@ def names_of(*changes: Mapping[str, str], **options: object) -> TensorNames:
     return TensorNames(roles, **options)  # type: ignore[arg-type]
 
 
+XIELU_ROLES = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
+"""Roles of the numbers of an xIELU, in the order of `Xielu.of`."""
 USUAL = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",

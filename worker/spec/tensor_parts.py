@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
-from worker.spec.model_spec import ModelSpec
+from worker.spec.model_spec import MlpSpec, ModelSpec
 from worker.spec.share import MatrixCut, Share, VectorCut
-from worker.spec.tensor_names import ENDINGS, TensorNames
+from worker.spec.tensor_names import ENDINGS, XIELU_ROLES, TensorNames
 
 
 class TensorParts:
@@ -41,6 +41,11 @@ class TensorParts:
 
     def _sinks(self, index: int, heads: int) -> VectorTensor:
         return VectorTensor(self._name("sinks", index), heads, self._vector_cut(heads))
+
+    def _xielu(self, mlp: MlpSpec | None, index: int) -> tuple[VectorTensor, ...]:
+        if mlp is None or mlp.activation != "xielu" or mlp.xielu is not None:
+            return ()
+        return tuple(VectorTensor(self._name(role, index), 1) for role in XIELU_ROLES)
 
     def _name(self, role: str, index: int, *, is_bias: bool = False) -> str:
         """Return the whole name of a tensor that is no matrix of linear layers."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from worker.errors import FETCH_AGAIN, UnusableModel
 from worker.spec import recurrent_tensors
+from worker.spec.altup_spec import AltUpSpec
 from worker.spec.latent_tensors import LatentParts
 from worker.spec.layer_tensors import (
     NORMS,
@@ -29,9 +30,8 @@ from worker.spec.layer_tensors import (
     SharedTensors,
     StreamTensors,
 )
-from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor
+from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape, VectorTensor, squeezed
 from worker.spec.model_spec import (
-    AltUpSpec,
     AttentionSpec,
     LayerInputsSpec,
     LayerSpec,
@@ -40,7 +40,7 @@ from worker.spec.model_spec import (
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
 from worker.spec.recurrent_tensors import ConvTensors
 from worker.spec.share import Share, divided
-from worker.spec.tensor_names import ENDINGS
+from worker.spec.tensor_names import ENDINGS, XIELU_ROLES
 
 
 class ModelTensors(LatentParts):
@@ -114,6 +114,7 @@ class ModelTensors(LatentParts):
             latent=self._latent(mlp, index) if mlp and mlp.latent else None,
             laurel=None if layer.laurel is None else self._laurel(layer.laurel, index),
             altup=None if altup is None else self._altup(altup, index),
+            xielu=self._xielu(mlp, index),
         )
 
     def _laurel(self, rank: int, index: int) -> LaurelTensors:
@@ -229,7 +230,7 @@ class ModelTensors(LatentParts):
 
     def _attention(self, attention: AttentionSpec, index: int) -> AttentionTensors:
         hidden, q_norm, k_norm = self.spec.hidden, None, None
-        if attention.qk_norm != "none":
+        if attention.qk_norm in ("head", "projection"):
             by_head = attention.qk_norm == "head"
             dim, kv_heads = attention.head_dim, attention.num_kv_heads
             q_norm = self._qk_norm("q_norm", index, attention.num_heads, dim, by_head)
@@ -250,6 +251,7 @@ class ModelTensors(LatentParts):
             sinks=self._sinks(index, attention.num_heads) if attention.sinks else None,
             output=self._summed(index, "output", q, attention.output_bias),
             v_norm_size=attention.head_dim if attention.value_norm else 0,
+            plain_norm_size=attention.head_dim if attention.qk_norm == "plain" else 0,
         )
 
     def _gated_delta(self, delta: GatedDeltaSpec, index: int) -> MixerTensors:
@@ -421,15 +423,16 @@ class ModelTensors(LatentParts):
         """
         known = {self.head_name} if self.spec.tied_embeddings else set()  # a copy of the embeddings
         roles = self.names.roles
-        ends = [roles.get(role, "").partition("{i}")[2] for role in ("choice_bias", "delta_decay")]
+        vectors = ("choice_bias", "delta_decay", *XIELU_ROLES)
+        ends = [roles.get(role, "").partition("{i}")[2] for role in vectors]
         padded = tuple(end for end in ends if end)
         for name, shape in self.tensors():
             if name not in found:
                 raise UnusableModel(
                     f"tensor {name!r} is missing from the files", remedy=FETCH_AGAIN
                 )
-            # Some vectors of Ernie 4.5 and Kimi Linear are stored with further axes of one item.
-            is_padded = name.endswith(padded) and without_ones(found[name]) == without_ones(shape)
+            # Some vectors are stored with further axes of one item, and numbers with none.
+            is_padded = name.endswith(padded) and squeezed(found[name]) == squeezed(shape)
             if found[name] != shape and not is_padded:
                 raise UnusableModel(f"{name} has shape {found[name]}; the config requires {shape}")
             known.add(name)
@@ -491,8 +494,3 @@ class ModelTensors(LatentParts):
         if f"{prefix}gate_up" in self.names:
             return {f"{prefix}gate_up": (inner, inner)}
         return {f"{prefix}gate": (inner,), f"{prefix}up": (inner,)}
-
-
-def without_ones(shape: Shape) -> Shape:
-    """Return the axes of more than one item."""
-    return tuple(size for size in shape if size != 1)

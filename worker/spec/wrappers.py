@@ -37,6 +37,7 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "Idefics3ForConditionalGeneration": frozenset({"llama"}),
     "InternVLForConditionalGeneration": frozenset({"qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
     "LightOnOcrForConditionalGeneration": frozenset({"qwen3"}),
+    "Llama4ForConditionalGeneration": frozenset({"llama4_text"}),
     "LlavaForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
     "LlavaNextForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
     "LlavaOnevisionForConditionalGeneration": frozenset({"qwen2"}),

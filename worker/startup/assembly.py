@@ -43,6 +43,7 @@ from worker.spec.architectures import (
     keeps_own_cache,
     request_state_bytes,
 )
+from worker.spec.kv_blocks import check_chunks
 from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.attention_needs import attention_needs
@@ -275,14 +276,17 @@ def _load(
 
 
 def _check_caches(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel | None) -> None:
-    """Raise UnusableModel if a model keeps a cache by itself, and an option needs K/V blocks, or if
-    the draft model has a recurrent state, for which requests have no place."""
+    """Raise UnusableModel if a model keeps a cache by itself, and an option needs K/V blocks, if
+    blocks do not fit into the chunks of a model, or if the draft model has a recurrent state, for
+    which requests have no place."""
     if draft is not None and draft.spec.state_items:
         raise UnusableModel(
             f"{draft.spec.architecture} has recurrent layers, so it cannot be a draft model",
             remedy="use another draft model, or --speculation ngram",
         )
     for model in (loaded, draft):
+        if model is not None and isinstance(model.spec, ModelSpec):
+            check_chunks(model.spec, config.block_tokens)
         if model is None or not keeps_own_cache(model.spec):
             continue
         reason = reason_to_keep(config)

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
+from worker.checkpoint.gguf_families import gguf_family
 from worker.checkpoint.gguf_file import MAGIC, architecture_at_start
-from worker.checkpoint.gguf_header import gguf_family
 from worker.encoders.families.registry import find_encoder
 from worker.encoders.gguf import ENCODERS
 from worker.errors import UnusableModel

@@ -8,12 +8,13 @@
 
 namespace {
 
-enum ActivationKind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3, RELU2 = 4 };
+enum ActivationKind : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWIGLU = 3, RELU2 = 4, XIELU = 5 };
 
 // The activation of a layer's MLP.
 struct Activation {
     int64_t kind, is_gated;
-    double alpha, limit; // of CLAMPED_SWIGLU
+    double alpha, limit;                  // of CLAMPED_SWIGLU
+    double positive, negative, beta, eps; // of XIELU
 };
 
 INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -91,6 +92,30 @@ INLINE void clamped_swiglu_row(const N *gate_up, N *out, int64_t inner, float al
     }
 }
 
+// Returns e^x - 1 - x for x <= 0. Near zero it is computed by its series, whose first left out term is below
+// a rounding of the sum, because the difference would have few digits.
+INLINE Floats exponential_rest(Floats x) {
+    Floats series = x * (1.0f / 40320) + 1.0f / 5040;
+    series = series * x + 1.0f / 720;
+    series = series * x + 1.0f / 120;
+    series = series * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 0.5f;
+    return x > -0.5f ? series * x * x : exponential(x) - 1.0f - x;
+}
+
+// Computes out = beta * up + positive * up^2 where up > 0, and beta * up + negative * (e^min(up, eps) - 1 - up)
+// elsewhere.
+template <class N> INLINE void xielu_row(const N *up, N *out, int64_t inner, const Activation &a) {
+    const float positive = (float)a.positive, negative = (float)a.negative, beta = (float)a.beta;
+    const Floats eps = splat((float)a.eps);
+    for (int64_t i = 0; i < inner; i += LANES) {
+        const Floats x = load(up + i), least = x < eps ? x : eps;
+        const Floats above = positive * x * x, below = negative * (exponential_rest(least) + (least - x));
+        store(out + i, (x > 0.0f ? above : below) + beta * x);
+    }
+}
+
 template <class Act, class N>
 INLINE void activate_row_as(bool is_gated, const N *from, N *out, int64_t inner) {
     if (is_gated) gated_row<Act>(from, out, inner);
@@ -104,6 +129,7 @@ INLINE void activate_row(const Activation &a, const N *from, N *out, int64_t inn
     else if (a.kind == GELU) activate_row_as<Gelu>(a.is_gated, from, out, inner);
     else if (a.kind == GELU_TANH) activate_row_as<GeluTanh>(a.is_gated, from, out, inner);
     else if (a.kind == RELU2) activate_row_as<Relu2>(a.is_gated, from, out, inner);
+    else if (a.kind == XIELU) xielu_row(from, out, inner, a);
     else clamped_swiglu_row(from, out, inner, (float)a.alpha, (float)a.limit);
 }
 

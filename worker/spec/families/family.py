@@ -251,6 +251,8 @@ class ModelFamily:
     draft_head: Callable[[ModelSpec], HeadForm | None] = lambda spec: None
     #: Keys that a config must have, because their defaults are not supported -> a supported value.
     needed: Mapping[str, Any] = field(default_factory=dict)
+    #: Other names of the class in published configs.
+    published: tuple[str, ...] = ()
     #: Keys that published configs have and that decide how a step is computed -> a usual value.
     typical: Mapping[str, Any] = field(default_factory=dict)
 
@@ -272,6 +274,11 @@ class ModelFamily:
                 raise UnusableModel(f"{key} {value!r:.80} is not supported for {self.model_type}")
         read_quantization(values, self.quantizations)  # refuses other methods early
         return self.read(ConfigFields(values, self.architecture, source))
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Return all names of the class in configs."""
+        return self.architecture, *self.published
 
     def is_nullable(self, key: str) -> bool:
         """Return whether `key`, one of `defaults`, may be null in a config."""

@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from worker.errors import UnusableModel
+from worker.spec.altup_spec import AltUpSpec
 from worker.spec.families.family import DEFAULTS, FULL, SLIDING, ConfigFields, ModelFamily, every
 from worker.spec.families.gemma4 import (
     DENSE_NAMES,
@@ -22,7 +23,7 @@ from worker.spec.families.gemma4 import (
     unused_names,
 )
 from worker.spec.fields import Fields
-from worker.spec.model_spec import AltUpSpec, LayerSpec, ModelSpec
+from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.rope_config import layered_rope_config
 from worker.spec.tensor_names import TensorNames, names_of
 

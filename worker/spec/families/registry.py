@@ -7,6 +7,7 @@ from typing import Any
 
 from worker.errors import UnusableModel
 from worker.spec.families import (
+    apertus,
     bamba,
     deepseek,
     ernie,
@@ -22,6 +23,7 @@ from worker.spec.families import (
     kimi,
     lfm,
     llama,
+    llama4,
     mamba,
     minimax,
     mistral,
@@ -35,7 +37,7 @@ from worker.spec.families.family import ModelFamily
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan, bamba),
-    *(deepseek, kimi),
+    *(deepseek, kimi, apertus, llama4),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
@@ -53,7 +55,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
     if architectures is None:
         return _with_model_type(model_type)
     for family in FAMILIES:
-        if architectures == [family.architecture]:
+        if architectures in [[name] for name in family.architectures]:
             if model_type in (None, family.model_type, *family.other_types):
                 return family
             raise UnusableModel(
