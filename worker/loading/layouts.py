@@ -102,6 +102,6 @@ class DenseLayout:
         return DenseEmbedding(head.weight)
 
 
-def read_matrix(values: Tensor) -> Matrix:
-    """Return a matrix whose numbers have been read."""
-    return Matrix((len(values),), lambda: [None], lambda: values, None)
+def read_matrix(values: Tensor, blocks: QuantBlocks | None = None) -> Matrix:
+    """Return a matrix that has been read: its numbers, and its blocks if it has some."""
+    return Matrix((len(values),), lambda: [blocks], lambda: values, None)

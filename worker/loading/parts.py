@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
-from worker.loading.layouts import Matrix, PartSource, WeightSource
+from worker.loading.layouts import Matrix, PartSource, WeightSource, read_matrix
 from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.matrices import MatrixPart
 from worker.spec.share import Box, MatrixCut
@@ -95,17 +95,12 @@ def of_heads(
     keys, of_values, first = [], [], 0
     for key, value in zip(tensors.key_up, tensors.value_up, strict=True):
         middle, end = first + key.columns, first + key.columns + value.rows
-        keys.append(_matrix(values[first:middle].T.contiguous(), None))
+        keys.append(read_matrix(values[first:middle].T.contiguous()))
         cut = value.parts[0].cut
         own = None if blocks is None or cut is None else cut_blocks(blocks, [cut])
-        of_values.append(_matrix(values[middle:end], own))
+        of_values.append(read_matrix(values[middle:end], own))
         first = end
     return keys, of_values
-
-
-def _matrix(values: Tensor, blocks: QuantBlocks | None) -> Matrix:
-    """Return a matrix that has been read."""
-    return Matrix((len(values),), lambda: [blocks], lambda: values, None)
 
 
 def _reordered(rows: Tensor, order: RowOrder | None) -> Tensor:
