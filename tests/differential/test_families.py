@@ -105,6 +105,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "lfm2_moe": [{"moe_intermediate_size": 64}],
     "nemotron_h": [{}, {"moe_latent_size": 64}, {"layers_block_type": [FULL, "mlp"] * 3}],
     "falcon_h1": [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}],
+    "mistral4": [{"initializer_range": 0.06}],
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "olmo_hybrid": [

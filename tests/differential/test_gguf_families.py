@@ -179,7 +179,10 @@ def test_a_gemma_3n_without_cutoffs_drops_gates_in_its_first_ten_layers(tmp_path
     )
     tokens, key = some_tokens(NUM_TOKENS), "gemma3n.activation_sparsity_scale"
     loaded = load(write_gguf(tmp_path / "tiny.gguf", theirs, skips=key))
-    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], expected(theirs, tokens))
+    # With twice as many layers as usual, rounding adds up: transformers in float32 is as far from
+    # itself in float64.
+    ours = EagerStepper(loaded, [tokens]).run([(61,)])[0]
+    assert_same(ours, expected(theirs, tokens), 3e-4)
 
 
 REFUSED: list[tuple[str, dict[str, list[Any]], str]] = [

@@ -34,13 +34,10 @@ from worker.spec.model_spec import ModelSpec
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
-REFUSED_BY_PEFT = {
-    **dict.fromkeys(
-        ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
-        "out_proj",
-    ),
-    "KimiLinearForCausalLM": "f_a_proj",  # transformers has it in a module of its own
-}
+REFUSED_BY_PEFT = dict.fromkeys(
+    ("NemotronHForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
+    "out_proj",
+)
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": [MAMBA, "mlp", FULL, "mlp", MAMBA, "mlp"]},
     "glm4_moe": {"first_k_dense_replace": 0},

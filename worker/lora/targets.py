@@ -69,7 +69,10 @@ def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
         linears += [("gate_up", only.gate_up), ("down", only.down)]
     for linear, matrix in linears:
         first = 0
-        for part in matrix.parts:
+        # Of more parts, as in Kimi Linear, those after the values make decays and gates, which have
+        # no adapters.
+        parts = matrix.parts if len(matrix.parts) <= MAX_PARTS else matrix.parts[:3]
+        for part in parts:
             if part.cut is not None:
                 break  # the rows of this module are in several places of the linear
             yield part.name, Target(index, linear, first, part.rows, matrix.columns, part.order)
