@@ -66,12 +66,13 @@ def _grouped_experts(
 
     def change(fields: Fields) -> Fields:
         size = _count(fields, "moe_intermediate_size", width)
-        kinds = fields.get("mlp_layer_types") or []
-        dense = kinds.index("sparse") if "sparse" in kinds else first
+        dense = _count(fields, "first_k_dense_replace", first)
+        if isinstance(kinds := fields.get("mlp_layer_types"), list):
+            dense = [*kinds, "sparse"].index("sparse")
         return {
             "num_experts": _count(fields, "n_routed_experts", experts),
             "shared_expert_intermediate_size": size * _count(fields, "n_shared_experts", shared),
-            "expert_layer_offset": _count(fields, "first_k_dense_replace", dense),
+            "expert_layer_offset": dense,
         }
 
     return change
@@ -92,11 +93,11 @@ def _kimi_linear(fields: Fields) -> Fields:
             "n_shared_experts": fields.get("num_shared_experts", 1),
         }
     )
-    full = own.get("full_attn_layers")
-    recurrent = {} if full is None else {"num_recurrent": fields["num_hidden_layers"] - len(full)}
+    count, full = _count(fields, "num_hidden_layers", 27), own.get("full_attn_layers")
+    recurrent = count - (len(full) if isinstance(full, list) else (count - 1) // 4)
     return {
         **experts,
-        **recurrent,
+        **({} if fields.get("layer_types") else {"num_recurrent": recurrent}),
         "num_experts_per_tok": _count(fields, "num_experts_per_token", 8),
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads,
@@ -171,7 +172,7 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "mamba2": _without_attention(MAMBA2_FIELDS, is_tied=False),
     "glm4_moe": _grouped_experts(128, 1408, 1),
     "deepseek_v2": _grouped_experts(64, 1407, 0, shared=2),
-    "deepseek_v3": _grouped_experts(256, 2048, 3),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _grouped_experts(256, 2048, 3)),
     "glm4_moe_lite": _grouped_experts(64, 1536, 1),
     "mistral4": _grouped_experts(128, 2048, 0),
     "minicpm3": _minicpm3,

@@ -6,8 +6,10 @@ import atexit
 import os
 import sys
 import threading
-from contextlib import suppress
 from typing import NoReturn
+
+LOST_OUTPUT = 120
+"""Exit code of a process that could not write out its output, as of Python itself."""
 
 
 def quick_exit(code: int) -> NoReturn:
@@ -22,7 +24,12 @@ def quick_exit(code: int) -> NoReturn:
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None if the process was started without it
-            with suppress(OSError):  # nothing reads it any more
-                stream.flush()
+        if stream is None or stream.closed:  # None if the process was started without it
+            continue
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            pass  # nothing reads it any more
+        except OSError:
+            code = code or LOST_OUTPUT
     os._exit(code)

@@ -129,8 +129,8 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: [D] the drafts, in row order.
     drafts: Int32 | None = None
     #: [R] first position that the draft model computes in the row; -1: none in this step. None: the
-    #: draft model computes nothing. The model's own head counts as a draft model, but it computes
-    #: exactly the row's positions that are followed by a known token: this is the row's start.
+    #: draft model computes nothing. For the model's own head this is the start of the row: it
+    #: computes all positions of the row that are followed by a known token.
     follow_starts: Int32 | None = None
     #: [R] number of positions that the draft model computes from there. It is 0 in rows with
     #: `wanted` drafts: there the draft model computes up to the last token that is known after the

@@ -121,8 +121,9 @@ def _compared(model_type: str, theirs: Any) -> TypeResult:
         right = expected(theirs, tokens)
         steps = [NUM_TOKENS], [CHUNK, 1, NUM_TOKENS - CHUNK - 1]
         found = [logits_of(loaded, tokens, counts) for counts in steps]
-    difference = max(float((each - right).abs().max()) for each in found)
+    difference = float(torch.stack([(each - right).abs().max() for each in found]).max())
     most = MOST * max(1.0, float(right.abs().max()) / 10)
+    # Not a number is not at most anything.
     wrong = "" if difference <= most else f"logits differ by {difference:.3g}, at most {most:.3g}"
     return TypeResult(model_type, _computed_by(loaded.model), difference, wrong)
 

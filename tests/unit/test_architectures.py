@@ -137,6 +137,26 @@ def test_kimi_k2_is_a_deepseek_v3() -> None:
     assert fallback(config) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}),
+        ("DeepseekV3ForCausalLM", {"topk_method": "greedy"}),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}),
+        ("KimiLinearForCausalLM", {"moe_layer_freq": 2}),
+    ],
+)
+def test_what_the_class_ignores_and_the_publisher_reads_is_refused(
+    architecture: str, values: dict[str, Any]
+) -> None:
+    family = find_family({"architectures": [architecture]})
+    usual = {key: value for key, value in values.items() if key == "num_experts_per_tok"}
+    family.spec(usual)
+    with pytest.raises(UnusableModel, match=next(iter(values))):
+        family.spec(values)
+
+
 def test_no_architecture_is_both_computed_and_refused() -> None:
     assert not (CHECKED.keys() | OWN_CACHE.keys()) & REFUSED.keys()
     assert CHECKED.keys() >= OWN_ATTENTION.keys() | INLINE_ATTENTION.keys()

@@ -94,6 +94,8 @@ def chosen(
         (replace(HOPPER, dtype="float32", kv_dtype="float32"), "", "auto", "triton", None),
         (replace(HOPPER, kv_dtype="int8"), "", "auto", "torch", None),
         (replace(HOPPER, head_dim=512), "", "auto", "triton", None),
+        (replace(HOPPER, head_dim=320), "", "auto", "torch", None),
+        (replace(HOPPER, head_dim=576), "", "auto", "torch", None),
         (replace(HOPPER, head_dim=100), "", "auto", "triton", None),
         (replace(HOPPER, block_tokens=8), "FA3", "auto", "triton", None),
         (replace(HOPPER, block_tokens=8), "", "auto", "FA3", []),

@@ -55,3 +55,12 @@ def test_a_process_without_a_reader_of_its_output_ends_with_its_code() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         process.stdout.close()
     assert process.returncode == 3
+
+
+@pytest.mark.parametrize(("code", "seen"), [(0, 120), (3, 3)])
+def test_output_that_cannot_be_written_is_a_failure(code: int, seen: int) -> None:
+    program = f"from protocol.process.quick_exit import quick_exit; print('x'); quick_exit({code})"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-P", "-c", program], stdout=full, env=environment)
+    assert ran.returncode == seen

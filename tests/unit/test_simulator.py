@@ -493,6 +493,13 @@ def test_the_sizes_of_a_model_are_those_that_the_worker_computes(
     assert shape.weight_bytes == pytest.approx(weights_bytes(planned, "bfloat16"), rel=0.03)
 
 
+def test_kimi_k2_is_counted_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
+    file = write_directory(tmp_path, random_model("deepseek_v3")) / "config.json"
+    plain = read_table().model(str(file)).weight_bytes
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2"}))
+    assert read_table().model(str(file)).weight_bytes == plain
+
+
 def test_latent_attention_is_not_divided_and_computes_pairs_of_latents(tmp_path: Path) -> None:
     write_directory(tmp_path, random_model("youtu"))
     gpu, model = GPUS["L4"], read_table().model(str(tmp_path / "config.json"))

@@ -41,9 +41,9 @@ class AttentionNeeds:
     has_soft_cap: bool
 
 
-MAX_TRITON_DIM = 512
-"""Largest head dim of our Triton kernels. The tiles of larger ones, such as those of latents, do
-not fit into the shared memory of a processor."""
+SMALL_TRITON_DIM, MAX_TRITON_DIM = 256, 512
+"""Largest head dims of our Triton kernels. Heads between the two are padded to the larger one, and
+have not been tried; those of latents are such heads, or larger ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,9 @@ def reason_against_triton(needs: AttentionNeeds) -> str | None:
         return f"this GPU has compute capability {_dotted(needs.capability)}; it needs 8.0 or later"
     if needs.kv_dtype != needs.dtype:
         return f"the KV cache is in {needs.kv_dtype}; it needs {needs.dtype}"
-    if needs.head_dim > MAX_TRITON_DIM:
-        return f"the head dim is {needs.head_dim}; it needs at most {MAX_TRITON_DIM}"
+    if needs.head_dim > SMALL_TRITON_DIM and needs.head_dim != MAX_TRITON_DIM:
+        most = f"at most {SMALL_TRITON_DIM}, or {MAX_TRITON_DIM}"
+        return f"the head dim is {needs.head_dim}; it needs {most}"
     return None
 
 

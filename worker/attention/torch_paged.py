@@ -311,11 +311,15 @@ def _prefill(
     k, v = _gathered(k_cache, v_cache, span.blocks, q.dtype)
     k, v = (each.flatten(0, 1).transpose(0, 1)[None] for each in (k, v))  # [1, H_kv, N, D]
     sinks = None if sinks is None else sinks[:, None, None]
+    is_latent = v_cache is k_cache
+    if is_latent:  # the heads become rows of a batch that share one view of the latents
+        k = v = k.expand(q.shape[1], -1, -1, -1)
     for tile in span.tiles:
-        queries = q[tile.start : tile.stop].transpose(0, 1)[None]
+        queries = q[tile.start : tile.stop].transpose(0, 1)
+        queries = queries[:, None] if is_latent else queries[None]
         keys, values = k[:, :, : tile.num_keys], v[:, :, : tile.num_keys]
         answer = attend(queries, keys, values, tile.mask, sinks)
-        out[tile.start : tile.stop] = answer[0].transpose(0, 1)
+        out[tile.start : tile.stop] = (answer[:, 0] if is_latent else answer[0]).transpose(0, 1)
 
 
 def _attend(

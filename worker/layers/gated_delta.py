@@ -26,7 +26,8 @@ from worker.spec.recurrent import GatedDeltaSpec
 class GatedDelta:
     """The weights of a gated delta net.
 
-    inputs     makes the queries, keys, values, and the output gates: [T, C + H * V]
+    inputs     makes the queries, keys, values, and the output gates: [T, C + H * V]; or what
+               `decay_up` and `gate_up` read in place of the gates
     gates      makes what beta and the decay of each value head are made of: [T, 2 H]
     decay_up   makes what the decays are made of, [T, H * K], of numbers that `inputs` makes after
                the values; `gates` makes only those of beta. None: heads have one decay

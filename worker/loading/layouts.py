@@ -102,6 +102,6 @@ class DenseLayout:
         return DenseEmbedding(head.weight)
 
 
-def read_matrix(values: Tensor, blocks: QuantBlocks | None = None) -> Matrix:
+def matrix_of(values: Tensor, blocks: QuantBlocks | None = None) -> Matrix:
     """Return a matrix that has been read: its numbers, and its blocks if it has some."""
     return Matrix((len(values),), lambda: [blocks], lambda: values, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
-from worker.loading.layouts import Matrix, PartSource, WeightSource, read_matrix
+from worker.loading.layouts import Matrix, PartSource, WeightSource, matrix_of
 from worker.spec.latent_tensors import LatentAttentionTensors
 from worker.spec.matrices import MatrixPart
 from worker.spec.share import Box, MatrixCut
@@ -95,10 +95,10 @@ def of_heads(
     keys, of_values, first = [], [], 0
     for key, value in zip(tensors.key_up, tensors.value_up, strict=True):
         middle, end = first + key.columns, first + key.columns + value.rows
-        keys.append(read_matrix(values[first:middle].T.contiguous()))
+        keys.append(matrix_of(values[first:middle].T.contiguous()))
         cut = value.parts[0].cut
         own = None if blocks is None or cut is None else cut_blocks(blocks, [cut])
-        of_values.append(read_matrix(values[middle:end], own))
+        of_values.append(matrix_of(values[middle:end], own))
         first = end
     return keys, of_values
 

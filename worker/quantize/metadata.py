@@ -38,6 +38,7 @@ def architecture_of(spec: ModelSpec) -> str:
     UnusableModel if there is none."""
     is_plain = (
         not spec.state_items
+        and not any(each.latent for each in spec.attentions)
         and not any(mlp.shared for mlp in spec.mlps)
         and not any(layer.has_one_block for layer in spec.layers)
         and len(set(spec.layer_heads)) == 1

@@ -17,7 +17,8 @@ class KVHeads:
 
     @property
     def width(self) -> int:
-        """Return how many numbers the keys of a token have. Stored values have as many."""
+        """Return how many numbers the keys of a token have. Stored values, if there are some, have
+        as many."""
         return self.count * self.dim
 
     @property

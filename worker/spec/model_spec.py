@@ -444,8 +444,13 @@ def checked_layers(count: int) -> int:
 
 def _check_attention(attention: AttentionSpec) -> None:
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
-    if attention.latent is not None:
-        attention.latent.check()
+    if (latent := attention.latent) is not None:
+        latent.check()
+        if attention.rope is not None and attention.rope.width != latent.rotated:
+            raise UnusableModel(
+                f"{attention.rope.width} items are rotated, and a latent has a key of "
+                f"{latent.rotated} for that"
+            )
     if min(heads, kv_heads, attention.head_dim) < 1:
         raise UnusableModel(f"attention has {heads} heads of {attention.head_dim}")
     if heads % kv_heads:

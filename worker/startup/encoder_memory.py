@@ -164,7 +164,10 @@ def work_bytes(
         width = max(layer.width for layer in header.spec.layers)
     else:
         inner = max(mlp.intermediate * mlp.top_k for mlp in header.spec.mlps) * 3
-        width = max(each.q_width + each.kv_width for each in header.spec.attentions)
+        width = max(
+            each.work_width if each.latent else each.q_width + each.kv_width
+            for each in header.spec.attentions
+        )
     numbers = tokens * (COPIES * (spec.hidden + width) + inner)
     if isinstance(header, EncoderHeader) and header.spec.has_score_bias:
         numbers += _bias_numbers(header, tokens, longest)

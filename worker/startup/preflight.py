@@ -42,6 +42,8 @@ from worker.loading.header import (
     read_header,
 )
 from worker.loading.transformers_header import TransformersHeader
+from worker.spec.kv_blocks import check_chunks
+from worker.spec.model_spec import ModelSpec
 from worker.spec.share import NOT_DIVIDED, check_dense
 from worker.startup.card import card_of_text
 from worker.startup.check_device import CPU, choose_device
@@ -105,6 +107,8 @@ def _plan(
     if isinstance(header, EncoderHeader) or only_encodes(header):
         return _plan_encoder(config, header, taken, visible)
     headers = [header]
+    if isinstance(header.spec, ModelSpec):
+        check_chunks(header.spec, config.block_tokens)
     if config.draft_model:
         headers.append(read_header(Path(config.draft_model)))
         check_draft(headers[1], headers[0])

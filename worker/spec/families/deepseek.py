@@ -31,14 +31,21 @@ def read_glm4_moe_lite(config: ConfigFields) -> ModelSpec:
     field, if a value is not supported."""
     attention = latent_attention(config, turns_neighbours=config.flag("rope_interleave"))
     experts = config.grouped_experts(shared=shared_size(config))
+    are_dense = dense_layers(config, 1)
+    return _layered(config, attention, experts, lambda index: are_dense[index])
+
+
+def dense_layers(config: ConfigFields, first: int) -> list[bool]:
+    """Return whether each layer has a plain MLP, as `mlp_layer_types` says; without it, the first
+    ones. Raises UnusableModel if its values are not known."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
-        return _layered(config, attention, experts, lambda index: index == 0)
+        return [index < first for index in range(config.num_layers)]
     if not isinstance(kinds, list) or len(kinds) != config.num_layers:
         raise UnusableModel(f"mlp_layer_types must be a list of {config.num_layers} layers")
     if others := sorted({*map(str, kinds)} - {"dense", "sparse"}):
         raise UnusableModel(f"MLPs of type {others[0]!r} are not supported")
-    return _layered(config, attention, experts, lambda index: kinds[index] == "dense")
+    return [kind == "dense" for kind in kinds]
 
 
 def read_mistral4(config: ConfigFields) -> ModelSpec:
@@ -243,7 +250,12 @@ FAMILIES = (
         aliases={"num_experts": "n_routed_experts"},
         nullable=MAY_LACK_QUERY_RANK,
         needed={"num_experts_per_tok": 6},
-        only={"mlp_bias": (None, False)},
+        only={
+            "mlp_bias": (None, False),
+            "norm_topk_prob": (None, False),
+            "scoring_func": (None, "softmax"),
+            "moe_layer_freq": (None, 1),
+        },
         read=read_deepseek_v2,
         names=lambda spec: names_of(LATENT_NAMES, SHARED_NAMES),
     ),
@@ -251,6 +263,11 @@ FAMILIES = (
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         other_types=frozenset({"kimi_k2"}),
+        only={
+            "scoring_func": (None, "sigmoid"),
+            "topk_method": (None, "noaux_tc"),
+            "moe_layer_freq": (None, 1),
+        },
         defaults=DEEPSEEK_DEFAULTS
         | {
             "vocab_size": 129280,

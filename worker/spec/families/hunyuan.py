@@ -77,6 +77,7 @@ FAMILIES = (
     ModelFamily(
         architecture="HunYuanMoEV1ForCausalLM",
         model_type="hunyuan_v1_moe",
+        other_types=frozenset({"hunyuan"}),
         defaults=HUNYUAN_DEFAULTS | {"num_experts": 1, "moe_topk": 1},
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
         needed={"num_experts": 64},  # one expert would have a router too

@@ -10,6 +10,7 @@ from worker.spec.families.deepseek import (
     LATENT_DEFAULTS,
     LATENT_NAMES,
     MAY_LACK_QUERY_RANK,
+    dense_layers,
     latent_attention,
     shared_size,
 )
@@ -48,13 +49,14 @@ def read_kimi_linear(config: ConfigFields) -> ModelSpec:
     attention = latent_attention(config, turns_neighbours=False, is_rotated=False)
     experts = config.grouped_experts(shared=shared_size(config))
     dense, kinds = config.mlp(), _mixers(config, linear)
+    are_dense = dense_layers(config, config.integer("first_k_dense_replace", 1))
     layers = [
         LayerSpec(
             attention=attention if kind == FULL else None,
             recurrent=delta if kind == LINEAR else None,
             mlp=dense if is_dense else experts,
         )
-        for kind, is_dense in zip(kinds, _are_dense(config), strict=True)
+        for kind, is_dense in zip(kinds, are_dense, strict=True)
     ]
     return config.model(layers, config.rms_norm())
 
@@ -67,17 +69,6 @@ def _mixers(config: ConfigFields, linear: Fields) -> list[str]:
     return config.layer_types(
         lambda index: FULL if index and index % PERIOD == 0 else LINEAR, known=(FULL, LINEAR)
     )
-
-
-def _are_dense(config: ConfigFields) -> list[bool]:
-    """Return whether each layer has a plain MLP."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        first = config.integer("first_k_dense_replace", 1)
-        return [index < first for index in range(config.num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
-        raise UnusableModel(f"mlp_layer_types must be a list of {config.num_layers} layers")
-    return [kind == "dense" for kind in kinds]
 
 
 MIXER, MOE = "model.layers.{i}.self_attn.", "model.layers.{i}.block_sparse_moe."
@@ -146,6 +137,11 @@ FAMILIES = (
             "num_shared_experts": "n_shared_experts",
         },
         nullable=MAY_LACK_QUERY_RANK,
+        only={
+            "mla_use_nope": (None, True),
+            "moe_router_activation_func": (None, "sigmoid"),
+            "moe_layer_freq": (None, 1),
+        },
         read=read_kimi_linear,
         names=lambda spec: names_of(
             NAMES,

@@ -45,7 +45,7 @@ def read_llama4(config: ConfigFields) -> ModelSpec:
 def _attention(config: ConfigFields, is_rotated: bool, has_chunks: bool) -> AttentionSpec:
     bias, has_norms = config.flag("attention_bias"), config.flag("use_qk_norm") and is_rotated
     growth = None
-    if config.flag("attn_temperature_tuning") and not is_rotated:
+    if _is_on(config, "attn_temperature_tuning") and not is_rotated:
         tokens = _above_zero(config, "floor_scale")
         growth = QueryGrowth(config.number("attn_scale"), tokens, offset=1)
     return config.attention(
@@ -57,6 +57,12 @@ def _attention(config: ConfigFields, is_rotated: bool, has_chunks: bool) -> Atte
         norms_rotated=has_norms,
         growth=growth,
     )
+
+
+def _is_on(config: ConfigFields, key: str) -> bool:
+    """Return a flag, which older configs store as a number: above zero, it is on."""
+    value = config.get(key)
+    return value > 0 if isinstance(value, int) else config.flag(key)
 
 
 def _rotated(config: ConfigFields) -> list[bool]:
