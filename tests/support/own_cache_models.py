@@ -85,8 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = (
     # latent attention
-    *("AXK1ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-    "LongcatFlashForCausalLM",
+    *("AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     # recurrent layers
     *("MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
     *("InklingForCausalLM", "LaraMiniForCausalLM"),
@@ -95,7 +94,7 @@ ARCHITECTURES = (
     # other kinds of attention
     *("BloomForCausalLM", "DeepseekV4ForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM"),
     *("JetMoeForCausalLM", "MptForCausalLM", "XGLMForCausalLM"),
-    *("HYV4ForCausalLM", "HrmTextForCausalLM"),
+    *("HYV4ForCausalLM", "HrmTextForCausalLM", "Inkling2ForCausalLM", "ZayaForCausalLM"),
 )
 
 
