@@ -17,7 +17,7 @@ import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, Field, SecretStr
 
 from tests.support.server import SERVED_NAME, Server
 
@@ -35,7 +35,8 @@ WORDS = 24
 
 
 class Weather(BaseModel):
-    city: str
+    # Without a limit, the small model may write on until its context is full.
+    city: str = Field(max_length=40)
     is_cold: bool
 
 

@@ -102,11 +102,13 @@ def test_layers_with_one_block_are_not_divided_among_ranks() -> None:
 
 
 def test_the_sum_of_the_results_may_be_float32_although_the_weights_are_not() -> None:
-    """It is then nearer to what weights in float32 give, which are the same numbers."""
-    right = hidden_states(model_spec(*SPLIT * 4))
-    plain, precise = (
-        hidden_states(model_spec(*SPLIT * 4, float_residual=is_float), torch.bfloat16)
-        for is_float in (False, True)
-    )
+    """It is then nearer to what weights in float32 give, which are the same numbers: results that
+    are small beside the sum are not lost in it."""
+
+    def states(dtype: torch.dtype, **options: bool) -> Tensor:
+        return hidden_states(model_spec(*SPLIT * 4, residual_scale=0.01, **options), dtype)
+
+    right, plain = states(torch.float32), states(torch.bfloat16)
+    precise = states(torch.bfloat16, float_residual=True)
     assert (plain.dtype, precise.dtype) == (torch.bfloat16, torch.float32)
-    assert (precise - right).norm() < (plain - right).norm()
+    assert (precise - right).norm() < 0.5 * (plain - right).norm()

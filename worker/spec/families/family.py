@@ -130,7 +130,7 @@ class ConfigFields(Fields):
         name = self.text(key)
         if name not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
-            raise UnusableModel(f"{key} {name!r} is not supported; supported: {known}")
+            raise UnusableModel(f"{key} {name!r:.80} is not supported; supported: {known}")
         return ACTIVATIONS[name]
 
     def mlp(self, **changes: Any) -> MlpSpec:
