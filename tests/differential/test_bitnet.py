@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.quantization_config import BitNetQuantConfig
 
-from tests.differential.test_transformers_models import random_model
 from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, expected, load, some_tokens
+from tests.support.transformers_models import random_model
 from worker.errors import UnusableModel
 from worker.models.hf_bitnet import BitLinear, install, read_packed, unpacked
 from worker.spec.architectures import BitNetMode

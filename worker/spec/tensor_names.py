@@ -189,7 +189,8 @@ def with_stacked_experts(
     hidden   width of the hidden states
     """
     roles = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
-    experts = names.roles.get("expert_down", "").partition("{e}.")[0]
+    down = names.roles.get("expert_down", "")
+    experts = down.partition("{e}.")[0] if "{e}." in down else down[: down.rfind(".") + 1]
     begin = experts.partition("{i}")[0]
     found = [
         shape
