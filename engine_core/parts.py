@@ -168,6 +168,6 @@ def _check_transfers(config: EngineConfig, limits: Limits, *, moves_kv: bool) ->
     window = limits.kv_window if limits.kv_groups is None else limits.kv_groups.window
     if window is not None and (moves_kv or config.speculation in ("model", "mtp")):
         raise ValueError(
-            f"kv_window is {window}, but K/V transfer, tiers and draft models need the blocks "
-            "that a window has passed"
+            f"kv_window is {window}, but K/V transfer, tiers, draft models and heads need the "
+            "blocks that a window has passed"
         )

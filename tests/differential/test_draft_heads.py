@@ -18,7 +18,7 @@ from protocol.engine.sampling import SamplingParams
 from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
 from tests.support.examples import examples
-from tests.support.head_schedules import DraftedModel, HeadSchedule
+from tests.support.head_schedules import FEW, DraftedModel, HeadSchedule
 from tests.support.kernels import native_kernels
 from tests.support.paged import PagedRow, attention_batch
 from tests.support.quantized_files import FORMATS, quantized_copies
@@ -72,8 +72,6 @@ def test_the_reference_has_the_logits_of_transformers(tmp_path: Path) -> None:
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-FEW = 6
-"""With so few tokens, a random head is sometimes right."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "at once": {},
     "without prefix cache": {"prefix_cache": False},

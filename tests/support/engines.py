@@ -383,6 +383,16 @@ def _positions(
     return found[first - start * size : end - start * size]
 
 
+def num_requested(plan: StepPlan) -> int:
+    """Return the number of drafts that a plan requests of a draft model or head."""
+    return 0 if plan.wanted is None else sum(plan.wanted.tolist())
+
+
+def proposer_computes(plan: StepPlan) -> bool:
+    """Return whether the draft model or head computes anything in a step."""
+    return plan.follow_starts is not None
+
+
 def drafts_of(plan: StepPlan) -> list[list[int]]:
     """Return the drafts of each row of a plan."""
     if plan.row_drafts is None or plan.drafts is None:

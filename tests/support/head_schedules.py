@@ -24,7 +24,7 @@ from worker.loading.decoder import LoadedModel
 from worker.loading.draft_head import LoadedHead
 
 FEW = 6
-"""Tokens of the models. With so few, a random head is sometimes right."""
+"""Size of the models' vocabularies: small enough for a random head to be right sometimes."""
 MAX_TOKENS = 14
 NUM_PROMPTS, TEMPERATURES = 12, (0.0, 0.9)
 

@@ -55,7 +55,7 @@ CONFIG_ONLY = "transformers has a config class of this type, and no class of mod
 
 @dataclass(frozen=True, slots=True)
 class TypeResult:
-    """What became of a model type.
+    """The result for one model type.
 
     computed     by which code, or why not at all
     difference   the largest one of the logits; None: nothing was computed

@@ -12,8 +12,13 @@ import pytest
 from engine_core.speculation.draft_policy import RETRY_EVERY
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
-from protocol.worker.steps import StepPlan
-from tests.support.engines import Bench, answer, guess_with_accuracy
+from tests.support.engines import (
+    Bench,
+    answer,
+    guess_with_accuracy,
+    num_requested,
+    proposer_computes,
+)
 
 PROMPT = [5, 6, 7, 8]
 
@@ -21,35 +26,6 @@ PROMPT = [5, 6, 7, 8]
 def bench(chance: float = 1.0, **options: object) -> Bench:
     options = {"speculation": "mtp", "guess": guess_with_accuracy(chance), **options}
     return Bench(**options)  # type: ignore[arg-type]
-
-
-def num_requested(plan: StepPlan) -> int:
-    return 0 if plan.wanted is None else sum(plan.wanted.tolist())
-
-
-def uses_head(plan: StepPlan) -> bool:
-    return plan.follow_starts is not None
-
-
-@pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_answer_is_the_same_for_any_head(chance: float, depth: int) -> None:
-    each = bench(chance, steps_in_flight=depth)
-    number = each.add(PROMPT, max_tokens=60, ignore_eos=True)
-    each.run()
-    assert each.tokens(number) == answer(PROMPT, 60, ignore_eos=True)
-    usage = each.usage(number)
-    assert usage.accepted_tokens == 60 - len(each.plans)
-    assert (usage.accepted_tokens == 0) == (chance == 0)
-
-
-def test_a_head_that_is_always_right_gives_nine_tokens_per_step() -> None:
-    each = bench(max_drafts=8)
-    number = each.add(PROMPT, max_tokens=91, ignore_eos=True)
-    each.run()
-    assert len(each.plans) < 15
-    usage = each.usage(number)
-    assert usage.draft_tokens == usage.accepted_tokens > 75
 
 
 def test_the_head_computes_exactly_the_rows_of_its_request() -> None:
@@ -63,16 +39,6 @@ def test_the_head_computes_exactly_the_rows_of_its_request() -> None:
         assert plan.follow_starts.tolist() == plan.row_starts.tolist()
 
 
-def test_no_position_after_the_end_is_computed() -> None:
-    for max_tokens in range(1, 14):
-        each = bench(block_tokens=1, num_blocks=201)
-        number = each.add(PROMPT, max_tokens=max_tokens, ignore_eos=True)
-        each.run()
-        assert len(each.tokens(number)) == max_tokens
-        ends = [plan.row_starts.tolist()[0] + plan.row_tokens.tolist()[0] for plan in each.plans]
-        assert max(ends) == len(PROMPT) + max_tokens - 1
-
-
 def test_a_head_that_is_never_right_stops_and_steps_are_planned_ahead() -> None:
     each = bench(0.0, steps_in_flight=2, max_len=512, num_blocks=129)
     number = each.add(PROMPT, max_tokens=200, ignore_eos=True)
@@ -82,30 +48,10 @@ def test_a_head_that_is_never_right_stops_and_steps_are_planned_ahead() -> None:
         num_ahead += len(each.in_flight) == 2
         each.finish()
     assert each.tokens(number) == answer(PROMPT, 200, ignore_eos=True)
-    uses = [uses_head(plan) for plan in each.plans]
+    uses = [proposer_computes(plan) for plan in each.plans]
     assert 0 < sum(uses) < 20
     assert uses == sorted(uses, reverse=True), "it computes no later position again"
     assert num_ahead > 150
-
-
-def test_a_head_that_costs_as_much_as_it_saves_is_not_used() -> None:
-    for cost, is_used in ((0.1, True), (0.95, False), (3.0, False)):
-        each = bench(draft_cost=cost)
-        each.add(PROMPT, max_tokens=40, ignore_eos=True)
-        each.run()
-        assert any(map(num_requested, each.plans)) == is_used
-        assert any(map(uses_head, each.plans)) == is_used, "an unused head computes nothing"
-
-
-def test_a_head_that_was_never_right_is_tried_by_few_requests() -> None:
-    each = bench(0.0)
-    uses = []
-    for n in range(2 * RETRY_EVERY):
-        before = len(each.plans)
-        each.add([*PROMPT, n], max_tokens=20, ignore_eos=True)
-        each.run()
-        uses.append(any(map(uses_head, each.plans[before:])))
-    assert [n for n, is_used in enumerate(uses) if is_used] == [0, RETRY_EVERY]
 
 
 def test_the_head_follows_without_drafts_while_a_step_is_full() -> None:
@@ -116,7 +62,7 @@ def test_the_head_follows_without_drafts_while_a_step_is_full() -> None:
     each.run()
     crowded = [plan for plan in each.plans if len(plan.row_slots) > 50]
     assert sum(map(num_requested, crowded)) == 0
-    assert all(map(uses_head, crowded))
+    assert all(map(proposer_computes, crowded))
     assert sum(map(num_requested, each.plans)) > 0
 
 
@@ -135,7 +81,7 @@ def test_a_prompt_without_an_answer_does_not_use_the_head() -> None:
     each = bench()
     each.add([*range(1, 14)], max_tokens=0)
     each.run()
-    assert not any(map(uses_head, each.plans))
+    assert not any(map(proposer_computes, each.plans))
 
 
 def test_a_draft_of_the_head_preempts_no_request() -> None:

@@ -15,7 +15,14 @@ from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepPlan
-from tests.support.engines import Bench, answer, drafts_of, guess_with_accuracy
+from tests.support.engines import (
+    Bench,
+    answer,
+    drafts_of,
+    guess_with_accuracy,
+    num_requested,
+    proposer_computes,
+)
 
 PROMPT = [5, 6, 7, 8]
 
@@ -23,50 +30,6 @@ PROMPT = [5, 6, 7, 8]
 def bench(chance: float = 1.0, **options: object) -> Bench:
     options = {"speculation": "model", "guess": guess_with_accuracy(chance), **options}
     return Bench(**options)  # type: ignore[arg-type]
-
-
-def num_requested(plan: StepPlan) -> int:
-    return 0 if plan.wanted is None else sum(plan.wanted.tolist())
-
-
-def uses_draft_model(plan: StepPlan) -> bool:
-    return plan.follow_starts is not None
-
-
-# ---- answers
-@pytest.mark.parametrize("chance", [0.0, 0.8, 1.0])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_answer_is_the_same_for_any_draft_model(chance: float, depth: int) -> None:
-    each = bench(chance, steps_in_flight=depth)
-    number = each.add(PROMPT, max_tokens=60, ignore_eos=True)
-    each.run()
-    assert each.tokens(number) == answer(PROMPT, 60, ignore_eos=True)
-    usage = each.usage(number)
-    assert usage.accepted_tokens == 60 - len(each.plans)
-    assert (usage.accepted_tokens == 0) == (chance == 0)
-
-
-def test_a_draft_model_that_is_always_right_gives_nine_tokens_per_step() -> None:
-    each = bench(max_drafts=8)
-    number = each.add(PROMPT, max_tokens=91, ignore_eos=True)
-    each.run()
-    assert len(each.plans) < 15
-    usage, stats = each.last_output(number).usage, each.engine.stats()
-    assert usage.draft_tokens == stats.num_draft_tokens == stats.num_accepted_tokens > 75
-
-
-def test_no_position_after_the_end_is_computed_by_either_model() -> None:
-    for max_tokens in range(1, 14):
-        each = bench(block_tokens=1, num_blocks=201)
-        number = each.add(PROMPT, max_tokens=max_tokens, ignore_eos=True)
-        each.run()
-        assert len(each.tokens(number)) == max_tokens
-        last = [
-            start + count
-            for plan in each.plans
-            for start, count in zip(plan.row_starts.tolist(), plan.row_tokens.tolist(), strict=True)
-        ]
-        assert max(last) == len(PROMPT) + max_tokens - 1
 
 
 # ---- how often the draft model is used
@@ -78,30 +41,10 @@ def test_a_draft_model_that_is_never_right_is_used_rarely() -> None:
     assert len(each.plans) == 400
     num_drafting, num_computing = (
         sum(map(num_requested, each.plans)),
-        sum(map(uses_draft_model, each.plans)),
+        sum(map(proposer_computes, each.plans)),
     )
     assert 5 < num_drafting < 25
     assert num_computing < num_drafting + 400 / MAX_DRAFT_LAG
-
-
-def test_a_draft_model_that_costs_as_much_as_it_saves_is_not_used() -> None:
-    for cost, is_used in ((0.1, True), (0.95, False), (3.0, False)):
-        each = bench(draft_cost=cost)
-        each.add(PROMPT, max_tokens=40, ignore_eos=True)
-        each.run()
-        assert any(map(num_requested, each.plans)) == is_used
-        assert any(map(uses_draft_model, each.plans)) == is_used, "an unused model computes nothing"
-
-
-def test_a_draft_model_that_was_never_right_is_tried_by_few_requests() -> None:
-    each = bench(0.0)
-    uses = []
-    for n in range(2 * RETRY_EVERY):
-        before = len(each.plans)
-        each.add([*PROMPT, n], max_tokens=20, ignore_eos=True)
-        each.run()
-        uses.append(any(map(num_requested, each.plans[before:])))
-    assert [n for n, is_used in enumerate(uses) if is_used] == [0, RETRY_EVERY]
 
 
 def test_a_draft_model_that_is_rarely_used_does_not_compute_prompts() -> None:
@@ -111,7 +54,7 @@ def test_a_draft_model_that_is_rarely_used_does_not_compute_prompts() -> None:
         before = len(each.plans)
         each.add([*range(n, n + 60)], max_tokens=8, ignore_eos=True)
         each.run()
-        uses.append(any(map(uses_draft_model, each.plans[before:])))
+        uses.append(any(map(proposer_computes, each.plans[before:])))
     assert [n for n, is_used in enumerate(uses) if is_used] == [0, RETRY_EVERY]
 
 
@@ -148,7 +91,7 @@ def test_the_draft_model_computes_cached_blocks_that_lack_its_kv() -> None:
         if n == 0:
             each.add(prompt, max_tokens=8, ignore_eos=True)  # the draft model does not compute it
             each.run()
-            assert not any(map(uses_draft_model, each.plans[-8:]))
+            assert not any(map(proposer_computes, each.plans[-8:]))
             each.engine.check()
     found = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the attention of a layer needs of a step, besides its weights and its input."""
+"""The inputs of a layer's attention that come from the step and not from the layer before."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
         linears += [("gate_up", only.gate_up), ("down", only.down)]
     for linear, matrix in linears:
         first = 0
-        # Of more parts, as in Kimi Linear, those after the values make decays and gates, which have
-        # no adapters.
+        # Kimi Linear has five: queries, keys, values, and two that make decays and gates. Adapters
+        # change only the first three.
         parts = matrix.parts if len(matrix.parts) <= MAX_PARTS else matrix.parts[:3]
         for part in parts:
             if part.cut is not None:
