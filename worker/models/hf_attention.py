@@ -111,12 +111,14 @@ class PagedFunction:
         for name, argument in others.items():
             if argument is not None and name not in IGNORED_ARGUMENTS:
                 raise self.misfit(f"it passes {name!r} to attention")
+        if sliding_window is not None and sliding_window < 1:
+            raise self.misfit(f"a window of {sliding_window} tokens is not possible")
         self._check_shapes(query, key, value, s_aux)
         dtype = value.dtype if step.cache.is_rounded else step.cache.dtype
         q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
         step.cache.write(step.num_done, k, v, step.batch.slot_mapping)
         caches = step.cache.layer(step.num_done)
-        plan = step.plan(self._window(module, sliding_window))
+        plan = step.plan(sliding_window)
         sinks = None if s_aux is None else s_aux.float().contiguous()
         out = step.attention.run(
             q.contiguous(), *caches, plan, scale=scaling, soft_cap=softcap, sinks=sinks
@@ -136,13 +138,6 @@ class PagedFunction:
         index = getattr(module, "layer_idx", None)
         if index not in (None, step.num_done) or step.num_done == self._spec.num_layers:
             raise self.misfit("its layers do not compute attention once each, in order")
-
-    def _window(self, module: Any, argument: int | None) -> int | None:
-        """Return the layer's window. `argument` is the one that the module passes."""
-        window = argument
-        if window is not None and window < 1:
-            raise self.misfit(f"a window of {window} tokens is not possible")
-        return window
 
     def _check_shapes(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
