@@ -29,6 +29,7 @@ from safetensors.numpy import load_file
 
 from tests.support import gguf_latent
 from tests.support.checkpoints import SPECIAL, TEMPLATE, tiny_tokenizer
+from tests.support.gguf_experts import add_routed_experts
 from worker.checkpoint.gguf_file import GGMLType
 
 Array = NDArray[np.float32]
@@ -286,16 +287,10 @@ def _add_own_facts(writer: GGUFWriter, config: Any) -> None:
         case "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
         case "glm4_moe":
-            writer.add_expert_count(config.n_routed_experts)
-            writer.add_expert_used_count(config.num_experts_per_tok)
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-            writer.add_expert_shared_count(config.n_shared_experts)
+            add_routed_experts(writer, config)
             writer.add_leading_dense_block_count(config.first_k_dense_replace)
             writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-            writer.add_expert_weights_scale(config.routed_scaling_factor)
             writer.add_expert_weights_norm(config.norm_topk_prob)
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
         case "ernie4_5_moe":
             writer.add_expert_count(config.moe_num_experts)
             writer.add_expert_used_count(config.moe_k)
@@ -408,16 +403,10 @@ def _add_nemotron(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
     writer.add_ssm_time_step_rank(config.mamba_num_heads)
     if has_experts:
-        writer.add_expert_count(config.n_routed_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(width)
+        add_routed_experts(writer, config)
         shared = config.moe_shared_expert_intermediate_size
         writer.add_expert_shared_feed_forward_length(shared)
-        writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_group_count(config.n_group)
-        writer.add_expert_group_used_count(config.topk_group)
         if config.moe_latent_size is not None:
             writer.add_moe_latent_size(config.moe_latent_size)
 

@@ -10,6 +10,8 @@ import numpy as np
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter
 from numpy.typing import NDArray
 
+from tests.support.gguf_experts import add_routed_experts
+
 Array = NDArray[np.float32]
 ARCHITECTURES = {
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
@@ -52,13 +54,7 @@ def _add_experts(writer: GGUFWriter, config: Any) -> None:
     kinds = getattr(config, "mlp_layer_types", None)
     first = config.first_k_dense_replace if kinds is None else kinds.index("sparse")
     writer.add_leading_dense_block_count(first)
-    writer.add_expert_count(config.n_routed_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_group_count(config.n_group)
-    writer.add_expert_group_used_count(config.topk_group)
+    add_routed_experts(writer, config)
     kind = ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID
     writer.add_expert_gating_func(kind)
     if config.norm_topk_prob and config.model_type != "deepseek_v2":
