@@ -72,7 +72,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         Literal["none", "ngram", "model", "mtp"],
         about(
             "speculative decoding; ngram: draft from the request's own text; model: draft with "
-            "--draft-model; mtp: draft with the head for multi-token prediction of the checkpoint"
+            "--draft-model; mtp: draft with the checkpoint's head for multi-token prediction"
         ),
     ] = "none"
     max_drafts: Annotated[

@@ -40,9 +40,7 @@ def read_draft_head(header: AnyHeader) -> DraftHeadHeader:
     tensors = header.draft_head if isinstance(header, ModelHeader) else None
     if not isinstance(header, ModelHeader) or tensors is None:
         raise UnusableModel(
-            f"the checkpoint {header.name} has no head for multi-token prediction that can be "
-            f"read{_in_gguf(header)}, so --speculation mtp is not possible",
-            remedy=OTHER_METHODS,
+            f"{_reason(header)}, so --speculation mtp is not possible", remedy=OTHER_METHODS
         )
     files = header.files
     if files is None:
@@ -65,6 +63,8 @@ def read_draft_head(header: AnyHeader) -> DraftHeadHeader:
     return DraftHeadHeader(tensors, header.kinds | kinds, layers)
 
 
-def _in_gguf(header: AnyHeader) -> str:
-    is_gguf = isinstance(header, ModelHeader) and isinstance(header.files, GGUFFile)
-    return " (those of GGUF files are not)" if is_gguf else ""
+def _reason(header: AnyHeader) -> str:
+    """Return why no head is found."""
+    if isinstance(header, ModelHeader) and isinstance(header.files, GGUFFile):
+        return "heads for multi-token prediction are not read from GGUF files"
+    return f"the checkpoint {header.name} has no head for multi-token prediction that can be read"
