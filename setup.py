@@ -65,6 +65,7 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
     "hypothesis>=6.130,<7",
     "langchain>=1.4,<2",
     "langchain-openai>=1,<2",
+    "lark>=1.2,<2",
     "llama-index-core>=0.14,<0.15",
     "kubernetes-validate>=1.37,<2",
     "msgpack>=1.1,<2",

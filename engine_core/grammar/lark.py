@@ -66,13 +66,30 @@ def any_of(items: Iterable[str]) -> str:
 
 def up_to(rule: str, end: str, spell: Speller, pattern: str = ANY_TEXT) -> list[str]:
     """Return the Lark lines of a rule: text that matches `pattern`, up to the first `end`, which is
-    included.
+    included."""
+    return until_lines(rule, Until(end, pattern), spell)
+
+
+def until_lines(rule: str, form: Until, spell: Speller) -> list[str]:
+    """Return the Lark lines of a rule for `form`. If it has `but_not`, one of these patterns must
+    rule out `form.end`.
 
     The part of `end` before its first marker may occur in the text. So the text and this part are
     one terminal. As a terminal of its own, the part would end the text wherever it occurs.
     """
-    text = regex(pattern)
-    first, _, rest = spell(end).partition(" ")
+    first, _, rest = spell(form.end).partition(" ")
+    lines: list[str] = []
+    text = regex(form.pattern)
+    if form.but_not:
+        name = rule.upper().replace("-", "_")
+        # One negation of all of them takes ten times as long for each token.
+        lines = [f"{name}: {' & ~'.join((text, *map(regex, form.but_not)))}"]
+        then = f" {regex(form.then)}" if form.then else ""
+        if first.startswith("<"):
+            return [*lines, f"{name}_THEN: {name}{then}", f"{rule}: {name}_THEN {first} {rest}"]
+        return [*lines, f"{name}_END: {name}{then} {first}", f"{rule}: {name}_END {rest}"]
+    if form.then:
+        text = regex(f"(?:{form.pattern})(?:{form.then})")
     if first.startswith("<"):
         return [f"{rule}: {text} {first} {rest}"]
     if rest:
@@ -127,7 +144,7 @@ class _RuleWriter:
         """Return the name of a rule for `form`. Equal forms share one rule."""
         if form not in self._until_rules:
             name = self._until_rules[form] = f"until-{len(self._until_rules)}"
-            self.lines += up_to(name, form.end, self._spell, form.pattern)
+            self.lines += until_lines(name, form, self._spell)
         return self._until_rules[form]
 
 

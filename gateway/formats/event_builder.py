@@ -34,9 +34,11 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
     ToolCallEnd,
+    ToolText,
 )
 from gateway.formats.json_scanner import BROKEN, STRING, LiteralScan, object_scan
 from gateway.formats.json_spelling import PLAIN
+from gateway.formats.text_argument import TextArgument
 
 INVALID_ARGUMENTS = "invalid_tool_arguments"
 UNKNOWN_TOOL = "unknown_tool"
@@ -47,10 +49,12 @@ NEWLINES = "\r\n"
 
 
 class DeclaredTool(msgspec.Struct, frozen=True):
-    """A tool of the request. `parameters` is the JSON schema of its arguments, if it has one."""
+    """A tool of the request. `parameters` is the JSON schema of its arguments, if it has one. If
+    `takes_text`, its calls have one text, which the model writes as the argument `input`."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
+    takes_text: bool = False
 
 
 class EventBuilderState(msgspec.Struct):
@@ -64,6 +68,7 @@ class EventBuilderState(msgspec.Struct):
     markup      the first markup of calls that was found in content
     failed      whether there has been a warning about text that looked like a call
     arguments   scan of the open call's arguments so far
+    text        scan of the open call's text; None: its tool takes arguments
     """
 
     blanks: list[str] = []
@@ -74,6 +79,7 @@ class EventBuilderState(msgspec.Struct):
     markup: str = ""
     failed: bool = False
     arguments: LiteralScan = msgspec.field(default_factory=object_scan)
+    text: TextArgument | None = None
 
 
 class BuilderCheckpoint(msgspec.Struct, frozen=True):
@@ -116,7 +122,7 @@ class EventBuilder:
         return [self._with_id(event) if type(event) is ToolCall else event for event in events]
 
     def _with_id(self, call: ToolCall) -> ToolCall:
-        return call if call.id else ToolCall(call.index, self._new_id(), call.name)
+        return call if call.id else msgspec.structs.replace(call, id=self._new_id())
 
     def checkpoint(self) -> BuilderCheckpoint:
         """Return the current position, for `roll_back`. No call may be open."""
@@ -245,13 +251,19 @@ class EventBuilder:
         tool = self._tools.get(name) if self._tools else None
         return tool.parameters if tool else None
 
+    def _takes_text(self, name: str) -> bool:
+        tool = self._tools.get(name) if self._tools else None
+        return tool is not None and tool.takes_text
+
     def start_call(self, name: str, call_id: str | None = None) -> None:
         """Start a call. If the model wrote no `call_id`, `drain` makes an id."""
         assert not self.s.open, "calls do not nest"
         s = self.s
         s.blanks, s.dropping, s.said, s.open = [], BLANKS, True, True
         self._lacks_ids |= not call_id
-        self.out.append(ToolCall(s.num_calls, call_id or "", name))
+        takes_text = self._takes_text(name)
+        s.text = TextArgument() if takes_text else None
+        self.out.append(ToolCall(s.num_calls, call_id or "", name, takes_text))
         s.num_calls += 1
         if not self.declares(name):
             self.warn(UNKNOWN_TOOL, f"{name!r} is not a tool of this request")
@@ -259,12 +271,22 @@ class EventBuilder:
     def arguments_delta(self, text: str) -> None:
         """Add a piece of the open call's arguments."""
         if repaired := self.s.arguments.push(text):
-            self.out.append(ToolArguments(self.s.num_calls - 1, repaired))
+            self._emit_arguments(repaired)
+
+    def _emit_arguments(self, text: str) -> None:
+        """Emit a piece of the arguments' JSON, or the text that it adds to a call of one text."""
+        index = self.s.num_calls - 1
+        if self.s.text is None:
+            self.out.append(ToolArguments(index, text))
+        elif piece := self.s.text.push(text):
+            self.out.append(ToolText(index, piece))
 
     def fast_arguments(self, text: str) -> ToolArguments | None:
         """Return the event for a piece of arguments that needs no scan: it only continues a JSON
         string, or broken JSON. Return None for any other text, which the caller must pass to
-        `arguments_delta`."""
+        `arguments_delta`, and in a call of one text."""
+        if self.s.text is not None:
+            return None
         at, is_half = self.s.arguments.at, self.s.arguments.readable.is_half
         if at == BROKEN or (at == STRING and not is_half and PLAIN.fullmatch(text)):
             return ToolArguments(self.s.num_calls - 1, text)
@@ -274,9 +296,12 @@ class EventBuilder:
         """Complete the open call: check its arguments and emit its end."""
         index, arguments = self.s.num_calls - 1, self.s.arguments
         if rest := arguments.finish():
-            self.out.append(ToolArguments(index, rest))
+            self._emit_arguments(rest)
         if arguments.is_blank:
-            self.out.append(ToolArguments(index, "{}"))
+            self._emit_arguments("{}")
+        if self.s.text is not None:
+            if piece := self.s.text.finish():
+                self.out.append(ToolText(index, piece))
         elif not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are not a JSON object")
         elif problem := arguments.readable.problem:
@@ -288,7 +313,7 @@ class EventBuilder:
         """Close the open call, if there is one, without emitting an event. `end_call` emits
         `ToolCallEnd` and then calls this. A call that is closed without `end_call` counts as cut
         off."""
-        self.s.open, self.s.arguments = False, object_scan()
+        self.s.open, self.s.arguments, self.s.text = False, object_scan(), None
 
 
 def markup_without_call(marker: str) -> str:

@@ -35,16 +35,25 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False, tag=True):
 class ToolCall(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The start of a call.
 
-    `index` counts the calls of this answer from 0. `id` is unique to the call.
+    `index` counts the calls of this answer from 0. `id` is unique to the call. If `is_text`, the
+    tool takes one text: `ToolText` events follow instead of `ToolArguments`.
     """
 
     index: int
     id: str
     name: str
+    is_text: bool = False
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A piece of the JSON text of the arguments of call `index`."""
+
+    index: int
+    fragment: str
+
+
+class ToolText(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """A piece of the text of call `index`, whose tool takes one text."""
 
     index: int
     fragment: str
@@ -81,7 +90,15 @@ class Failed(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 Event = (
-    Content | Reasoning | ToolCall | ToolArguments | ToolCallEnd | OutputWarning | Finished | Failed
+    Content
+    | Reasoning
+    | ToolCall
+    | ToolArguments
+    | ToolText
+    | ToolCallEnd
+    | OutputWarning
+    | Finished
+    | Failed
 )
 
 
@@ -121,19 +138,22 @@ def merged(events: Iterable[Event]) -> list[Event]:
 def _text_of(event: Event) -> str | None:
     if type(event) is Content or type(event) is Reasoning:
         return event.text
-    return event.fragment if type(event) is ToolArguments else None
+    return event.fragment if isinstance(event, ToolArguments | ToolText) else None
 
 
 def _continues(before: Event, event: Event) -> bool:
-    if isinstance(before, ToolArguments) and isinstance(event, ToolArguments):
+    if type(before) is not type(event):
+        return False
+    if isinstance(before, ToolArguments | ToolText):
+        assert isinstance(event, ToolArguments | ToolText)
         return before.index == event.index
-    return type(before) is type(event)
+    return True
 
 
 def with_text(event: Event, text: str) -> Event:
     """Return a copy of `event` whose text is `text`."""
-    if isinstance(event, ToolArguments):
-        return ToolArguments(event.index, text)
+    if isinstance(event, ToolArguments | ToolText):
+        return type(event)(event.index, text)
     assert isinstance(event, Content | Reasoning)  # other events have no text
     return type(event)(text)
 

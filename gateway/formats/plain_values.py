@@ -5,9 +5,9 @@ strings as they are; null, booleans, numbers, arrays and objects as JSON. The pa
 that the schema allows, in its own order, so it may read a string as another type. If that type has
 limits, the grammar admits only strings that do not start like a value of that type.
 
-A string without limits is any text up to the first marker that may end it. A string with limits
-does not contain the first character of such a marker. Inside JSON, no string contains a whole
-marker.
+A string without limits is any text up to the first marker that may end it. A string with a length
+does not contain the first character of such a marker. A string with a pattern, and one inside JSON,
+does not contain a whole marker.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gateway.formats.string_limits import (
     free_of,
     limited,
     merged,
+    with_any_of,
 )
 from gateway.formats.value_syntax import NUMBERS, Values
 from protocol.engine.grammar import Form, Until
@@ -46,6 +47,9 @@ FIRST_CHARS: dict[str, Ranges] = {
     "array": char_ranges("{[("),
 }
 """Type -> first characters of texts that are read as this type."""
+STRIPPED: dict[Trim, str] = {"nothing": "", "newline": r"\n?", "blanks": r"[ \n]{0,4}"}
+"""What may follow a value because the parser strips it. Without a limit, a model could write blanks
+forever."""
 CONTAINERS = ("object", "array")
 RESERVED_FIRST: Ranges = merged([*char_ranges(BLANKS), *char_ranges('"')])
 
@@ -160,13 +164,32 @@ class PlainValues:
                 texts += self._constants(case, kinds, path, merged(taken))
             else:
                 texts.append(self._limited(case, merged(taken), path))
-        return self._either(texts, others, kinds, path)
+        has_pattern = any("pattern" in case.limits or "format" in case.limits for case in strings)
+        return self._either(texts, others, kinds, path, self._unreadable() if has_pattern else ())
+
+    def _unreadable(self) -> tuple[str, ...]:
+        """Return patterns of the texts that the parser would end too early, or strip."""
+        words, off = with_any_of(self.ending.words), self._stripped()
+        if not off:
+            return (words,)
+        edge = StringEscapes().one_of(off)
+        return words, f"{edge}(?s:.*)", f"(?s:.*){edge}"
+
+    def _stripped(self) -> Ranges:
+        """Return the characters that the parser strips from both ends of a value."""
+        edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
+        return char_ranges(edges[self.ending.trim])
 
     def _either(
-        self, texts: list[str], others: Sequence[SchemaCase], kinds: Sequence[str], path: str
+        self,
+        texts: list[str],
+        others: Sequence[SchemaCase],
+        kinds: Sequence[str],
+        path: str,
+        but_not: tuple[str, ...] = (),
     ) -> Form:
-        """Return the form of a value that matches one of the patterns `texts`, or is one of
-        `others`.
+        """Return the form of a value that matches one of the patterns `texts` and none of
+        `but_not`, or is one of `others`.
 
         The result has as few alternatives as possible, because the text of one must not be read as
         the start of another.
@@ -181,7 +204,12 @@ class PlainValues:
             else:
                 forms.append(sequence(self.values.case(case, path), around + close))
         if texts:
-            forms.append(Until(close, f"(?:{'|'.join(dict.fromkeys(texts))}){exactly(around)}"))
+            text = f"(?:{'|'.join(dict.fromkeys(texts))})"
+            if but_not:
+                then = exactly(around) or STRIPPED[self.ending.trim]
+                forms.append(Until(close, text, but_not, then))
+            else:
+                forms.append(Until(close, text + exactly(around)))
         if not forms:
             self.schemas.refuse(path, "enum", "has no value that this format can write")
         return sequence(around, either(forms))
@@ -190,18 +218,16 @@ class PlainValues:
 
     def _limited(self, case: SchemaCase, taken: Ranges, path: str) -> str:
         """Return the pattern of strings within the case's limits. They start with no character in
-        `taken`, and with no character that the parser would strip.
+        `taken`, and with no character that the parser would strip. `_unreadable` rules out other
+        texts that match a pattern.
         """
-        limits = case.limits
-        edges = {"nothing": "", "newline": "" if self.ending.around else "\n", "blanks": BLANKS}
-        off = char_ranges(edges[self.ending.trim])
-        if not taken and not off:
-            return self._within(self._careful, limits, path)
+        limits, off = case.limits, self._stripped()
         if "pattern" in limits or "format" in limits:
             if taken:
                 self.schemas.refuse(path, "pattern", "cannot be enforced beside other types")
-            never = merged([*self._careful.never, *off])
-            return self._within(StringEscapes(never=never), limits, path)
+            return self._within(StringEscapes(), limits, path)
+        if not taken and not off:
+            return self._within(self._careful, limits, path)
         return self._with_edges(limits.get("minLength", 0), limits.get("maxLength"), taken, off)
 
     def _within(self, spelling: StringEscapes, limits: Any, path: str) -> str:

@@ -144,6 +144,11 @@ def free_of(words: Sequence[str], spelling: StringEscapes) -> str:
     )
 
 
+def with_any_of(words: Sequence[str]) -> str:
+    """Return a regular expression for the texts that contain at least one of `words`."""
+    return f"(?s:.*)(?:{'|'.join(map(exactly, words))})(?s:.*)"
+
+
 @lru_cache(maxsize=256)
 def _free_of(
     words: tuple[str, ...], never: Ranges, escapes: tuple[tuple[str, str], ...], numbered: str

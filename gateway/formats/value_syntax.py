@@ -19,7 +19,14 @@ import msgspec
 
 from gateway.formats.grammar_builder import GrammarBuilder, either, optional, sequence
 from gateway.formats.schema_cases import ANYTHING, Limits, SchemaCase, Schemas
-from gateway.formats.string_limits import CONTROLS, StringEscapes, char_ranges, free_of, limited
+from gateway.formats.string_limits import (
+    CONTROLS,
+    StringEscapes,
+    char_ranges,
+    free_of,
+    limited,
+    with_any_of,
+)
 from protocol.engine.grammar import Form, GrammarRule, LiteralForm, Pattern, Repeat, Until
 
 BLANKS = r"[ \n]{0,8}"
@@ -117,9 +124,10 @@ class Values:
         strings = self.notation.strings
         try:
             if isinstance(strings, MarkedStrings):
-                careful = StringEscapes(never=char_ranges(strings.mark[0]))
-                text = {"pattern": limited(careful, limits)} if limits else {}
-                return sequence(strings.mark, Until(strings.mark, **text))
+                if not limits:
+                    return sequence(strings.mark, Until(strings.mark))
+                text, but_not = limited(StringEscapes(), limits), (with_any_of((strings.mark,)),)
+                return sequence(strings.mark, Until(strings.mark, text, but_not))
             if limits:
                 return Pattern("|".join(one.limited(limits) for one in strings))
             free = Pattern("|".join(one.free() for one in strings))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.formats.events import INVALID_JSON
+from gateway.formats.text_argument import ARGUMENT
 from protocol.wire.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -203,11 +204,26 @@ def _tool_calls(calls: Any, at: str) -> list[TurnCall]:
 
 def _tool_call(call: Any, at: str) -> TurnCall:
     extra = dict(call) if isinstance(call, Mapping) else {}
-    found = _function(extra.pop("function", None), f"{at}.function")
+    if extra.get("type") == "custom":
+        found = _custom(extra.pop("custom", None), f"{at}.custom")
+    else:
+        found = _function(extra.pop("function", None), f"{at}.function")
     found.id = _optional_text(extra, "id", at)
     extra.pop("type", None)
     found.extra = extra
     return found
+
+
+def _custom(custom: Any, at: str) -> TurnCall:
+    """Return the call of a custom tool: for the model, a call of a function with one text."""
+    if not isinstance(custom, Mapping):
+        raise InvalidRequest(f"{at} must be an object", param=at)
+    name, text = custom.get("name"), custom.get("input")
+    for member, value in (("name", name), ("input", text)):
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{at}.{member} must be a string", param=f"{at}.{member}")
+    arguments = {ARGUMENT: text}
+    return TurnCall(str(name), arguments, to_json(arguments))
 
 
 def _function(function: Any, at: str) -> TurnCall:

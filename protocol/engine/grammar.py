@@ -170,10 +170,16 @@ class Pattern(_Form, frozen=True, tag="pattern"):
 
 
 class Until(_Form, frozen=True, tag="until"):
-    """Text without special tokens that matches `pattern`, up to and including the first `end`."""
+    """Text without special tokens that matches `pattern`, up to and including the first `end`.
+
+    but_not  patterns that this text does not match as a whole
+    then     pattern of further text between this text and `end`
+    """
 
     end: str
     pattern: str = "(?s:.*)"
+    but_not: tuple[str, ...] = ()
+    then: str = ""
 
 
 class GrammarRule(_Form, frozen=True, tag="rule"):
@@ -360,8 +366,8 @@ def _form_text(form: Form) -> str:
     match form:
         case LiteralForm(text) | Pattern(text):
             return text
-        case Until(end, pattern):
-            return end + pattern
+        case Until(end, pattern, but_not, then):
+            return "".join((end, pattern, *but_not, then))
     return ""
 
 

@@ -75,6 +75,10 @@ class CollectedFrames:
         return response
 
 
+AT_ONCE = ("local_shell_call", "shell_call", "apply_patch_call", "tool_search_call")
+"""Types of items whose members are sent when the item is complete."""
+
+
 def typed_events(data: bytes) -> list[dict[str, Any]]:
     """Return the events of a stream. Checks that SSE names equal types, that sequence numbers have
     no gap, and that only the last event ends the response."""
@@ -118,8 +122,16 @@ def items_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 part["logprobs"] = part["logprobs"] + event["logprobs"]
             case "reasoning_text.delta":
                 items[place]["content"][event["content_index"]]["text"] += event["delta"]
+            case "reasoning_summary_part.added":
+                items[place]["summary"] = [*items[place]["summary"], {**event["part"]}]
+            case "reasoning_summary_text.delta":
+                items[place]["summary"][event["summary_index"]]["text"] += event["delta"]
             case "function_call_arguments.delta":
                 items[place]["arguments"] += event["delta"]
+            case "custom_tool_call_input.delta":
+                items[place]["input"] += event["delta"]
+            case "output_item.done" if event["item"]["type"] in AT_ONCE:
+                items[place] = event["item"]
             case "output_item.done":
                 items[place]["status"] = event["item"]["status"]
                 assert event["item"].get("encrypted_content") is None

@@ -68,6 +68,8 @@ def _values(kind: inspect.Type, path: str, outer: tuple[type, ...] = ()) -> list
             return [True, False]
         case inspect.ListType(item_type=item, max_length=most):
             return [_values(item, f"{path}[]", outer)[:most]]
+        case inspect.VarTupleType(item_type=item, max_length=most):
+            return [tuple(_values(item, f"{path}[]", outer)[:most])]
         case inspect.DictType(key_type=key, value_type=item, max_length=most):
             items = _values(item, f"{path}{{}}", outer)[:most]
             return [{_values(key, f"{path}{at}")[0]: value for at, value in enumerate(items)}]

@@ -204,11 +204,13 @@ class Walk:
     """A random walk through a grammar. A call returns the tokens of an answer.
 
     The walk prefers markup of the format wherever the grammar admits it, even where markup does not
-    belong, such as in strings. After PATIENCE steps, it prefers to end.
+    belong, such as in strings. After PATIENCE steps, it prefers to end. `closers` are further texts
+    that end values.
     """
 
     model: Model
     rng: random.Random
+    closers: Sequence[str] = ()
 
     def __call__(self, body: Rules, calls: Rules | None = None, **around: Any) -> list[int]:
         matcher = self.model.start(body, calls=calls, **around)
@@ -252,7 +254,7 @@ class Walk:
 
     def _ends(self, body: Rules) -> list[list[int]]:
         """Return the tokens of each text that ends a free text."""
-        ends = {form.end for form in forms_of(body) if isinstance(form, Until)}
+        ends = {form.end for form in forms_of(body) if isinstance(form, Until)} | {*self.closers}
         return [self.model.ids(end) for end in sorted(ends)]
 
     def _next(self, allowed: set[int], hints: Sequence[list[int]], late: bool) -> list[int]:

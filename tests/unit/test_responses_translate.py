@@ -304,6 +304,6 @@ def test_all_calls_of_a_turn_need_an_output_if_one_has_it(
     if missing is None:
         check_outputs(placed)
         return
-    with pytest.raises(InvalidRequest, match=f"function call '{missing}'") as caught:
+    with pytest.raises(InvalidRequest, match=f"the call '{missing}'") as caught:
         check_outputs(placed)
     assert caught.value.param == "input"

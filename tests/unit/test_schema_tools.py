@@ -11,6 +11,7 @@ from gateway.api.openai import requests
 from gateway.api.openai.tools import ToolPlan, tool_plan
 from gateway.http.body import decode
 from protocol.wire.errors import InvalidRequest
+from tests.support.custom_tools import custom_tool
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -28,7 +29,12 @@ def plan(**fields: Any) -> ToolPlan:
     return tool_plan(decode(data, requests.ChatBody))
 
 
+def custom(kind: str) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "f", "format": {"type": kind}}}
+
+
 ALLOWED = "tool_choice.allowed_tools"
+DEFINITION = "tools[0].custom.format.grammar.definition"
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -86,7 +92,8 @@ def test_a_call_may_be_required_or_named_and_limited_to_one() -> None:
     ("fields", "param"),
     [
         ({"tools": ["f"]}, "tools[0]"),
-        ({"tools": [tool(), {"type": "web_search"}]}, "tools[1].type"),
+        ({"tools": [tool(), {"type": "retrieval"}]}, "tools[1].type"),
+        ({"tools": [tool(), {"type": 5}]}, "tools[1].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [tool("")]}, "tools[0].function.name"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
@@ -107,7 +114,17 @@ def test_a_call_may_be_required_or_named_and_limited_to_one() -> None:
             {"tools": [tool()], "tool_choice": allowed("auto", "f", "g")},
             f"{ALLOWED}.tools[1].function.name",
         ),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+        ({"tools": [tool(), custom_tool("f")]}, "tools[1].custom.name"),
+        ({"tools": [custom("json")]}, "tools[0].custom.format.type"),
+        ({"tools": [custom("grammar")]}, "tools[0].custom.format.grammar"),
+        ({"tools": [custom_tool("f", "gbnf", "a")]}, "tools[0].custom.format.grammar.syntax"),
+        ({"tools": [custom_tool("f", "regex", "")]}, DEFINITION),
+        ({"tools": [custom_tool("f", "regex", "(?=a)")]}, DEFINITION),
+        ({"tools": [custom_tool("f", "lark", "start: a")]}, DEFINITION),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice.function.name"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -122,3 +139,39 @@ def test_an_invalid_tool_is_refused_with_its_path(fields: dict[str, Any], param:
 
 def test_a_thousand_tools_are_checked_quickly() -> None:
     assert len(plan(tools=[tool(f"f{place}") for place in range(1024)]).declared) == 1024
+
+
+def test_a_custom_tool_is_a_function_with_one_text() -> None:
+    made = plan(tools=[custom_tool("note"), custom_tool("letters", "regex", "^a+$")])
+    schemas = [shown["function"]["parameters"] for shown in made.shown]
+    assert [list(schema["properties"]) for schema in schemas] == [["input"], ["input"]]
+    assert all(tool.takes_text for tool in made.declared)
+    assert made.strict == {"letters"}
+    limits = [(tool.parameters or {})["properties"]["input"] for tool in made.declared]
+    assert limits == [{"type": "string"}, {"type": "string", "pattern": "^(?:a+)$"}]
+    descriptions = [shown["function"]["description"] for shown in made.shown]
+    assert descriptions[0] == "Takes a note."
+    assert "^a+$" in descriptions[1], "the model reads the grammar"
+
+
+def test_a_custom_tool_can_be_named() -> None:
+    choice = {"type": "custom", "custom": {"name": "note"}}
+    made = plan(tools=[custom_tool("note"), tool("f")], tool_choice=choice)
+    assert (made.mode, made.name) == ("named", "note")
+    allows = {"mode": "auto", "tools": [choice]}
+    made = plan(
+        tools=[custom_tool("note"), tool("f")],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allows},
+    )
+    assert made.allowed == frozenset({"note"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["web_search", "web_search_preview", "file_search", "mcp", "computer_use_preview"]
+)
+def test_a_tool_that_only_another_service_runs_is_left_out(kind: str) -> None:
+    made = plan(tools=[{"type": kind}, tool("f")])
+    assert [tool.name for tool in made.declared] == ["f"]
+    assert made.ignored == ("tools[0]",)
+    assert made.paths == ["tools[1].function"]
+    assert plan(tools=[{"type": kind}]).mode == "none"

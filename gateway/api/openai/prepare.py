@@ -24,7 +24,13 @@ from gateway.api.openai.requests import (
 from gateway.api.openai.response_builder import CompletionResponseBuilder
 from gateway.api.openai.responses import Effective
 from gateway.api.openai.structured import FORM_FIELDS, answer_form
-from gateway.api.openai.tools import ToolPlan, calls_instead_of_form, tool_grammar, tool_plan
+from gateway.api.openai.tools import (
+    ToolPlan,
+    calls_instead_of_form,
+    schema_field,
+    tool_grammar,
+    tool_plan,
+)
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
@@ -54,35 +60,34 @@ class Prompt(RenderedPrompt):
         return Effective(self.kwargs)
 
 
-def _schema_field(plan: ToolPlan) -> str:
-    """Return the field that an error names if the engine refuses a tool's schema.
-
-    The engine does not report which schema it refused. So if there are several tools, the error
-    names the whole list.
-    """
-    return "tools[0].function.parameters" if len(plan.declared) == 1 else "tools"
-
-
 class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
-    `trusts_template` is whether the server accepts `chat_template` from requests."""
+
+    trusts_template  whether the server accepts `chat_template` from requests
+    loaded_tools     tools of the chat that the body does not list, because a message describes them
+    """
 
     def __init__(
-        self, body: ChatBody | BatchBody, model: ServedModel, *, trusts_template: bool = False
+        self,
+        body: ChatBody | BatchBody,
+        model: ServedModel,
+        *,
+        trusts_template: bool = False,
+        loaded_tools: Sequence[Any] = (),
     ) -> None:
         self.body = body
         self.model = model
         # Most requests have neither tools nor a form.
-        has_tools = bool(body.tools) or body.tool_choice is not None
+        has_tools = bool(body.tools or loaded_tools) or body.tool_choice is not None
         has_form = any(getattr(body, field) is not None for field in FORM_FIELDS)
-        self.plan: ToolPlan = tool_plan(body) if has_tools else ToolPlan()
+        self.plan = tool_plan(body, loaded_tools) if has_tools else ToolPlan()
         form = answer_form(body) if has_form else None
-        #: Paths of structured output members that have no effect.
-        self.ignored: list[str] = form.ignored if form else []
+        #: Paths of structured output members and of tools that have no effect.
+        self.ignored: list[str] = [*(form.ignored if form else ()), *self.plan.ignored]
         if self.plan.demands_call:
             form = None
         #: The field that an error names if the engine refuses the grammar.
-        self.form_field: str = form.field if form else _schema_field(self.plan)
+        self.form_field: str = form.field if form else schema_field(self.plan)
         #: The grammar of the answer's text; None if any text is allowed or a tool call is required.
         #: If the model may call tools, the answer is either tool calls or matches this grammar.
         self.form: Body | None = form.body if form else None
@@ -121,7 +126,7 @@ class Preparation:
         return {
             "prompt": "messages",
             "grammar": self.form_field,
-            "grammar.calls": _schema_field(self.plan),
+            "grammar.calls": schema_field(self.plan),
         }
 
     def request_path(self, name: str) -> str:

@@ -83,9 +83,19 @@ _PART = object_schema(
 _CONTENT = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": _PART, "minItems": 1}]}
 _ARGUMENTS = {**TEXT_SCHEMA, "description": "The JSON text of an object."}
 _CALLED = object_schema(["name", "arguments"], name=TEXT_SCHEMA, arguments=_ARGUMENTS)
-_CALL = object_schema(
-    ["id", "function"], id=TEXT_SCHEMA, type={"const": "function"}, function=_CALLED
-)
+_CALL = {
+    "anyOf": [
+        object_schema(
+            ["id", "function"], id=TEXT_SCHEMA, type={"const": "function"}, function=_CALLED
+        ),
+        object_schema(
+            ["id", "type", "custom"],
+            id=TEXT_SCHEMA,
+            type={"const": "custom"},
+            custom=object_schema(["name", "input"], name=TEXT_SCHEMA, input=TEXT_SCHEMA),
+        ),
+    ]
+}
 _MESSAGE = {
     "title": "Message",
     "anyOf": [
@@ -114,9 +124,26 @@ _FUNCTION = object_schema(
     parameters=PARAMETERS_SCHEMA,
     strict={"type": ["boolean", "null"]},
 )
+GRAMMAR_SCHEMA = object_schema(
+    ["syntax", "definition"], syntax={"enum": ["lark", "regex"]}, definition=TEXT_SCHEMA
+)
+_CUSTOM = object_schema(
+    ["name"],
+    name=TOOL_NAME_SCHEMA,
+    description=TEXT_SCHEMA,
+    format={
+        "anyOf": [
+            object_schema(["type"], type={"const": "text"}),
+            object_schema(["type", "grammar"], type={"const": "grammar"}, grammar=GRAMMAR_SCHEMA),
+        ]
+    },
+)
 _TOOL = {
     "title": "Tool",
-    **object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION),
+    "anyOf": [
+        object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION),
+        object_schema(["type", "custom"], type={"const": "custom"}, custom=_CUSTOM),
+    ],
 }
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
 """An OpenAI message."""

@@ -31,6 +31,8 @@ from gateway.api.openai.responses import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionResponse,
+    CustomPart,
+    CustomText,
     Function,
     FunctionPart,
     MessagePart,
@@ -45,6 +47,7 @@ from gateway.formats.events import (
     Reasoning,
     ToolArguments,
     ToolCall,
+    ToolText,
 )
 from gateway.generation.request import Choice
 from gateway.served_model import ServedModel
@@ -165,10 +168,11 @@ class ChatResponseBuilder:
             case ToolArguments(index, fragment):
                 function = FunctionPart(arguments=fragment)
                 part = MessagePart(tool_calls=[ToolCallPart(index=index, function=function)])
-            case ToolCall(index, call_id, name):
-                function = FunctionPart(name=name, arguments="")
-                call = ToolCallPart(index=index, id=call_id, type="function", function=function)
-                part = MessagePart(tool_calls=[call])
+            case ToolText(index, fragment):
+                custom = CustomPart(input=fragment)
+                part = MessagePart(tool_calls=[ToolCallPart(index=index, custom=custom)])
+            case ToolCall():
+                part = MessagePart(tool_calls=[_call_start(event)])
             case _:
                 return None
         return {"delta": part}
@@ -198,17 +202,16 @@ def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
     `content` is null if there is only reasoning or tool calls."""
     text: list[str] = []
     reasoning: list[str] = []
-    calls: list[tuple[str, str, list[str]]] = []
+    calls: list[tuple[ToolCallPart, list[str]]] = []
     for part in parts:
         if part.content is not UNSET:
             text.append(part.content)
         if part.reasoning is not UNSET:
             reasoning.append(part.reasoning)
         for call in part.tool_calls or ():
-            if call.id is UNSET or call.function.name is UNSET:
-                calls[call.index][2].append(call.function.arguments)
-            else:
-                calls.append((call.id, call.function.name, []))
+            if call.id is not UNSET:
+                calls.append((call, []))
+            calls[call.index][1].append(_piece_of(call))
     content, thoughts = "".join(text), "".join(reasoning) or None
     return AssistantMessage(
         role="assistant",
@@ -217,16 +220,36 @@ def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
         annotations=[],
         reasoning=thoughts,
         reasoning_content=thoughts,
-        tool_calls=[
-            OpenAIToolCall(
-                id=call_id,
-                type="function",
-                function=Function(name=name, arguments="".join(fragments)),
-            )
-            for call_id, name, fragments in calls
-        ]
-        or UNSET,
+        tool_calls=[_whole_call(start, "".join(pieces)) for start, pieces in calls] or UNSET,
     )
+
+
+def _call_start(call: ToolCall) -> ToolCallPart:
+    """Return the first delta of a call."""
+    if call.is_text:
+        custom = CustomPart(name=call.name, input="")
+        return ToolCallPart(index=call.index, id=call.id, type="custom", custom=custom)
+    function = FunctionPart(name=call.name, arguments="")
+    return ToolCallPart(index=call.index, id=call.id, type="function", function=function)
+
+
+def _piece_of(part: ToolCallPart) -> str:
+    """Return what a delta of a call adds to its arguments or its text."""
+    if part.custom is not UNSET:
+        return part.custom.input
+    assert part.function is not UNSET
+    return part.function.arguments
+
+
+def _whole_call(start: ToolCallPart, text: str) -> OpenAIToolCall:
+    """Return the call that begins with the delta `start`."""
+    assert start.id is not UNSET
+    if start.custom is not UNSET:
+        custom = CustomText(name=str(start.custom.name), input=text)
+        return OpenAIToolCall(id=start.id, type="custom", custom=custom)
+    assert start.function is not UNSET
+    function = Function(name=str(start.function.name), arguments=text)
+    return OpenAIToolCall(id=start.id, type="function", function=function)
 
 
 class CompletionResponseBuilder:

@@ -197,10 +197,20 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class CustomText(msgspec.Struct, frozen=True, kw_only=True):
+    """The custom tool that a tool call names, and the text for it."""
+
+    name: str
+    input: str
+
+
 class OpenAIToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call: of a function, or of a custom tool, which takes one text."""
+
     id: str
-    type: Literal["function"]
-    function: Function
+    type: Literal["function", "custom"]
+    function: Function | UnsetType = UNSET
+    custom: CustomText | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,14 +290,20 @@ class FunctionPart(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class CustomPart(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
     """A delta of a tool call. The first delta of a call has its id, type and name. The others
-    append to its arguments."""
+    append to its arguments, or to the text for a custom tool."""
 
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionPart
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionPart | UnsetType = UNSET
+    custom: CustomPart | UnsetType = UNSET
 
 
 class MessagePart(msgspec.Struct, frozen=True, kw_only=True):

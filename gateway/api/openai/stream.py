@@ -36,6 +36,7 @@ from gateway.formats.events import (
     OutputWarning,
     Reasoning,
     ToolArguments,
+    ToolText,
     merged,
     with_text,
 )
@@ -246,7 +247,7 @@ class ChunkStream(FrameSink):
             text: str | None = None
             if type(event) is Content or type(event) is Reasoning:
                 text = event.text
-            elif type(event) is ToolArguments:
+            elif isinstance(event, ToolArguments | ToolText):
                 index, text = event.index, event.fragment
             if text is not None:
                 key = choice.index, type(event), index

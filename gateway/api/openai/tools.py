@@ -1,5 +1,9 @@
 """Makes a ToolPlan from tools, tool_choice and parallel_tool_calls, and a grammar from the plan.
 
+A tool of type `custom` takes one text instead of named arguments. For the model it is a function
+with the one argument `input`. If the tool has a grammar, in Lark or as a regular expression, the
+argument's schema has it as a `pattern`, so it is enforced like any schema, in every tool format.
+
 Some SDKs send an empty list of tools, which means no tools. With `tool_choice` "none" the prompt
 has no tools, and the answer is not parsed for calls.
 
@@ -19,14 +23,28 @@ from gateway.api.openai.requests import BatchBody, ChatBody
 from gateway.api.openai.structured import check_keywords
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
+from gateway.formats.lark_pattern import lark_pattern, regex_pattern
+from gateway.formats.lark_terminals import NotConvertible
 from gateway.formats.registry import BoundFormat
+from gateway.formats.text_argument import ARGUMENT
 from gateway.http.json_values import as_object
 from protocol.engine.grammar import Body, Rules
 from protocol.wire.errors import InvalidRequest
 
 Mode = Literal["none", "auto", "required", "named"]
 MODES = ("none", "auto", "required")
-CHOICE_TYPES = ("function", "allowed_tools")
+CHOICE_TYPES = ("function", "custom", "allowed_tools")
+TOOL_TYPES = ("function", "custom")
+HOSTED_TOOLS = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
+    *("computer", "programmatic_tool_calling"),
+)
+"""Beginnings of the types of tools that only OpenAI's service runs: `web_search_preview`. They are
+left out, because an agent sends them to every server and works without them."""
+SYNTAXES = {"lark": lark_pattern, "regex": regex_pattern}
+"""Syntax of a custom tool's grammar -> function that returns its regular expression."""
+MAX_GRAMMAR_CHARS = 64 << 10
+"""Most characters in a custom tool's grammar."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -48,6 +66,10 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     allows_many: bool = True
     #: Names of the tools whose arguments must match their schema.
     strict: frozenset[str] = frozenset()
+    #: Paths of the tools in the request, in the order of `declared`: `tools[0].function`.
+    paths: Sequence[str] = ()
+    #: Paths of tools without effect, because only another service runs them.
+    ignored: Sequence[str] = ()
 
     @property
     def callable(self) -> list[DeclaredTool]:
@@ -70,49 +92,151 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.demands_call or self.is_narrowed or bool(self.strict)
 
 
-def tool_plan(body: ChatBody | BatchBody) -> ToolPlan:
+def tool_plan(body: ChatBody | BatchBody, loaded: Sequence[Any] = ()) -> ToolPlan:
     """Return the plan for a request's tools and `tool_choice`. Raise InvalidRequest naming the
-    field if one of them is invalid."""
-    tools = body.tools or []
-    declared = [_declared(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
-    names = [tool.name for tool in declared]
-    _check_unique(names)
+    field if one of them is invalid.
+
+    loaded  tools that may be called, too, but that a message describes; in errors they follow those
+            of the request
+    """
+    listed = body.tools or []
+    given = {f"tools[{place}]": tool for place, tool in enumerate([*listed, *loaded])}
+    ignored = tuple(at for at, tool in given.items() if is_hosted(tool))
+    tools = [_tool(tool, at) for at, tool in given.items() if at not in ignored]
+    names = [tool.declared.name for tool in tools]
+    _check_unique(tools)
     mode, chosen = _choice(body.tool_choice, names)
     if mode == "none":
-        return ToolPlan()
+        return ToolPlan(ignored=ignored)
     return ToolPlan(
-        shown=tools,
-        declared=declared,
+        shown=[tool.shown for tool in tools[: len(tools) - len(loaded)]],
+        declared=[tool.declared for tool in tools],
         mode=mode,
         name=chosen[0] if mode == "named" else None,
         allowed=frozenset(chosen),
         allows_many=body.parallel_tool_calls is not False,
-        strict=frozenset(n for n, tool in zip(names, tools, strict=True) if _is_strict(tool)),
+        strict=frozenset(name for name, tool in zip(names, tools, strict=True) if tool.is_strict),
+        paths=[tool.at for tool in tools],
+        ignored=ignored,
     )
 
 
-def _check_unique(names: Sequence[str]) -> None:
+def is_hosted(tool: Any) -> bool:
+    """Return whether a tool is one that OpenAI's or Anthropic's service runs itself."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind.startswith(HOSTED_TOOLS)
+
+
+class _Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool of a request, checked.
+
+    shown      the tool for the chat template
+    declared   the tool for the parser and the grammar
+    at         path of the member that describes the tool, such as `tools[0].function`
+    is_strict  whether its arguments must match their schema
+    """
+
+    shown: Mapping[str, Any]
+    declared: DeclaredTool
+    at: str
+    is_strict: bool
+
+
+def _check_unique(tools: Sequence[_Tool]) -> None:
     seen: set[str] = set()
-    for place, name in enumerate(names):
+    for tool in tools:
+        name = tool.declared.name
         if name in seen:
-            at = f"tools[{place}].function.name"
-            raise InvalidRequest.at(at, f"another tool has the name {name!r} too")
+            raise InvalidRequest.at(f"{tool.at}.name", f"another tool has the name {name!r} too")
         seen.add(name)
 
 
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return bool(tool["function"].get("strict"))
-
-
-def _declared(tool: Any, at: str) -> DeclaredTool:
+def _tool(tool: Any, at: str) -> _Tool:
     tool = as_object(tool, at)
-    if tool.get("type", "function") != "function":
-        raise InvalidRequest.at(
-            f"{at}.type", f"must be 'function'; got {tool['type']!r}{tool_type_hint(tool['type'])}"
-        )
-    at = f"{at}.function"
-    function = as_object(tool.get("function"), at)
-    return DeclaredTool(_name(function, at), _parameters(function, at))
+    kind = tool.get("type", "function")
+    if kind not in TOOL_TYPES:
+        raise InvalidRequest.at(f"{at}.type", f"must be 'function' or 'custom'; got {kind!r}")
+    at = f"{at}.{kind}"
+    member = as_object(tool.get(kind), at)
+    if kind == "custom":
+        return _custom_tool(member, at)
+    return _Tool(
+        shown=tool,
+        declared=DeclaredTool(_name(member, at), _parameters(member, at)),
+        at=at,
+        is_strict=bool(member.get("strict")),
+    )
+
+
+# ---- custom tools
+
+
+def _custom_tool(custom: Mapping[str, Any], at: str) -> _Tool:
+    name, description = _name(custom, at), custom.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest.at(f"{at}.description", "must be a string")
+    grammar = _custom_grammar(custom.get("format"), f"{at}.format")
+    words = [description] if description else []
+    limits: dict[str, Any] = {}
+    if grammar is not None:
+        limits = {"pattern": f"^(?:{grammar.pattern})$"}
+        words.append(f"The text must match this grammar ({grammar.syntax}):\n{grammar.source}")
+    function = {
+        "name": name,
+        "description": "\n\n".join(words),
+        "parameters": _text_schema(description="The whole text."),
+    }
+    declared = DeclaredTool(name, _text_schema(**limits), takes_text=True)
+    return _Tool(
+        shown={"type": "function", "function": function},
+        declared=declared,
+        at=at,
+        is_strict=grammar is not None,
+    )
+
+
+def _text_schema(**members: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {ARGUMENT: {"type": "string", **members}},
+        "required": [ARGUMENT],
+        "additionalProperties": False,
+    }
+
+
+class _TextGrammar(msgspec.Struct, frozen=True):
+    """The grammar of a custom tool's text, and the regular expression that enforces it."""
+
+    syntax: str
+    source: str
+    pattern: str
+
+
+def _custom_grammar(format: Any, at: str) -> _TextGrammar | None:
+    """Return the grammar of a custom tool's `format`; None if any text is allowed."""
+    if format is None:
+        return None
+    format = as_object(format, at)
+    kind = format.get("type")
+    if kind == "text":
+        return None
+    if kind != "grammar":
+        raise InvalidRequest.at(f"{at}.type", f"must be 'text' or 'grammar'; got {kind!r}")
+    at = f"{at}.grammar"
+    grammar = as_object(format.get("grammar"), at)
+    syntax, source = grammar.get("syntax"), grammar.get("definition")
+    if syntax not in SYNTAXES:
+        raise InvalidRequest.at(f"{at}.syntax", f"must be one of {', '.join(SYNTAXES)}")
+    at = f"{at}.definition"
+    if not isinstance(source, str) or not 0 < len(source) <= MAX_GRAMMAR_CHARS:
+        raise InvalidRequest.at(at, f"must be a string of 1 to {MAX_GRAMMAR_CHARS:,} characters")
+    try:
+        return _TextGrammar(syntax, source, SYNTAXES[syntax](source))
+    except NotConvertible as error:
+        raise InvalidRequest.at(at, f"cannot be enforced: {error}") from None
+
+
+# ---- names and schemas
 
 
 def _name(function: Mapping[str, Any], at: str) -> str:
@@ -139,13 +263,6 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
             f"{at}.parameters.type", "must be 'object', because arguments have names"
         )
     return parameters
-
-
-def tool_type_hint(kind: Any) -> str:
-    """Return the end of an error about an unsupported tool type: advice, or ""."""
-    if kind == "custom":
-        return "; use a function with one string parameter instead"
-    return ""
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
@@ -188,15 +305,16 @@ def _allowed(value: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
 
 def _allowed_tool(tool: Any, names: Sequence[str], at: str) -> str:
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
-    if kind != "function":
-        raise InvalidRequest.at(f"{at}.type", f"must be 'function'; got {kind!r}")
+    if kind not in TOOL_TYPES:
+        raise InvalidRequest.at(f"{at}.type", f"must be 'function' or 'custom'; got {kind!r}")
     return _named(tool, names, at)
 
 
 def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
-    at = f"{at}.function.name"
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
+    kind = choice.get("type", "function")
+    at = f"{at}.{kind}.name"
+    member = choice.get(kind)
+    name = member.get("name") if isinstance(member, Mapping) else None
     if not isinstance(name, str) or name not in names:
         raise InvalidRequest.at(at, f"must be one of {', '.join(names)}; got {name!r}")
     return name
@@ -247,10 +365,9 @@ def calls_instead_of_form(bound: BoundFormat | None, plan: ToolPlan, form_field:
 
 def _check_schemas(plan: ToolPlan, enforced: Set[str]) -> None:
     """Raise InvalidRequest for a schema keyword that cannot be enforced."""
-    for place, tool in enumerate(plan.declared):
+    for tool, at in zip(plan.declared, plan.paths, strict=True):
         if tool.name in enforced and plan.may_call(tool.name):
-            at = f"tools[{place}].function.parameters"
-            check_keywords(tool.parameters, at, strict=tool.name in plan.strict)
+            check_keywords(tool.parameters, f"{at}.parameters", strict=tool.name in plan.strict)
 
 
 def _callable_tools(plan: ToolPlan) -> Sequence[DeclaredTool]:
@@ -263,5 +380,19 @@ def _callable_tools(plan: ToolPlan) -> Sequence[DeclaredTool]:
 
 def _refusal(error: NotWritable, plan: ToolPlan) -> InvalidRequest:
     place = next(n for n, tool in enumerate(plan.declared) if tool.name == error.tool)
-    at = f"tools[{place}].function.{error.field}"
-    return InvalidRequest.at(at, f"{error}")
+    at, field = plan.paths[place], error.field
+    if plan.declared[place].takes_text and field != "name":
+        field = "format.grammar.definition"
+    return InvalidRequest.at(f"{at}.{field}", f"{error}")
+
+
+def schema_field(plan: ToolPlan) -> str:
+    """Return the field that an error names if the engine refuses a tool's schema.
+
+    The engine does not report which schema it refused. So if there are several tools, the error
+    names the whole list.
+    """
+    if len(plan.declared) != 1:
+        return "tools"
+    is_text = plan.declared[0].takes_text
+    return f"{plan.paths[0]}.{'format.grammar.definition' if is_text else 'parameters'}"

@@ -20,13 +20,16 @@ from msgspec import UNSET, UnsetType
 
 from gateway.api.responses import responses
 from gateway.api.responses.items import item_id, seal
+from gateway.api.responses.open_calls import OpenCall, open_call
 from gateway.api.responses.responses import (
     ItemStatus,
     OutputItem,
     ResponseEvent,
     ResponseObject,
     ResponseStatus,
+    SummaryText,
 )
+from gateway.api.responses.tools import NO_TOOLS, ResponseTools
 from gateway.formats.events import (
     Content,
     Event,
@@ -35,6 +38,7 @@ from gateway.formats.events import (
     ToolArguments,
     ToolCall,
     ToolCallEnd,
+    ToolText,
 )
 from gateway.observe.timings import Timings
 from gateway.store.queries import Interruption
@@ -42,7 +46,6 @@ from gateway.text.logprobs import ChatLogprob
 
 encode = msgspec.json.encode
 Frame = bytes
-TextKind = Literal["message", "reasoning"]
 
 LAST_EVENTS: Mapping[ResponseStatus, str] = {
     "completed": "response.completed",
@@ -85,6 +88,28 @@ def interrupted_response(response_id: str, number: int, body: bytes | None) -> I
     return Interruption(frame(event), encode(response))
 
 
+class TextKind(msgspec.Struct, frozen=True):
+    """How the text of an item is streamed.
+
+    item       type of the item
+    event      beginning of the types of the events with its text
+    part       beginning of the types of the events around its text
+    index      member of these events that numbers the part
+    """
+
+    item: Literal["message", "reasoning"]
+    event: str
+    part: str
+    index: str
+
+
+_MESSAGE = TextKind("message", "output_text", "content_part", "content_index")
+_REASONING = TextKind("reasoning", "reasoning_text", "content_part", "content_index")
+_SUMMARY = TextKind(
+    "reasoning", "reasoning_summary_text", "reasoning_summary_part", "summary_index"
+)
+
+
 class _OpenText:
     """A message or reasoning item that is not complete. The text of its one part arrives in
     deltas."""
@@ -92,14 +117,13 @@ class _OpenText:
     def __init__(self, events: ResponseEvents, kind: TextKind) -> None:
         self.kind = kind
         self._events = events
-        self._is_message = kind == "message"
-        self._event = f"response.{'output_text' if self._is_message else 'reasoning_text'}"
+        self._event = f"response.{kind.event}"
         self._deltas: list[str] = []
         self._logprobs: list[ChatLogprob] = []
-        self._at = events.next_place(kind)
+        self._at = {**events.next_place(kind.item), kind.index: 0}
         self._template = self._delta_template()
         events.emit_item("added", self._item("in_progress", []))
-        self._emit("response.content_part.added", part=self._part(""))
+        self._emit(f"response.{kind.part}.added", part=self._part(""))
 
     def push(self, text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
         self._deltas.append(text)
@@ -111,14 +135,14 @@ class _OpenText:
 
     def close(self, status: ItemStatus) -> OutputItem:
         text = "".join(self._deltas)
-        logprobs = self._logprobs if self._is_message else UNSET
+        logprobs = self._logprobs if self.kind is _MESSAGE else UNSET
         part = self._part(text)
         self._emit(f"{self._event}.done", text=text, logprobs=logprobs)
-        self._emit("response.content_part.done", part=part)
+        self._emit(f"response.{self.kind.part}.done", part=part)
         return self._events.emit_item("done", self._item(status, [part]))
 
     def _emit(self, kind: str, **members: Any) -> None:
-        self._events.emit(kind, **self._at, content_index=0, **members)
+        self._events.emit(kind, **self._at, **members)
 
     def _delta_template(self) -> bytes:
         """Return the frame of a delta, with %b in place of its text and %d in place of its sequence
@@ -126,78 +150,62 @@ class _OpenText:
         empty = ResponseEvent(
             type=f"{self._event}.delta",
             **self._at,
-            content_index=0,
             delta="",
-            logprobs=[] if self._is_message else UNSET,
+            logprobs=[] if self.kind is _MESSAGE else UNSET,
             sequence_number=0,
         )
         template = frame(empty).replace(b'"delta":""', b'"delta":%b')
         return template.replace(b'"sequence_number":0', b'"sequence_number":%d')
 
-    def _part(self, text: str) -> responses.OutputText | responses.ReasoningText:
-        if not self._is_message:
+    def _part(self, text: str) -> responses.OutputText | responses.ReasoningText | SummaryText:
+        if self.kind is _SUMMARY:
+            return SummaryText(text=text)
+        if self.kind is _REASONING:
             return responses.ReasoningText(text=text)
         logprobs = self._logprobs if text else []
         return responses.OutputText(text=text, annotations=[], logprobs=logprobs)
 
-    def _item(self, status: ItemStatus, content: list[Any]) -> OutputItem:
+    def _item(self, status: ItemStatus, parts: list[Any]) -> OutputItem:
         item_id = self._at["item_id"]
-        if self._is_message:
+        if self.kind is _MESSAGE:
             return responses.OutputMessage(
-                id=item_id, status=status, role="assistant", content=content
+                id=item_id, status=status, role="assistant", content=parts
             )
-        sealed = seal("".join(self._deltas)) if self._events.seals and content else None
+        is_summary = self.kind is _SUMMARY
+        sealed = seal("".join(self._deltas)) if self._events.seals and parts else None
         return responses.ReasoningItem(
-            id=item_id, status=status, summary=[], content=content, encrypted_content=sealed
-        )
-
-
-class _OpenCall:
-    """A function call that is not complete."""
-
-    def __init__(self, events: ResponseEvents, call: ToolCall) -> None:
-        self._events = events
-        self._call = call
-        self._deltas: list[str] = []
-        self._at = events.next_place("function_call")
-        events.emit_item("added", self._item("in_progress", ""))
-
-    def push(self, fragment: str) -> None:
-        self._deltas.append(fragment)
-        self._emit("response.function_call_arguments.delta", delta=fragment)
-
-    def close(self, status: ItemStatus) -> OutputItem:
-        arguments = "".join(self._deltas)
-        kind = "response.function_call_arguments.done"
-        self._emit(kind, name=self._call.name, arguments=arguments)
-        return self._events.emit_item("done", self._item(status, arguments))
-
-    def _emit(self, kind: str, **members: str) -> None:
-        self._events.emit(kind, **self._at, **members)
-
-    def _item(self, status: ItemStatus, arguments: str) -> OutputItem:
-        return responses.FunctionCall(
-            id=self._at["item_id"],
-            call_id=self._call.id,
-            name=self._call.name,
-            arguments=arguments,
+            id=item_id,
             status=status,
+            summary=parts if is_summary else [],
+            content=[] if is_summary else parts,
+            encrypted_content=sealed,
         )
 
 
 class ResponseEvents:
     """Writes the frames of one response. They are collected until `pop_frames`."""
 
-    def __init__(self, response: ResponseObject, *, seals: bool = False) -> None:
+    def __init__(
+        self,
+        response: ResponseObject,
+        *,
+        seals: bool = False,
+        summarizes: bool = False,
+        tools: ResponseTools = NO_TOOLS,
+        warnings: Sequence[OutputWarning] = (),
+    ) -> None:
         #: The response without its output.
         self.response = response
         #: Whether to also send the reasoning as `encrypted_content`.
         self.seals = seals
+        #: Whether to send the reasoning as a summary.
+        self._reasoning = _SUMMARY if summarizes else _REASONING
+        self._tools = tools
         #: The sequence number of the next event.
         self.next_number = 0
         self._output: list[OutputItem] = []
-        self._open: _OpenText | _OpenCall | None = None
-        self._warnings: list[OutputWarning] = []
+        self._open: _OpenText | OpenCall | None = None
+        self._warnings: list[OutputWarning] = [*warnings]
         self._frames: list[Frame] = []
 
     def start(self, *, queued: bool = False) -> None:
@@ -221,14 +229,14 @@ class ResponseEvents:
         """
         match event:
             case Content(text):
-                self._text("message").push(text, logprobs)
+                self._text(_MESSAGE).push(text, logprobs)
             case Reasoning(text):
-                self._text("reasoning").push(text)
+                self._text(self._reasoning).push(text)
             case ToolCall():
                 self._close_for_next()
-                self._open = _OpenCall(self, event)
-            case ToolArguments(_, fragment):
-                assert isinstance(self._open, _OpenCall)
+                self._open = open_call(self, event, self._tools.shape(event.name))
+            case ToolArguments(_, fragment) | ToolText(_, fragment):
+                assert isinstance(self._open, OpenCall)
                 self._open.push(fragment)
             case ToolCallEnd():
                 self._close("completed")
@@ -246,7 +254,7 @@ class ResponseEvents:
     ) -> ResponseObject:
         """Close the open item and return the final response. The last event is not written here:
         `last_frame` makes it from the final response."""
-        whole = status == "completed" and not isinstance(self._open, _OpenCall)
+        whole = status == "completed" and not isinstance(self._open, OpenCall)
         self._close("completed" if whole else "incomplete")
         return msgspec.structs.replace(
             self.response,
@@ -291,7 +299,7 @@ class ResponseEvents:
 
     def _text(self, kind: TextKind) -> _OpenText:
         """Return the open item if it is of this kind, else open a new one."""
-        if isinstance(self._open, _OpenText) and self._open.kind == kind:
+        if isinstance(self._open, _OpenText) and self._open.kind is kind:
             return self._open
         self._close_for_next()
         self._open = opened = _OpenText(self, kind)
@@ -299,7 +307,7 @@ class ResponseEvents:
 
     def _close_for_next(self) -> None:
         """Close the open item before another one starts. A call that is still open was cut off."""
-        self._close("incomplete" if isinstance(self._open, _OpenCall) else "completed")
+        self._close("incomplete" if isinstance(self._open, OpenCall) else "completed")
 
     def _close(self, status: ItemStatus) -> None:
         if self._open is not None:

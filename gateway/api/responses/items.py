@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.responses.item_texts import NOTES, SERVICE_CALLS
+from gateway.api.responses.tools import response_tools
 from gateway.http.json_values import as_object
 from protocol.wire.errors import InvalidRequest
 
@@ -24,6 +26,8 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+OTHER_PARTS = ("input_image", "input_file", "input_audio", "encrypted_content")
+"""Types of parts of a tool's output that the model cannot read."""
 RESPONSE_PREFIX = "resp_"
 PREVIOUS = "previous_response_id"
 """The request field with the id of the previous response. Errors about the items of a previous
@@ -33,8 +37,18 @@ _PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
     "reasoning": "rs",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
 }
-_OWN_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{32})_(?:i?)\d+")
+_OTHER_PREFIX = "item"
+_OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(?:i?)\d+")
 _SEALED = "tidegate1."
 """Prefix of the `encrypted_content` that `seal` makes."""
 
@@ -49,10 +63,11 @@ class PlacedItem(msgspec.Struct, frozen=True):
 def item_id(kind: str, response_id: str, place: int, *, in_input: bool = False) -> str:
     """Return the id of the item at index `place` of a response's output, or of its input.
 
-    kind   the item's type, such as "message"; KeyError if it is not in _PREFIXES
+    kind   the item's type, such as "message"
     """
     number = response_id.removeprefix(RESPONSE_PREFIX)
-    return f"{_PREFIXES[kind]}_{number}_{'i' if in_input else ''}{place}"
+    prefix = _PREFIXES.get(kind, _OTHER_PREFIX)
+    return f"{prefix}_{number}_{'i' if in_input else ''}{place}"
 
 
 def response_of(item_id: str) -> str | None:
@@ -144,7 +159,55 @@ def _message(item: Mapping[str, Any], at: str) -> None:
 
 
 def _output(item: Mapping[str, Any], at: str) -> None:
-    _content(item.get("output"), f"{at}.output")
+    """Check the output of a call. Parts that are no text are allowed: the user cannot change what a
+    tool returns, so the model reads a note in their place."""
+    value, at = item.get("output"), f"{at}.output"
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        raise InvalidRequest.at(at, "must be a string or a list of content parts")
+    for place, part in enumerate(value):
+        inner = f"{at}[{place}]"
+        kind = as_object(part, inner).get("type")
+        if kind in TEXT_PARTS:
+            _text(part, "text", inner)
+        elif kind not in OTHER_PARTS:
+            known = ", ".join((*TEXT_PARTS, *OTHER_PARTS))
+            raise InvalidRequest.at(f"{inner}.type", f"must be one of {known}; got {kind!r}")
+
+
+def _shell_output(item: Mapping[str, Any], at: str) -> None:
+    for place, chunk in enumerate(_list(item, "output", at)):
+        inner = f"{at}.output[{place}]"
+        as_object(chunk, inner)
+        for name in ("stdout", "stderr"):
+            if chunk.get(name) is not None:
+                _text(chunk, name, inner)
+
+
+def _patch_output(item: Mapping[str, Any], at: str) -> None:
+    for name in ("status", "output"):
+        if item.get(name) is not None:
+            _text(item, name, at)
+
+
+def _tools(item: Mapping[str, Any], at: str) -> None:
+    response_tools((), [(_list(item, "tools", at), f"{at}.tools")])
+
+
+def _namespace(item: Mapping[str, Any], at: str) -> None:
+    if item.get("namespace") is not None:
+        _text(item, "namespace", at)
+
+
+def _search(item: Mapping[str, Any], at: str) -> None:
+    if item.get("call_id") is not None:
+        _text(item, "call_id", at)
+
+
+def _action(item: Mapping[str, Any], at: str) -> None:
+    member = "operation" if item["type"] == "apply_patch_call" else "action"
+    as_object(item.get(member), f"{at}.{member}")
 
 
 def _reasoning(item: Mapping[str, Any], at: str) -> None:
@@ -176,15 +239,37 @@ def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
         _text(part, "text", inner)
 
 
+def _list(item: Mapping[str, Any], field: str, at: str) -> list[Any]:
+    value = item.get(field)
+    if not isinstance(value, list):
+        raise InvalidRequest.at(f"{at}.{field}", "must be a list")
+    return value
+
+
 def _text(value: Mapping[str, Any], field: str, at: str) -> None:
     if not isinstance(value.get(field), str):
         raise InvalidRequest.at(f"{at}.{field}", "must be a string")
 
 
 _CHECKS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any], str], None] | None]] = {
+    **dict.fromkeys((*SERVICE_CALLS, *NOTES), ((), None)),
     "message": ((), _message),
-    "function_call": (("call_id", "name", "arguments"), None),
+    "function_call": (("call_id", "name", "arguments"), _namespace),
     "function_call_output": (("call_id",), _output),
+    "custom_tool_call": (("call_id", "name", "input"), _namespace),
+    "custom_tool_call_output": (("call_id",), _output),
+    "local_shell_call": (("call_id",), _action),
+    "local_shell_call_output": (("output",), None),
+    "shell_call": (("call_id",), _action),
+    "shell_call_output": (("call_id",), _shell_output),
+    "apply_patch_call": (("call_id",), _action),
+    "apply_patch_call_output": (("call_id",), _patch_output),
+    "tool_search_call": ((), _search),
+    "tool_search_output": ((), _tools),
+    "additional_tools": ((), _tools),
+    "computer_call": (("call_id",), None),
+    "computer_call_output": (("call_id",), None),
+    "mcp_call": (("name", "arguments"), None),
     "reasoning": ((), _reasoning),
     "item_reference": (("id",), None),
 }

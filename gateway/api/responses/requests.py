@@ -31,8 +31,7 @@ from gateway.api.openai.requests import (
     object_schema,
     unsupported,
 )
-from gateway.api.openai.tools import tool_type_hint
-from gateway.http.json_values import as_object, check_depth
+from gateway.http.json_values import check_depth
 from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from protocol.engine.sampling import MaxTokens, NumLogprobs
 from protocol.wire.errors import InvalidRequest
@@ -124,7 +123,7 @@ class ResponseReasoningOptions(msgspec.Struct, frozen=True):
     """Options of reasoning.
 
     effort   like `reasoning_effort` in a chat request
-    summary  accepted without effect: reasoning is returned in full
+    summary  any value but "none": reasoning is returned as a summary, in full
     """
 
     effort: Any = None
@@ -210,6 +209,12 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
     response_format: Any = None
 
     @property
+    def summary(self) -> str | None:
+        """The kind of summary of the reasoning that the request asks for; None: none."""
+        wanted = self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary)
+        return None if wanted == "none" else wanted or None
+
+    @property
     def includes_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
@@ -221,7 +226,7 @@ class ResponsesBody(FormFields, frozen=True, kw_only=True):
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 INCLUDES = (LOGPROBS, ENCRYPTED)
-"""The supported values of `include`."""
+"""The supported values of `include`. Others name what only OpenAI's service can return."""
 
 
 # ---- checks across fields
@@ -238,7 +243,6 @@ _REFUSED = {
     "response_format": "use text.format",
 }
 """Unsupported field -> advice in the error."""
-_TOOL_MEMBERS = ("type", "name", "description", "parameters", "strict")
 
 
 def check(body: ResponsesBody) -> None:
@@ -252,34 +256,15 @@ def check(body: ResponsesBody) -> None:
         raise unsupported("n", "the only supported value is 1")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest.at("stream_options", "requires stream to be true")
-    for place, name in enumerate(body.include or ()):
-        if name not in INCLUDES:
-            raise unsupported(
-                f"include[{place}]", f"must be one of {', '.join(INCLUDES)}; got {name!r}"
-            )
-    _check_tools(body)
-
-
-def _check_tools(body: ResponsesBody) -> None:
-    for place, tool in enumerate(body.tools or ()):
-        at = f"tools[{place}]"
-        as_object(tool, at)
-        if tool.get("type") != "function":
-            kind = tool.get("type")
-            raise InvalidRequest.at(
-                f"{at}.type",
-                "must be 'function', because this server runs no tools of its own; got "
-                f"{kind!r}{tool_type_hint(kind)}",
-            )
-        for name, value in tool.items():
-            if name not in _TOOL_MEMBERS and value is not None:
-                raise unsupported(f"{at}.{name}")
 
 
 def fields_without_effect(body: ResponsesBody, unknown: list[str]) -> list[str]:
     """Return the fields that are set but have no effect: the `unknown` fields, and fields that are
     accepted only because some clients always send them."""
     names = list(unknown)
+    for place, name in enumerate(body.include or ()):
+        if name not in INCLUDES:
+            names.append(f"include[{place}]")
     if body.text is not None and body.text.verbosity is not None:
         names.append("text.verbosity")
     if body.prompt_cache_key is not None:

@@ -47,6 +47,10 @@ class ReasoningText(
     text: str
 
 
+class SummaryText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
+    text: str
+
+
 class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
@@ -57,12 +61,14 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     """An output item with the model's reasoning.
 
+    summary            the reasoning text, if the request asked for a summary; `content` is then
+                       empty, because some clients show both
     encrypted_content  the reasoning text in opaque form, if `include` requests it
     """
 
     id: str
     status: ItemStatus
-    summary: list[Any]
+    summary: list[SummaryText]
     content: list[ReasoningText]
     encrypted_content: str | None
 
@@ -72,17 +78,82 @@ class FunctionCall(
 ):
     """An output item with a function call.
 
-    status  "incomplete" if the call was cut off; `arguments` may then be invalid JSON
+    namespace  the namespace of the function in the request's tools
+    status     "incomplete" if the call was cut off; `arguments` may then be invalid JSON
     """
 
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
     status: ItemStatus
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """An output item with the call of a custom tool, which takes one text.
+
+    status  "incomplete" if the call was cut off; `input` then need not match the tool's grammar
+    """
+
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+    status: ItemStatus
+
+
+class LocalShellCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="local_shell_call"
+):
+    """An output item with a program to run. `action` is of the type "exec"."""
+
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    status: ItemStatus
+
+
+class ShellCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="shell_call"):
+    """An output item with shell commands to run."""
+
+    id: str
+    call_id: str
+    action: dict[str, Any]
+    environment: dict[str, Any]
+    status: ItemStatus
+
+
+class ApplyPatchCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="apply_patch_call"
+):
+    """An output item with a file to create, to change or to delete."""
+
+    id: str
+    call_id: str
+    operation: dict[str, Any]
+    status: ItemStatus
+
+
+class ToolSearchCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_search_call"
+):
+    """An output item with a search for tools, which the client makes."""
+
+    id: str
+    call_id: str
+    execution: Literal["client"]
+    arguments: Any
+    status: ItemStatus
+
+
+ToolCallItem = (
+    FunctionCall | CustomToolCall | LocalShellCall | ShellCall | ApplyPatchCall | ToolSearchCall
+)
+OutputItem = OutputMessage | ReasoningItem | ToolCallItem
 
 
 # ---- the response
@@ -123,7 +194,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResponseReasoning(msgspec.Struct, frozen=True, kw_only=True):
     effort: Any
-    summary: None
+    summary: str | None
 
 
 class ResponseText(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,7 +289,9 @@ def new_response(
         tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         top_logprobs=body.top_logprobs or 0,
-        reasoning=ResponseReasoning(effort=body.reasoning and body.reasoning.effort, summary=None),
+        reasoning=ResponseReasoning(
+            effort=body.reasoning and body.reasoning.effort, summary=body.summary
+        ),
         text=ResponseText(
             format=(body.text and body.text.format) or {"type": "text"}, verbosity="medium"
         ),
@@ -242,8 +315,10 @@ _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of the request, with defaults for the members that the request omits."""
-    rest = {"description": None, "parameters": None, "strict": False}
+    """Return a tool of the request, with defaults for the members that a function omits."""
+    rest: dict[str, Any] = {}
+    if tool.get("type") == "function":
+        rest = {"description": None, "parameters": None, "strict": False}
     return rest | {name: value for name, value in tool.items() if value is not None}
 
 
@@ -290,9 +365,11 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | SummaryText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET

@@ -208,7 +208,14 @@ class _Creation:
     def _sink(
         self, group: ChoiceGroup, frame_writer: FrameWriter, *, queued: bool = False
     ) -> ResponseSink:
-        events = ResponseEvents(self.response, seals=self.body.includes_encrypted)
+        translation = self.ready.translation
+        events = ResponseEvents(
+            self.response,
+            seals=self.body.includes_encrypted,
+            summarizes=self.body.summary is not None,
+            tools=translation.tools,
+            warnings=translation.warnings,
+        )
         logprobs = None
         if self.body.includes_logprobs:
             tokenizer = self.ready.preparation.model.tokenizer

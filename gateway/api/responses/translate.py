@@ -22,9 +22,22 @@ from gateway.api.openai.checks import check_chat
 from gateway.api.openai.field_paths import NO_FIELDS, translate_errors
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
-from gateway.api.openai.tools import CHOICE_TYPES
+from gateway.api.openai.tools import CHOICE_TYPES, is_hosted
+from gateway.api.responses.item_texts import (
+    CALLS,
+    NOTES,
+    OUTPUTS,
+    SERVICE_CALLS,
+    call_id_of,
+    call_of,
+    note_of,
+    output_of,
+    service_result,
+)
 from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem, reasoning_text
 from gateway.api.responses.requests import ResponsesBody
+from gateway.api.responses.tools import ResponseTools, loaded_tools, qualified, response_tools
+from gateway.formats.events import OutputWarning
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.wire.errors import ContextTooLong, InvalidRequest
@@ -39,9 +52,9 @@ _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__stru
 COPIED_FIELDS = _COMMON - _TRANSLATED
 """Fields that both requests have with the same meaning. They are copied."""
 _REQUEST_PATHS = {
-    r"(tools\[\d+\])\.function\b": r"\1",
-    r"tool_choice\.function\.name\b": "tool_choice.name",
-    r"tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b": r"tool_choice.tools\1",
+    r"(tools\[\d+\])\.(function|custom)\b": r"\1",
+    r"tool_choice\.(function|custom)\.name\b": "tool_choice.name",
+    r"tool_choice\.allowed_tools\.tools(\[\d+\])\.(function|custom)\b": r"tool_choice.tools\1",
     r"tool_choice\.allowed_tools\b\.?": "tool_choice.",
     r"response_format(\.json_schema)?\b": "text.format",
     r"reasoning_effort\b": "reasoning.effort",
@@ -50,6 +63,10 @@ _REQUEST_PATHS = {
 }
 """Pattern of the start of a path in the chat -> start of the path in the client's request. The
 first pattern that matches applies."""
+LEFT_OUT = "content_left_out"
+"""Code of the warning about a tool or a part of an item that the model does not read."""
+CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "tool_search")
+"""Types of tools that have no name in the API."""
 _FORMATS = ("text", "json_object", "json_schema")
 INSTRUCTIONS = "instructions"
 _BETWEEN_INSTRUCTIONS = "\n\n"
@@ -65,6 +82,8 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
     chat: ChatBody
     #: Path prefix in the chat -> path prefix in the client's request.
     paths: Mapping[str, str]
+    tools: ResponseTools
+    warnings: Sequence[OutputWarning] = ()
 
     def translate_errors(
         self, engine_fields: Mapping[str, str] = NO_FIELDS
@@ -94,12 +113,13 @@ class ResponsesTranslation(msgspec.Struct, frozen=True):
 def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTranslation:
     """Translate a checked body and check the resulting chat. `items` include those of previous
     responses. Raise InvalidRequest naming the field of the client's request."""
+    tools = response_tools(body.tools, loaded_tools((placed.item, placed.at) for placed in items))
     conversation = ItemConversation(body.instructions, items)
     if not conversation.messages:
         raise InvalidRequest.at("input", "must have at least one message")
     chat = ChatBody(
         messages=conversation.messages,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tools=tools.chat,
         tool_choice=_tool_choice(body.tool_choice),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=_response_format(body.text.format if body.text else None),
@@ -108,41 +128,49 @@ def chat_body(body: ResponsesBody, items: Sequence[PlacedItem]) -> ResponsesTran
         top_logprobs=body.top_logprobs if body.includes_logprobs else None,
         **{name: getattr(body, name) for name in COPIED_FIELDS},
     )
-    translation = ResponsesTranslation(chat, conversation.paths)
+    warnings = [*conversation.warnings, *(_left_out(at) for at in tools.ignored if at[-1] == "]")]
+    paths = {**tools.paths, **conversation.paths}
+    translation = ResponsesTranslation(chat, paths, tools, warnings)
     with translation.translate_errors():
         check_chat(chat)
     return translation
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool from the shape of the Responses API to that of the chat API, in which a nested
-    `function` contains everything except the type."""
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+def _left_out(at: str) -> OutputWarning:
+    """Return the warning about a tool that the model does not see."""
+    return OutputWarning(LEFT_OUT, f"{at}: left out, because only OpenAI's service runs this tool")
 
 
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
-    if kind == "allowed_tools":
-        tools = choice.get("tools")
-        if isinstance(tools, list):
-            tools = [_chosen(tool) for tool in tools]
-        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
-    if kind != "function":
-        raise InvalidRequest.at(
-            "tool_choice.type", f"must be one of {', '.join(CHOICE_TYPES)}; got {kind!r}"
-        )
-    return _chosen(choice)
+    if kind != "allowed_tools":
+        return _chosen(choice, "tool_choice")
+    tools = choice.get("tools")
+    if isinstance(tools, list):
+        tools = [
+            _chosen(tool, f"tool_choice.tools[{place}]")
+            for place, tool in enumerate(tools)
+            if not is_hosted(tool)
+        ]
+    return {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}
 
 
-def _chosen(tool: Any) -> Any:
+def _chosen(tool: Any, at: str) -> Any:
     """Convert a `tool_choice` from the shape of the Responses API to that of the chat API, in which
-    a nested `function` contains the tool's name."""
+    a nested `function` or `custom` contains the tool's name."""
     if not isinstance(tool, Mapping):
         return tool
-    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}
+    kind, name = tool.get("type"), tool.get("name")
+    if kind in CLIENT_TOOLS:
+        kind, name = "function", kind
+    if kind not in ("function", "custom"):
+        words = f"must be one of {', '.join((*CHOICE_TYPES, *CLIENT_TOOLS))}; got {kind!r}"
+        raise InvalidRequest.at(f"{at}.type", words)
+    if isinstance(name, str):
+        name = qualified(tool.get("namespace"), name)
+    return {"type": kind, kind: {"name": name}}
 
 
 def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -171,6 +199,7 @@ class ItemConversation:
         self.messages: list[dict[str, Any]] = []
         #: Path prefix in the chat -> path prefix in the client's request.
         self.paths: dict[str, str] = {}
+        self.warnings: list[OutputWarning] = []
         #: Kind of the last item in the assistant's open message; None: no message is open.
         self._last: str | None = None
         if instructions:
@@ -183,10 +212,14 @@ class ItemConversation:
         match item["type"]:
             case "reasoning":
                 self._extend("reasoning", reasoning_text(item, at), placed)
-            case "function_call":
+            case kind if kind in CALLS:
                 self._call(item, at)
-            case "function_call_output":
+            case kind if kind in OUTPUTS:
                 self._output(item, at)
+            case kind if kind in SERVICE_CALLS:
+                self._service_call(item, at)
+            case kind if kind in NOTES:
+                self._note(item, placed)
             case _ if item["role"] == "assistant":
                 self._extend("content", _joined(item["content"]), placed)
             case _ if item["role"] in SYSTEM_ROLES and self._follows_instructions():
@@ -230,46 +263,66 @@ class ItemConversation:
     def _call(self, item: Item, at: str) -> None:
         message, own = self._assistant("call", at)
         calls = message.setdefault("tool_calls", [])
+        for member in ("function", "custom"):
+            self.paths[f"{own}.tool_calls[{len(calls)}].{member}"] = at
         self.paths[f"{own}.tool_calls[{len(calls)}].id"] = f"{at}.call_id"
-        self.paths[f"{own}.tool_calls[{len(calls)}].function"] = at
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        calls.append({"id": item["call_id"], "type": "function", "function": function})
+        calls.append(call_of(item).tool_call(call_id_of(item)))
 
     def _output(self, item: Item, at: str) -> None:
-        output, call_id = _parts(item["output"]), item["call_id"]
-        own = self._add({"role": "tool", "tool_call_id": call_id, "content": output}, at)
+        content, own_path, left_out = output_of(item, at)
+        for part in left_out:
+            message = f"{part}: left out, because this model reads text only"
+            self.warnings.append(OutputWarning(LEFT_OUT, message))
+        self._result(content, call_id_of(item), at, own_path)
+
+    def _result(self, content: Any, call_id: str | None, at: str, content_path: str) -> None:
+        message = {"role": "tool", "content": content}
+        if call_id is not None:
+            message["tool_call_id"] = call_id
+        own = self._add(message, at)
         self.paths[f"{own}.tool_call_id"] = f"{at}.call_id"
-        self.paths[f"{own}.content"] = f"{at}.output"
+        self.paths[f"{own}.content"] = content_path
+
+    def _service_call(self, item: Item, at: str) -> None:
+        """Add a call that OpenAI's service executed, and its result."""
+        call_id = call_id_of(item) or f"call_{len(self.messages)}"
+        message, _ = self._assistant("call", at)
+        message.setdefault("tool_calls", []).append(call_of(item).tool_call(call_id))
+        self._result(service_result(item), call_id, at, at)
+
+    def _note(self, item: Item, placed: PlacedItem) -> None:
+        role, text = note_of(item, placed.at)
+        if role == "assistant":
+            self._extend("content", text, placed)
+        else:
+            self._add({"role": role, "content": text}, placed.at)
 
 
 def check_outputs(items: Sequence[PlacedItem]) -> None:
     """Raise InvalidRequest if some calls of one turn have outputs and others have none. The model
     would continue as if it had not made the calls without an output."""
-    answered = {
-        placed.item["call_id"] for placed in items if placed.item["type"] == "function_call_output"
-    }
+    answered = {call_id_of(placed.item) for placed in items if placed.item["type"] in OUTPUTS}
     for calls in _calls_by_turn(items):
         missing = [call for call in calls if call not in answered]
         if missing and len(missing) < len(calls):
             raise InvalidRequest.at(
                 "input",
-                f"the function call {missing[0]!r} has no output, but other calls of the same turn "
-                "have one",
+                f"the call {missing[0]!r} has no output, but other calls of the same turn have one",
             )
 
 
-def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str]]:
+def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str | None]]:
     """Return the ids of the calls of each turn. Outputs and a user's messages separate turns."""
-    groups: list[list[str]] = []
+    groups: list[list[str | None]] = []
     is_open = False
     for placed in items:
         item = placed.item
-        if item["type"] == "function_call":
+        if item["type"] in CALLS:
             if not is_open:
                 groups.append([])
-            groups[-1].append(item["call_id"])
+            groups[-1].append(call_id_of(item))
             is_open = True
-        elif item["type"] == "function_call_output" or item.get("role") == "user":
+        elif item["type"] in OUTPUTS or item.get("role") == "user":
             is_open = False
     return groups
 
@@ -301,7 +354,8 @@ class Rendered:
     @property
     def ignored(self) -> list[str]:
         """The members that have no effect, as paths in the client's request."""
-        return [self.translation.request_path(path) for path in self.preparation.ignored]
+        paths = map(self.translation.request_path, self.preparation.ignored)
+        return [*self.translation.tools.ignored, *paths]
 
     def prompt_request(self) -> PromptRequest:
         with self.translate_errors():
@@ -323,7 +377,12 @@ def rendered(
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)
         with translation.translate_errors():
-            preparation = Preparation(translation.chat, model, trusts_template=trusts_template)
+            preparation = Preparation(
+                translation.chat,
+                model,
+                trusts_template=trusts_template,
+                loaded_tools=translation.tools.loaded,
+            )
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)
 
@@ -391,25 +450,21 @@ def possible_cuts(items: Sequence[PlacedItem]) -> list[int]:
     user_turns = [i for i, placed in enumerate(items) if _role(placed) == "user" and i]
     last = user_turns[-1] if user_turns else 0
     rest = range(last + 1, len(items))
-    return user_turns + [i for i in rest if items[i].item["type"] != "function_call_output"]
+    return user_turns + [i for i in rest if items[i].item["type"] not in OUTPUTS]
 
 
 def items_after(items: Sequence[PlacedItem], cut: int) -> list[PlacedItem]:
     """Return the items from index `cut` on, and the system and developer messages before `cut`.
     Outputs whose call is dropped are dropped too."""
-    calls = {placed.item["call_id"] for placed in items[cut:] if _is(placed, "function_call")}
+    calls = {call_id_of(placed.item) for placed in items[cut:] if placed.item["type"] in CALLS}
 
     def stays(place: int, placed: PlacedItem) -> bool:
         if place < cut or _role(placed) in SYSTEM_ROLES:
             return _role(placed) in SYSTEM_ROLES
-        return not _is(placed, "function_call_output") or placed.item["call_id"] in calls
+        return placed.item["type"] not in OUTPUTS or call_id_of(placed.item) in calls
 
     return [placed for place, placed in enumerate(items) if stays(place, placed)]
 
 
 def _role(placed: PlacedItem) -> str | None:
     return placed.item.get("role")
-
-
-def _is(placed: PlacedItem, kind: str) -> bool:
-    return bool(placed.item["type"] == kind)

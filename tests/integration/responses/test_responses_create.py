@@ -202,7 +202,11 @@ def test_a_conversation_of_items_has_the_prompt_of_the_same_messages(
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].call_id"),
+        ({"input": [{"type": "shell_call", "call_id": "c"}]}, "input[0].action"),
+        ({"input": [{"type": "tool_search_output", "tools": [1]}]}, "input[0].tools[0]"),
+        ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
         (
             {
                 "input": [
@@ -216,7 +220,21 @@ def test_a_conversation_of_items_has_the_prompt_of_the_same_messages(
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
             "input[0].encrypted_content",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, {"type": "namespace", "name": "n"}]}, "tools[1].tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [WEATHER, {**WEATHER}]}]},
+            "tools[0].tools[1].name",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "web_search"}},
+            "tool_choice.type",
+        ),
+        ({"tools": [{"type": "web_search"}], "strict_params": True}, "tools[0]"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
         (
@@ -227,7 +245,7 @@ def test_a_conversation_of_items_has_the_prompt_of_the_same_messages(
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["file_search_call.results"], "strict_params": True}, "include[0]"),
         ({"metadata": {"k": 1}}, "metadata.k"),
         ({"stream_options": {}}, "stream_options"),
     ],
