@@ -62,6 +62,7 @@ COMMANDS = {
     "config": "show the options of a server, and where each comes from",
     "run": "print one answer of a model",
     "chat": "chat with a server",
+    "launch": "start a coding agent that uses a server",
     "status": "show whether a server is ready and how busy it is",
     "logs": "show the log of a running server",
     "top": "watch an engine and its open requests",
@@ -174,6 +175,15 @@ def join_bench_step(arguments: Sequence[str]) -> list[str]:
     return [BENCH_STEP, *words[len(name) :]] if words[: len(name)] == name else words
 
 
+def split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (the words of the command, those after `--` for the program that it starts). Other
+    commands than `launch` start no program, and argparse handles their `--`."""
+    if words[0] != "launch" or "--" not in words:
+        return [*words], []
+    place = words.index("--")
+    return [*words[:place]], [*words[place + 1 :]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     raise_file_limit()
     if "_ARGCOMPLETE" in os.environ:  # a shell completes a line
@@ -186,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_command(words)
         parser = build_parser(*([words[0]] if words[0] in COMMANDS else []))
+        words, others = split_arguments(words)
         options, unknown = parser.parse_known_args(words)
+        options.others = others
         if unknown and not take_late_argument(options, unknown):
             options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
         settle_argument(options)

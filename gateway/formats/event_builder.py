@@ -299,15 +299,19 @@ class EventBuilder:
             self._emit_arguments(rest)
         if arguments.is_blank:
             self._emit_arguments("{}")
-        if self.s.text is not None:
-            if piece := self.s.text.finish():
-                self.out.append(ToolText(index, piece))
-        elif not arguments.is_object:
+        elif self.s.text is None:
+            self._check_arguments(index)
+        if self.s.text is not None and (piece := self.s.text.finish()):
+            self.out.append(ToolText(index, piece))
+        self.out.append(ToolCallEnd(index))
+        self.abandon_call()
+
+    def _check_arguments(self, index: int) -> None:
+        arguments = self.s.arguments
+        if not arguments.is_object:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} are not a JSON object")
         elif problem := arguments.readable.problem:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} have {problem}")
-        self.out.append(ToolCallEnd(index))
-        self.abandon_call()
 
     def abandon_call(self) -> None:
         """Close the open call, if there is one, without emitting an event. `end_call` emits

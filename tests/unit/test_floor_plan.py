@@ -121,7 +121,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"bench", "batches", "chat", "config_file"},
         {"models", "libraries", "processes"},
         {"http", "top", "flags", "paths"},
-        {"terminal", "failure", "doctor_findings", "other_servers"},
+        {"terminal", "failure", "doctor_findings", "other_servers", "agents"},
     ),
     "simulator": (
         {"__main__"},
@@ -185,6 +185,7 @@ ENVIRONMENT = {
     "tools/commands/serve.py": "the API key, and the environment of the gateway",
     "tools/commands/worker.py": "the variables of torchrun",
     # The environment of a child process.
+    "tools/commands/launch.py": "the API key, and the environment of an agent",
     "engine_core/workers/process.py": "a worker's",
     "protocol/sdk/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
