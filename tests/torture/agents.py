@@ -1,0 +1,478 @@
+"""Runs real coding agents against a scripted engine, and prints what works.
+
+    python -m tests.torture.agents [--agent codex --agent claude] [--scenario tool] [--newest]
+
+Each agent is started with `tidegate launch`, without a terminal, in a new home and a new folder.
+The chat template accepts a system message only at the start, as those of Qwen 3.5 and later do. The
+versions in `tools/agents.py` are installed from npm and PyPI into --folder. With --newest the
+newest ones are, and what then differs is what an update of an agent breaks. An agent that cannot be
+installed is named. The command exits with 1 if there is any complaint.
+
+| scenario | the engine | what must happen |
+|---|---|---|
+| plain | answers | the answer is printed |
+| tool | calls the agent's shell, then answers | the output of the shell is in the next prompt |
+| edit | calls the agent's tool for files | the file is there |
+| parallel | calls the shell twice in one answer | both outputs are in one prompt |
+| cut | fails in the middle of the first answer | the agent asks again, or names the error |
+| busy | refuses the first request with 429 | the agent asks again |
+| failing | refuses the first request with 500 | the agent asks again, or names the error |
+| resume | answers two runs of one session | the second prompt has the first answer |
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.engine.messages import Generate
+from protocol.wire.errors import ErrorInfo
+from tests.support.gateway_process import GatewayProcess
+from tests.support.processes import ROOT
+from tests.support.scenarios import call
+from tests.support.scripted_engine import (
+    THINKING_TEMPLATE,
+    Reply,
+    ScriptedEngine,
+    text_of,
+    text_reply,
+    thinking_card,
+)
+from tests.torture.table import print_table
+from tools.agents import AGENTS
+
+TASK = "Please do the task."
+ANSWER, SECRET, MADE = "Everything is finished.", "KIWI-77", "made.txt"
+GUARD = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+)
+MODEL, KNOWN_MODEL = "tg-model", "gpt-5.5"
+CONTEXT = 1 << 19
+"""Bytes are tokens here, so prompts are long."""
+RUN_S = 240
+COLUMNS = {"agent": 20, "scenario": 10, "requests": 8, "exit": 6, "result": 0}
+Json = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """How one agent is run without a terminal, and the tools that it offers to the model.
+
+    run       arguments of the agent for one task
+    resume    arguments that continue the last run; none: it cannot
+    shell     name of the tool that runs a command, and its arguments for one
+    write     name of the tool that writes a file, and its arguments for MADE in a folder
+    text      the answer that makes an agent without tools write MADE
+    """
+
+    run: Sequence[str]
+    resume: Sequence[str] = ()
+    shell: str = ""
+    arguments: Callable[[str], Json] = lambda command: {}
+    write: Callable[[str], tuple[str, Json]] | None = None
+    text: str = ""
+
+
+PATCH = f"*** Begin Patch\n*** Add File: {MADE}\n+hello\n*** End Patch\n"
+_FREE = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_CODEX = Tools(
+    run=("exec", *_FREE),
+    resume=("exec", "resume", "--last", *_FREE),
+    shell="exec_command",
+    arguments=lambda command: {"cmd": command},
+    write=lambda folder: ("exec_command", {"cmd": f"echo hello > {MADE}"}),
+)
+VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
+    "codex": ("codex", MODEL, _CODEX),
+    "codex, known model": (
+        "codex",
+        KNOWN_MODEL,
+        Tools(
+            run=_CODEX.run,
+            resume=_CODEX.resume,
+            shell="exec_command",
+            arguments=_CODEX.arguments,
+            write=lambda folder: ("apply_patch", {"input": PATCH}),
+        ),
+    ),
+    "claude": (
+        "claude",
+        MODEL,
+        Tools(
+            run=("-p", "--dangerously-skip-permissions"),
+            resume=("-c", "-p", "--dangerously-skip-permissions"),
+            shell="Bash",
+            arguments=lambda command: {"command": command, "description": "x"},
+            write=lambda folder: (
+                "Write",
+                {"file_path": f"{folder}/{MADE}", "content": "hello\n"},
+            ),
+        ),
+    ),
+    "opencode": (
+        "opencode",
+        MODEL,
+        Tools(
+            run=("run",),
+            resume=("run", "--continue"),
+            shell="bash",
+            arguments=lambda command: {"command": command, "description": "x"},
+            write=lambda folder: (
+                "write",
+                {"filePath": f"{folder}/{MADE}", "content": "hello\n"},
+            ),
+        ),
+    ),
+    "qwen": (
+        "qwen",
+        MODEL,
+        Tools(
+            run=("--yolo", "-p"),
+            resume=("--continue", "--yolo", "-p"),
+            shell="run_shell_command",
+            arguments=lambda command: {"command": command, "is_background": False},
+            write=lambda folder: (
+                "write_file",
+                {"file_path": f"{folder}/{MADE}", "content": "hello\n"},
+            ),
+        ),
+    ),
+    "cline": (
+        "cline",
+        MODEL,
+        Tools(
+            run=(),
+            shell="run_commands",
+            arguments=lambda command: {"commands": [command]},
+        ),
+    ),
+    "aider": (
+        "aider",
+        MODEL,
+        Tools(
+            run=("--yes-always", "--no-check-update", "--edit-format", "whole", "--message"),
+            text=f"{MADE}\n```\nhello\n```\n",
+        ),
+    ),
+}
+"""Row of the table -> (agent, name of the model, its tools)."""
+INSTALLED_AS = {
+    "codex": "@openai/codex",
+    "claude": "@anthropic-ai/claude-code",
+    "opencode": "opencode-ai",
+    "qwen": "@qwen-code/qwen-code",
+    "cline": "cline",
+}
+
+
+# ---- scenarios
+
+
+@dataclass
+class Script:
+    """The scripted model of one run. `folder` is the agent's working directory."""
+
+    tools: Tools
+    folder: Path
+    prompts: list[str] = field(default_factory=list)
+
+    def __call__(self, generate: Generate) -> Reply:
+        prompt = text_of(generate.prompt.tolist())
+        if self.tools.shell and f'"{self.tools.shell}"' not in prompt:
+            return said("A title.")  # a request besides the conversation
+        self.prompts.append(prompt)
+        return self.reply(prompt)
+
+    def reply(self, prompt: str) -> Reply:
+        return said(ANSWER)
+
+    def fault(self, output: str, code: int) -> str:
+        """Return what went wrong; "" if nothing did."""
+        return "" if ANSWER in output else "the answer is not printed"
+
+    @property
+    def is_possible(self) -> bool:
+        return True
+
+
+class Tool(Script):
+    COUNT = 1
+
+    def reply(self, prompt: str) -> Reply:
+        if len(self.prompts) > 1:
+            return said(ANSWER)
+        calls = [
+            call(self.tools.shell, self.tools.arguments(f"cat {'./' * number}note.txt"))
+            for number in range(self.COUNT)
+        ]
+        return said("".join(calls))
+
+    def fault(self, output: str, code: int) -> str:
+        if len(self.prompts) < 2:
+            return "there was no second request"
+        found = max(prompt.count(SECRET) for prompt in self.prompts[1:])
+        if found < self.COUNT:
+            return f"the next prompt has {found} of {self.COUNT} outputs"
+        return super().fault(output, code)
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self.tools.shell)
+
+
+class Parallel(Tool):
+    COUNT = 2
+
+
+class Edit(Script):
+    def reply(self, prompt: str) -> Reply:
+        if (self.folder / MADE).exists():
+            return said(ANSWER)
+        if self.tools.write is None:
+            return said(self.tools.text)
+        return said(call(*self.tools.write(str(self.folder))))
+
+    def fault(self, output: str, code: int) -> str:
+        made = self.folder / MADE
+        if not made.exists() or made.read_text() != "hello\n":
+            return "the file was not written"
+        return "" if self.tools.text else super().fault(output, code)
+
+    @property
+    def is_possible(self) -> bool:
+        return self.tools.write is not None or bool(self.tools.text)
+
+
+class Cut(Script):
+    """The first answer ends with an error."""
+
+    def reply(self, prompt: str) -> Reply:
+        if len(self.prompts) > 1:
+            return said(ANSWER)
+        error = ErrorInfo(code="engine_lost", message="the engine ended")
+        return text_reply("hm</think>\n\nEvery", finish="error", error=error, marked=True)
+
+    def fault(self, output: str, code: int) -> str:
+        if len(self.prompts) > 1:
+            return super().fault(output, code)
+        return "" if code or "engine" in output else "the error was swallowed"
+
+
+class Busy(Script):
+    ERROR = ErrorInfo(code="overloaded", message="the queue is full")
+
+    def reply(self, prompt: str) -> Reply:
+        return self.ERROR if len(self.prompts) == 1 else said(ANSWER)
+
+
+class Failing(Busy):
+    ERROR = ErrorInfo(code="engine_error", message="the engine failed")
+
+    def fault(self, output: str, code: int) -> str:
+        if len(self.prompts) > 1:
+            return super().fault(output, code)
+        return "" if code or "error" in output.lower() else "the error was swallowed"
+
+
+class Resume(Script):
+    def fault(self, output: str, code: int) -> str:
+        if not self.prompts or ANSWER not in self.prompts[-1]:
+            return "the second prompt lacks the first answer"
+        return super().fault(output, code)
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self.tools.resume)
+
+
+SCENARIOS: Mapping[str, type[Script]] = {
+    "plain": Script,
+    "tool": Tool,
+    "edit": Edit,
+    "parallel": Parallel,
+    "cut": Cut,
+    "busy": Busy,
+    "failing": Failing,
+    "resume": Resume,
+}
+
+
+def said(text: str) -> Reply:
+    return text_reply(f"hm</think>\n\n{text}", marked=True, size=16)
+
+
+# ---- running
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of the table."""
+
+    variant: str
+    scenario: str
+    requests: int
+    code: int | None
+    fault: str
+    output: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        code = "-" if self.code is None else str(self.code)
+        return self.variant, self.scenario, str(self.requests), code, self.fault or "ok"
+
+    def complaints(self, slack: float) -> list[str]:
+        if not self.fault or self.code is None:
+            return []
+        return [f"{self.variant}, {self.scenario}: {self.fault}\n{self.output[-2000:]}"]
+
+
+def install(folder: Path, name: str, *, newest: bool) -> str:
+    """Install an agent into `folder`, unless it is there. Return the version; "" if that fails."""
+    agent = AGENTS[name]
+    if name == "aider":
+        return _install_aider(folder, newest=newest)
+    package = INSTALLED_AS[name]
+    version = "latest" if newest else agent.tested
+    home = folder / name
+    home.mkdir(parents=True, exist_ok=True)
+    if newest or not (home / "node_modules" / ".bin" / agent.program).exists():
+        command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(home)]
+        done = subprocess.run(
+            [*command, f"{package}@{version}"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            return ""
+    data = (home / "node_modules" / package / "package.json").read_text()
+    found = re.search(r'"version":\s*"([^"]+)"', data)
+    return found[1] if found else ""
+
+
+def _install_aider(folder: Path, *, newest: bool) -> str:
+    home = folder / "aider"
+    pip = home / "bin" / "pip"
+    if newest or not (home / "bin" / "aider").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        package = "aider-chat" if newest else f"aider-chat=={AGENTS['aider'].tested}"
+        done = subprocess.run([pip, "install", "-q", package], capture_output=True, check=False)
+        if done.returncode:
+            return ""
+    shown = subprocess.run(
+        [pip, "show", "aider-chat"], capture_output=True, text=True, check=False
+    ).stdout
+    found = re.search(r"^Version: (\S+)", shown, re.MULTILINE)
+    return found[1] if found else ""
+
+
+class Runner:
+    """Runs agents against one scripted engine and gateway."""
+
+    def __init__(self, folder: Path, engine: ScriptedEngine, gateway: GatewayProcess) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._gateway = gateway
+
+    def run(self, variant: str, scenario: str) -> Outcome:
+        name, model, tools = VARIANTS[variant]
+        with tempfile.TemporaryDirectory(prefix=".agent-", dir=Path.home()) as place:
+            work = Path(place, "work")
+            work.mkdir()
+            (work / "note.txt").write_text(f"the secret is {SECRET}\n")
+            subprocess.run(["git", "init", "-q", str(work)], check=True)
+            script = SCENARIOS[scenario](tools, work)
+            if not script.is_possible:
+                return Outcome(variant, scenario, 0, None, "not applicable")
+            self._engine.reset()
+            self._engine.script = script
+            output, code = self._launch(name, model, Path(place), tools.run)
+            if scenario == "resume":
+                output, code = self._launch(name, model, Path(place), tools.resume)
+            self._engine.script = lambda generate: said(ANSWER)
+            self._engine.await_idle()
+            fault = script.fault(output, code)
+            return Outcome(variant, scenario, len(script.prompts), code, fault, output)
+
+    def _launch(
+        self, name: str, model: str, place: Path, arguments: Sequence[str]
+    ) -> tuple[str, int]:
+        """Run an agent with a task. Return (what it printed, its exit code)."""
+        programs = [self._folder / name / "node_modules" / ".bin", self._folder / name / "bin"]
+        environment = {
+            "PATH": os.pathsep.join((*map(str, programs), os.environ["PATH"])),
+            "HOME": str(place),
+            "LANG": "C.UTF-8",
+            "TERM": "xterm",
+            "PYTHONPATH": str(ROOT),
+            "IS_SANDBOX": "1",  # Claude Code then runs as root, too
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_PERMISSION": '{"*": "allow"}',
+            "AIDER_ANALYTICS": "false",
+        }
+        command = [sys.executable, "-m", "tidegate", "launch", name, "--url", self._gateway.url]
+        try:
+            done = subprocess.run(
+                [*command, "--model", model, "--", *arguments, TASK],
+                env=environment,
+                cwd=place / "work",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=RUN_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            return f"{late.stdout!r} {late.stderr!r}", 124
+        return done.stdout + done.stderr, done.returncode
+
+
+def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
+    folder = Path(options.folder)
+    versions = {
+        name: install(folder, name, newest=options.newest)
+        for name in dict.fromkeys(VARIANTS[variant][0] for variant in options.agent)
+    }
+    for name, version in versions.items():
+        change = f", tested with {AGENTS[name].tested}" if version != AGENTS[name].tested else ""
+        print(
+            f"{AGENTS[name].about}: {version or 'cannot be installed'}{change if version else ''}"
+        )
+    card = thinking_card(chat_template=GUARD + THINKING_TEMPLATE, context_tokens=CONTEXT)
+    with (
+        tempfile.TemporaryDirectory() as place,
+        ScriptedEngine(f"ipc://{place}/engine.sock", card=card, max_len=CONTEXT) as engine,
+        GatewayProcess(engine=engine.address, served_name=[MODEL, KNOWN_MODEL]) as gateway,
+    ):
+        gateway.await_ready()
+        runner = Runner(folder, engine, gateway)
+        for variant in options.agent:
+            if versions[VARIANTS[variant][0]]:
+                for scenario in options.scenario:
+                    yield runner.run(variant, scenario)
+        if "Traceback" in gateway.log:
+            yield Outcome("the gateway", "", 0, 1, "a traceback is in its log", gateway.log)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--agent", action="append", choices=list(VARIANTS))
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
+    parser.add_argument("--newest", action="store_true", help="install the newest versions")
+    cache = Path.home() / ".cache" / "tidegate-agents"
+    parser.add_argument("--folder", default=str(cache), help=f"default: {cache}")
+    options = parser.parse_args()
+    options.agent = options.agent or list(VARIANTS)
+    options.scenario = options.scenario or list(SCENARIOS)
+    if shutil.which("npm") is None:
+        print("npm is missing; only agents that are installed already are run")
+    return print_table(COLUMNS, outcomes(options), 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
