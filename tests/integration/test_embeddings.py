@@ -127,10 +127,11 @@ def test_too_long_inputs_are_named_with_their_tokens_and_the_limit(gateway: Gate
     assert error["param"] == "input[1]"
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith(
-        "input[1] is 65 tokens; this model takes 64 tokens per input"
+        "This model's maximum context length is 64 tokens. However, input[1] is too long: "
+        "65 tokens > 64 maximum"
     )
     error = error_of(gateway.post(EMBEDDINGS, {"input": [1] * 65}))
-    assert error["message"].startswith("input is 65 tokens")
+    assert "However, input is too long: 65 tokens" in error["message"]
 
 
 def test_too_long_inputs_are_truncated_on_request(
