@@ -17,7 +17,7 @@ from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
     """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the
-    prompt and the answer cannot fit the context limit."""
+    prompt leaves no room for an answer. `max_tokens` may be larger than the room that is left."""
     check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
     longest, is_of_key = context_limit(message, limits)
@@ -26,12 +26,6 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
     if len(prompt) + answer_tokens > longest:
         excess = ContextExcess(num_tokens=len(prompt), max_tokens=longest, is_of_key=is_of_key)
         raise ContextTooLong.of(excess, "prompt")
-    if max_tokens is not None and max_tokens > longest:
-        raise ContextTooLong(
-            f"max_tokens is {max_tokens:,}; {'this key' if is_of_key else 'this model'} takes "
-            f"{longest:,} tokens of prompt and answer together",
-            param="max_tokens",
-        )
     if message.answer is not None:
         _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
 

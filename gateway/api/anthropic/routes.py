@@ -11,7 +11,7 @@ from flask import Response, request
 from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
-from gateway.api.anthropic.translate import MessagesTranslation, clamp_to_model, translate
+from gateway.api.anthropic.translate import MessagesTranslation, translate, without_unkept_budget
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
@@ -82,9 +82,7 @@ def _prepare(
     translation: MessagesTranslation,
     model: ServedModel,
 ) -> tuple[Preparation, Prompt, list[OutputWarning]]:
-    chat, warnings = clamp_to_model(
-        translation.chat, context.caller.context_limit(model.limits.max_len), model.output_format
-    )
+    chat, warnings = without_unkept_budget(translation.chat, model.output_format)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(chat, model, trusts_template=trusts)
     context.ignored = ignored_fields(

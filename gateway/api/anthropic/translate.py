@@ -195,31 +195,26 @@ def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | 
 # ---- limits of the model
 
 
-def clamp_to_model(
-    chat: ChatBody, max_len: int, output_format: ModelOutputFormat
+def without_unkept_budget(
+    chat: ChatBody, output_format: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
-    """Return (the request changed to fit the model's limits, warnings about the changes).
+    """Return (the request without a thinking budget that nothing would keep, warnings about that).
 
-    Clients of this API send the same `max_tokens` to every model, so a value above `max_len` is
-    lowered to it. An answer that fills the context then has the stop reason
-    `model_context_window_exceeded`. Clients also send a thinking budget to models without a
-    reasoning format. The budget is then dropped, with a warning.
+    Clients of this API also send a thinking budget to models without a reasoning format.
     """
-    warnings = []
-    changes: dict[str, Any] = {}
-    if chat.max_tokens is not None and chat.max_tokens > max_len:
-        changes["max_tokens"] = max_len
     fields = chat.thinking_fields
     may_drop = output_format.reasoning is None and fields != ThinkingFields()
     budget = thinking_budget(fields) if may_drop else None
-    if budget:
-        changes |= {"thinking": _without_budget(chat.thinking), "thinking_token_budget": None}
-        message = (
-            f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
-            "field out, or restart the server with --reasoning-format"
-        )
-        warnings.append(OutputWarning(NO_BUDGET, message))
-    return msgspec.structs.replace(chat, **changes), warnings
+    if not budget:
+        return chat, []
+    message = (
+        f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
+        "field out, or restart the server with --reasoning-format"
+    )
+    chat = msgspec.structs.replace(
+        chat, thinking=_without_budget(chat.thinking), thinking_token_budget=None
+    )
+    return chat, [OutputWarning(NO_BUDGET, message)]
 
 
 def _without_budget(thinking: object) -> object:

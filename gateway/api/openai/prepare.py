@@ -40,8 +40,8 @@ from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import InvalidRequest
 
 ANSWER_SHARE = 4
-"""If an answer is not limited, one in this many tokens of the context is kept free of the files
-that a prompt for filling in the middle contains."""
+"""If an answer is limited by the context only, one in this many tokens of the context is kept free
+of the files that a prompt for filling in the middle contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class Completion:
             check_token_ids(prompt, self._model.card.vocab_size, param)
         max_len = self._model.limits.max_len
         answer_tokens = self.body.max_tokens
-        if answer_tokens is None:
+        if answer_tokens is None or answer_tokens >= max_len:
             answer_tokens = max_len // ANSWER_SHARE
         ids, num_left_out = self._infill.prompt(
             prompt,

@@ -12,7 +12,7 @@ from flask import Response, request
 
 from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.anthropic.responses import MessagesErrorAnswer
-from gateway.api.anthropic.translate import clamp_to_model, translate
+from gateway.api.anthropic.translate import translate, without_unkept_budget
 from gateway.api.openai import checks, prepare, requests
 from gateway.api.openai.field_paths import ignored_fields, translate_errors, unchanged
 from gateway.api.openai.parameters import check_counts
@@ -111,7 +111,7 @@ def render_messages(service: Service, context: RequestContext) -> Response:
     translation = translate(body)
     with translation.translate_errors():
         model = service.use(context, translation.chat.model).model
-        chat, _ = clamp_to_model(translation.chat, model.limits.max_len, model.output_format)
+        chat, _ = without_unkept_budget(translation.chat, model.output_format)
         preparation = _preparation(service, context, chat)
         _note_ignored(
             context, [*unknown, *map(translation.request_path, preparation.ignored)], chat

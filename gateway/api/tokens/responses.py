@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.responses import (
+    AnswerWarning,
     ChatLogprobs,
     CompletionTokensDetails,
     Effective,
@@ -109,6 +110,7 @@ class GenerateResponse(
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
@@ -126,6 +128,7 @@ class GenerateChunk(
 
     prompt_token_ids    in the first chunk, if requested
     weights_digest, kv_transfer_params   in a choice's last chunk, and with the total usage
+    warnings            in a choice's last chunk
     """
 
     request_id: str
@@ -135,6 +138,7 @@ class GenerateChunk(
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 

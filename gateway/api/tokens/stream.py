@@ -18,7 +18,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import includes_usage, repeats_usage
-from gateway.api.openai.responses import ChatLogprobs, PromptTokensDetails, error_body
+from gateway.api.openai.responses import (
+    AnswerWarning,
+    ChatLogprobs,
+    PromptTokensDetails,
+    error_body,
+)
 from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.responses import (
     ChosenToken,
@@ -32,7 +37,7 @@ from gateway.api.tokens.responses import (
     TokensLogprobs,
     TopToken,
 )
-from gateway.formats.events import Content, Event, Finished, OutputDelta
+from gateway.formats.events import Content, Event, Finished, OutputDelta, OutputWarning
 from gateway.generation import kv_params
 from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
@@ -120,6 +125,12 @@ class GenerateEnvelope:
         return ChatLogprobs(content, None)
 
 
+def warnings_of(choice: Choice, events: Sequence[Event]) -> list[AnswerWarning]:
+    """Return the warnings among the events of a choice."""
+    found = (event for event in events if isinstance(event, OutputWarning))
+    return [AnswerWarning.from_event(event, choice.index) for event in found]
+
+
 def text_of(events: Sequence[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
@@ -157,7 +168,9 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
     """Return the complete response of a group that ended without an error, as JSON."""
     (prompt_request,) = group.prompt_requests
     sampling, first = envelope.body.sampling_params, group.choices[0]
-    parts = [envelope.part(choice, collected.whole[choice.index]) for choice in group.choices]
+    wholes = [(choice, collected.whole[choice.index]) for choice in group.choices]
+    parts = [envelope.part(choice, whole) for choice, whole in wholes]
+    warnings = [each for choice, whole in wholes for each in warnings_of(choice, whole.events)]
     chances = None
     if sampling.prompt_logprobs is not None:
         chances = prompt_token_logprobs(
@@ -174,6 +187,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
         "prompt_token_ids": prompt_request.prompt_ids if envelope.body.return_token_ids else None,
         "kv_transfer_params": kv_params.response_kv_params(group),
         "ignored_params": envelope.ignored_params,
+        "warnings": warnings or UNSET,
         "choices": parts,
         "timings": timings_of_group(group),
     }
@@ -243,6 +257,7 @@ class GenerateStream(FrameSink):
                 more["prompt_token_ids"] = choice.prompt_request.prompt_ids
         if is_last:
             more |= {"kv_transfer_params": None, "weights_digest": envelope.digest}
+            more["warnings"] = warnings_of(choice, delta.events) or UNSET
         if repeats_usage(envelope.body.stream_options):
             self._num_sent[choice.index] += len(delta.token_ids)
             num_sent = self._num_sent[choice.index]
