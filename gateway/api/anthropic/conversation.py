@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.api.anthropic.signature import sealed_text
 from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
 from protocol.wire.errors import InvalidRequest
@@ -166,8 +167,11 @@ class _ConversationWriter:
         self._add_text(role, block_text(block, at), at)
 
     def _thinking(self, block: Block, at: str) -> None:
-        """Add a thinking block. Its signature is not checked."""
+        """Add a thinking block. Its signature is not checked, but may hold its text."""
         text = string_member(block, "thinking", at)
+        signature = block.get("signature")
+        if not text and isinstance(signature, str):
+            text = sealed_text(signature, f"{at}.signature")
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
