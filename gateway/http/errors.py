@@ -53,12 +53,20 @@ class StoreUnusable(ServingError, sqlite3.OperationalError):
     code = "store_unusable"
 
 
+class ThreadsUnsupported(InvalidRequest):
+    """Raised if a request of the Messages API continues or creates a conversation that the server
+    would have to store. Anthropic's SDKs then send the whole conversation."""
+
+    code = "thread_unsupported_request"
+
+
 _STATUS: dict[type[ServingError], int] = {
     MalformedTarget: 400,
     NoSuchRoute: 404,
     Unauthenticated: 401,
     Forbidden: 403,
     InvalidRequest: 400,
+    ThreadsUnsupported: 400,
     ContextTooLong: 400,
     UnknownModel: 404,
     UnknownRequest: 404,

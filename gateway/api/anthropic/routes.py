@@ -72,7 +72,7 @@ def _translated(
 ) -> tuple[Body, MessagesTranslation]:
     body, unknown = service.bodies.parse_known(request, kind)
     translation = translate(body)
-    context.ignored = ignored_fields(unknown, body.strict_params)
+    context.ignored = ignored_fields([*unknown, *translation.ignored], body.strict_params)
     return body, translation
 
 
@@ -84,7 +84,9 @@ def _prepare(
 ) -> tuple[Preparation, Prompt, list[OutputWarning]]:
     chat, warnings = without_unkept_budget(translation.chat, model.output_format)
     trusts = service.config.trust_request_chat_template
-    preparation = Preparation(chat, model, trusts_template=trusts)
+    preparation = Preparation(
+        chat, model, trusts_template=trusts, shown_tools=translation.shown_tools
+    )
     context.ignored = ignored_fields(
         [*context.ignored, *map(translation.request_path, preparation.ignored)], chat.strict_params
     )

@@ -7,10 +7,12 @@ example inside a reasoning block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from gateway.api.openai.parameters import choices_of, read_options, with_stop_tokens
 from gateway.api.openai.requests import (
@@ -65,10 +67,19 @@ def _schema_field(plan: ToolPlan) -> str:
 
 class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
-    `trusts_template` is whether the server accepts `chat_template` from requests."""
+
+    trusts_template  the server accepts `chat_template` from requests
+    shown_tools      the tools that the template receives; None: those of the body. The messages may
+                     define others
+    """
 
     def __init__(
-        self, body: ChatBody | BatchBody, model: ServedModel, *, trusts_template: bool = False
+        self,
+        body: ChatBody | BatchBody,
+        model: ServedModel,
+        *,
+        trusts_template: bool = False,
+        shown_tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self.body = body
         self.model = model
@@ -76,6 +87,8 @@ class Preparation:
         has_tools = bool(body.tools) or body.tool_choice is not None
         has_form = any(getattr(body, field) is not None for field in FORM_FIELDS)
         self.plan: ToolPlan = tool_plan(body) if has_tools else ToolPlan()
+        if shown_tools is not None and self.plan.mode != "none":
+            self.plan = msgspec.structs.replace(self.plan, shown=shown_tools)
         form = answer_form(body) if has_form else None
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []

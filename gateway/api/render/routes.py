@@ -5,6 +5,7 @@ These routes do not use the engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -112,20 +113,26 @@ def render_messages(service: Service, context: RequestContext) -> Response:
     with translation.translate_errors():
         model = service.use(context, translation.chat.model).model
         chat, _ = without_unkept_budget(translation.chat, model.output_format)
-        preparation = _preparation(service, context, chat)
-        _note_ignored(
-            context, [*unknown, *map(translation.request_path, preparation.ignored)], chat
-        )
+        preparation = _preparation(service, context, chat, translation.shown_tools)
+        ignored = map(translation.request_path, preparation.ignored)
+        _note_ignored(context, [*unknown, *translation.ignored, *ignored], chat)
         prompt = preparation.prompt(chat.messages)
     with translation.translate_errors(preparation.engine_fields):
         return _chat(service, context, carried, preparation, prompt, "msg")
 
 
 def _preparation(
-    service: Service, context: RequestContext, body: requests.ChatBody
+    service: Service,
+    context: RequestContext,
+    body: requests.ChatBody,
+    shown_tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> prepare.Preparation:
-    trusts = service.config.trust_request_chat_template
-    return prepare.Preparation(body, service.use(context, body.model).model, trusts_template=trusts)
+    return prepare.Preparation(
+        body,
+        service.use(context, body.model).model,
+        trusts_template=service.config.trust_request_chat_template,
+        shown_tools=shown_tools,
+    )
 
 
 def _chat(
