@@ -98,6 +98,30 @@ def test_vectors_are_in_the_order_of_the_inputs_and_tokens_are_counted(
     assert "ignored_params" not in found
 
 
+@pytest.mark.parametrize("fields", [{}, {"task": "embed"}, {"encoding_format": "base64"}])
+def test_pooling_has_the_vectors_of_embeddings_in_vllms_form(
+    gateway: GatewayProcess, fields: dict[str, Any]
+) -> None:
+    given = {name: value for name, value in fields.items() if name != "task"}
+    embedded = embed(gateway, ["sea", "a"], **given)
+    pooled = json_of(gateway.post("/pooling", {"input": ["sea", "a"], **fields}))
+    assert pooled["object"] == "list"
+    assert pooled["id"].startswith("pool-")
+    assert pooled["usage"] == embedded["usage"]
+    assert pooled["data"] == [
+        {"object": "pooling", "index": item["index"], "data": item["embedding"]}
+        for item in embedded["data"]
+    ]
+
+
+def test_other_tasks_of_pooling_are_refused(
+    gateway: GatewayProcess, scorer: tuple[ScriptedEngine, GatewayProcess]
+) -> None:
+    error = error_of(gateway.post("/pooling", {"input": "sea", "task": "token_embed"}))
+    assert error["param"] == "task"
+    assert error_of(scorer[1].post("/pooling", {"input": "sea"}))["param"] == "model"
+
+
 def test_base64_has_the_bytes_of_the_numbers(gateway: GatewayProcess) -> None:
     (found,) = embed(gateway, "sea", encoding_format="base64")["data"]
     numbers = struct.unpack(f"<{SIZE}f", base64.b64decode(found["embedding"]))

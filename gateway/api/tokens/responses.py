@@ -173,6 +173,26 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     effective: Effective | UnsetType = UNSET
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's tokenizer, with the names of tokenizer_config.json.
+
+    tokenizer_class   the class of transformers that reads the model's tokenizer.json
+    model_max_length  most tokens of prompt and answer together
+    chat_template     Jinja source of the chat template
+    """
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"]
+    model_max_length: int
+    bos_token: str | UnsetType = UNSET
+    eos_token: str | UnsetType = UNSET
+    unk_token: str | UnsetType = UNSET
+    sep_token: str | UnsetType = UNSET
+    pad_token: str | UnsetType = UNSET
+    cls_token: str | UnsetType = UNSET
+    mask_token: str | UnsetType = UNSET
+    chat_template: str | UnsetType = UNSET
+
+
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The number of prompt tokens of a chat request."""
 
