@@ -180,8 +180,8 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
 class _OpenCall(NamedTuple):
     """A call without a result. `is_named` is whether the client sent its id."""
 
-    name: str
-    id: str
+    name: Any  # checked with the chat
+    id: Any
     is_named: bool
 
 

@@ -142,7 +142,7 @@ def _restore_warnings(
     """Let choices end with the warnings of their recorded answers. `choices` are those of one
     response of the token endpoint, which numbers them from 0."""
     for warning in warnings or ():
-        if warning.choice in range(len(choices)):
+        if warning.choice is not None and 0 <= warning.choice < len(choices):
             choices[warning.choice].warning = OutputWarning(warning.code, warning.message)
 
 
