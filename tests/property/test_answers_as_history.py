@@ -50,7 +50,7 @@ BROKEN = st.sampled_from(['{"a": so}', "[1]", '{"a": 1e400}', '{"a": 1} b', "nul
 
 
 @dataclass(frozen=True)
-class Called:
+class CalledPart:
     """A call in an answer. `is_cut` is whether the answer ended in it."""
 
     name: str
@@ -58,10 +58,10 @@ class Called:
     is_cut: bool = False
 
 
-Part = str | Called
+Part = str | CalledPart
 """A text, which is reasoning or content by turns, or a call."""
 PARTS = st.lists(
-    st.one_of(TEXTS, st.builds(Called, st.sampled_from(NAMES), st.one_of(OBJECTS, BROKEN))),
+    st.one_of(TEXTS, st.builds(CalledPart, st.sampled_from(NAMES), st.one_of(OBJECTS, BROKEN))),
     max_size=6,
 )
 

@@ -155,7 +155,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     and a result answers the first call of its tool that has no result yet. Some clients send the id
     with a result and not with its call. Such a result answers the first call that has none.
     """
-    calls = _OpenCalls()
+    calls = _CallsWithoutResult()
     chat = []
     for place, message in enumerate(messages):
         at = f"messages[{place}]"
@@ -177,7 +177,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     return chat
 
 
-class _OpenCall(NamedTuple):
+class _CallWithoutResult(NamedTuple):
     """A call without a result. `is_named` is whether the client sent its id."""
 
     name: Any  # checked with the chat
@@ -185,11 +185,11 @@ class _OpenCall(NamedTuple):
     is_named: bool
 
 
-class _OpenCalls:
+class _CallsWithoutResult:
     """The calls of a conversation that have no result yet: those of the last turn with calls."""
 
     def __init__(self) -> None:
-        self._open: list[_OpenCall] = []
+        self._open: list[_CallWithoutResult] = []
         #: Whether the client has sent an id with any call.
         self._has_ids = False
 
@@ -208,7 +208,7 @@ class _OpenCalls:
                 raise InvalidRequest.at(f"{at}[{index}].function.arguments", "must be an object")
             own_id, name = call.get("id"), function.get("name")
             call_id = own_id or f"call_{place}_{index}"
-            self._open.append(_OpenCall(name, call_id, bool(own_id)))
+            self._open.append(_CallWithoutResult(name, call_id, bool(own_id)))
             self._has_ids = self._has_ids or bool(own_id)
             called = {"name": name, "arguments": arguments or {}}
             made.append({"id": call_id, "type": "function", "function": called})
@@ -227,7 +227,7 @@ class _OpenCalls:
         members = {"tool_call_id": own_id if is_checked else None, "name": name}
         return {key: value for key, value in members.items() if value is not None}
 
-    def _answered(self, own_id: Any, name: Any) -> _OpenCall | None:
+    def _answered(self, own_id: Any, name: Any) -> _CallWithoutResult | None:
         """Return the call with the id `own_id`. If a client sends ids with results only, return the
         first call of the tool `name`, or else the first one."""
         if own_id:

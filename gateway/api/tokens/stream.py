@@ -37,7 +37,7 @@ from gateway.api.tokens.responses import (
     TokensLogprobs,
     TopToken,
 )
-from gateway.formats.events import Content, Event, Finished, OutputDelta, OutputWarning
+from gateway.formats.events import Content, Event, Finished, OutputDelta
 from gateway.generation import kv_params
 from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
@@ -125,10 +125,14 @@ class GenerateEnvelope:
         return ChatLogprobs(content, None)
 
 
-def warnings_of(choice: Choice, events: Sequence[Event]) -> list[AnswerWarning]:
-    """Return the warnings among the events of a choice."""
-    found = (event for event in events if isinstance(event, OutputWarning))
-    return [AnswerWarning.from_event(event, choice.index) for event in found]
+def warnings_of(choices: Sequence[Choice]) -> list[AnswerWarning] | UnsetType:
+    """Return the warnings about choices that have ended; UNSET if there are none. Those about tool
+    calls are left out, because this API has none."""
+    return [
+        AnswerWarning.from_event(choice.warning, choice.index)
+        for choice in choices
+        if choice.warning is not None
+    ] or UNSET
 
 
 def text_of(events: Sequence[Event]) -> str:
@@ -168,9 +172,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
     """Return the complete response of a group that ended without an error, as JSON."""
     (prompt_request,) = group.prompt_requests
     sampling, first = envelope.body.sampling_params, group.choices[0]
-    wholes = [(choice, collected.whole[choice.index]) for choice in group.choices]
-    parts = [envelope.part(choice, whole) for choice, whole in wholes]
-    warnings = [each for choice, whole in wholes for each in warnings_of(choice, whole.events)]
+    parts = [envelope.part(choice, collected.whole[choice.index]) for choice in group.choices]
     chances = None
     if sampling.prompt_logprobs is not None:
         chances = prompt_token_logprobs(
@@ -187,7 +189,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
         "prompt_token_ids": prompt_request.prompt_ids if envelope.body.return_token_ids else None,
         "kv_transfer_params": kv_params.response_kv_params(group),
         "ignored_params": envelope.ignored_params,
-        "warnings": warnings or UNSET,
+        "warnings": warnings_of(group.choices),
         "choices": parts,
         "timings": timings_of_group(group),
     }
@@ -257,7 +259,7 @@ class GenerateStream(FrameSink):
                 more["prompt_token_ids"] = choice.prompt_request.prompt_ids
         if is_last:
             more |= {"kv_transfer_params": None, "weights_digest": envelope.digest}
-            more["warnings"] = warnings_of(choice, delta.events) or UNSET
+            more["warnings"] = warnings_of([choice])
         if repeats_usage(envelope.body.stream_options):
             self._num_sent[choice.index] += len(delta.token_ids)
             num_sent = self._num_sent[choice.index]
