@@ -73,6 +73,8 @@ class ConversationTools:
         self.ignored: list[str] = []
         self.warnings: list[OutputWarning] = []
         self._tools: list[OfferedTool] = []
+        #: The tool that has each name now: the one defined last. There can be many calls and tools.
+        self._by_name: dict[str, OfferedTool] = {}
         #: Name -> type of the tools that are left out.
         self._left_out: dict[str, str] = {}
         places = [
@@ -81,14 +83,19 @@ class ConversationTools:
         # Nothing else loads tools if the client relies on the search of Anthropic's servers.
         may_defer = not any(str(tool.get("type")).startswith(SEARCH) for tool, _ in places)
         for tool, at in places:
-            if self._is_left_out(tool, at):
+            if self._leaves_out(tool, at):
                 self.ignored.append(at)
                 continue
             is_deferred = _flag(tool, "defer_loading", at) and may_defer
-            self._tools.append(OfferedTool.of(tool, at, is_deferred=is_deferred))
+            self._add(OfferedTool.of(tool, at, is_deferred=is_deferred))
 
-    def _is_left_out(self, tool: Mapping[str, Any], at: str) -> bool:
-        """Return whether the tool is one of Anthropic's own. If it is, add a warning."""
+    def _add(self, tool: OfferedTool) -> None:
+        self._tools.append(tool)
+        if isinstance(tool.name, str):
+            self._by_name[tool.name] = tool
+
+    def _leaves_out(self, tool: Mapping[str, Any], at: str) -> bool:
+        """Leave a tool of Anthropic's own out, with a warning. Return whether it is one."""
         kind = tool.get("type")
         if kind in (None, "custom"):
             return False
@@ -104,14 +111,14 @@ class ConversationTools:
             if self._left_out and not self.offered:
                 kind = next(iter(self._left_out.values()))
                 raise InvalidRequest.at("tool_choice", _not_run(kind))
-        elif name in self._left_out and self._named(name) is None:
+        elif name in self._left_out and name not in self._by_name:
             raise InvalidRequest.at("tool_choice.name", _not_run(self._left_out[name]))
 
     # ---- the messages, in order
 
     def on_reference(self, name: str) -> str:
         """Offer a tool that the result of a search names."""
-        tool = self._named(name)
+        tool = self._by_name.get(name)
         if tool is None:
             return f"The tool {name} is available now."
         return self._offer(tool)
@@ -131,14 +138,13 @@ class ConversationTools:
             )
         at = f"{at}.definition"
         definition = as_object(tool.get("definition"), at)
-        if self._is_left_out(definition, at):
+        if self._leaves_out(definition, at):
             return ""
         if len(self._tools) >= MAX_TOOLS:
             raise InvalidRequest.at(at, f"a request can have at most {MAX_TOOLS} tools")
-        if (before := self._named(definition.get("name"))) is not None:
-            before.state = "withdrawn"
         added = OfferedTool.of(definition, at, is_deferred=True)
-        self._tools.append(added)
+        self._withdraw(added.name)
+        self._add(added)
         return self._offer(added)
 
     def on_removal(self, tool: Any, at: str) -> str:
@@ -153,13 +159,12 @@ class ConversationTools:
                 f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}"
             )
         name = _name(tool, at)
-        if (removed := self._named(name)) is not None:
-            removed.state = "withdrawn"
+        self._withdraw(name)
         return f"The tool {name} is no longer available."
 
     def on_call(self, name: str) -> None:
         """Offer a deferred tool that the conversation has called, or that must be called."""
-        tool = self._named(name)
+        tool = self._by_name.get(name)
         if tool is not None and tool.state == "deferred":
             tool.state, tool.is_at_start = "offered", True
 
@@ -175,9 +180,10 @@ class ConversationTools:
         self.warnings.append(OutputWarning(TOOL_LEFT_OUT, f"{at}: left out, because {problem}"))
         return ""
 
-    def _named(self, name: Any) -> OfferedTool | None:
-        """Return the tool that has this name now: the one defined last."""
-        return next((tool for tool in reversed(self._tools) if tool.name == name), None)
+    def _withdraw(self, name: Any) -> None:
+        tool = self._by_name.get(name) if isinstance(name, str) else None
+        if tool is not None:
+            tool.state = "withdrawn"
 
     # ---- the chat
 
