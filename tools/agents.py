@@ -141,7 +141,8 @@ def _cline(server: AgentServer) -> AgentSession:
         "model": server.model,
         "baseUrl": f"{server.url}/v1",
     }
-    providers = {kind: {"settings": settings, "tokenSource": "manual"}}
+    updated = "2026-01-01T00:00:00.000Z"  # Cline ignores the file without it
+    providers = {kind: {"settings": settings, "updatedAt": updated, "tokenSource": "manual"}}
     chosen = {"version": 1, "lastUsedProvider": kind, "modes": {}, "providers": providers}
     return AgentSession(
         ["-P", kind, "-m", server.model],

@@ -11,7 +11,7 @@ from protocol.engine.encoding import MAX_REQUEST_TOKENS, MAX_RESULT_NUMBERS
 from protocol.engine.messages import Encode, Limits
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams, check_token_array
-from protocol.wire.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest
 
 
 def check_encode(
@@ -39,15 +39,14 @@ def check_encode(
             f"input: {len(tokens):,} tokens; a request can have at most {MAX_REQUEST_TOKENS:,}",
             param="input",
         )
-    longest, whose = min(encoding.max_tokens, limits.max_len), "this model"
+    longest, is_of_key = min(encoding.max_tokens, limits.max_len), False
     if message.account is not None and 0 < message.account.max_len < longest:
-        longest, whose = message.account.max_len, "this key"
+        longest, is_of_key = message.account.max_len, True
     for index, length in enumerate(lengths):
         if length > longest:
-            raise ContextTooLong(
-                f"input[{index}] is {length:,} tokens; {whose} takes {longest:,} tokens per input",
-                param=f"input[{index}]",
-            )
+            excess = ContextExcess(num_tokens=length, max_tokens=longest, is_of_key=is_of_key)
+            at = f"input[{index}]"
+            raise ContextTooLong.of(excess, at, what=at)
     check_token_array(tokens, model.vocab_size, "input")
     return tokens.to_array()
 

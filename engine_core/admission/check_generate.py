@@ -12,29 +12,20 @@ from engine_core.requests.stage_timer import EngineClock, StageTimer
 from protocol.engine.messages import Generate, Limits
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams, check_token_ids, check_vocabulary
-from protocol.wire.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest
 
 
 def check_request(prompt: list[int], message: Generate, model: ModelCard, limits: Limits) -> None:
     """Raise InvalidRequest if a token id is outside the vocabulary, and ContextTooLong if the
-    prompt and the answer cannot fit the context limit."""
+    prompt leaves no room for an answer. `max_tokens` may be larger than the room that is left."""
     check_token_ids(prompt, model.vocab_size, "prompt")
     check_vocabulary(message.params, model.vocab_size)
-    longest, whose = context_limit(message, limits)
+    longest, is_of_key = context_limit(message, limits)
     max_tokens = message.params.max_tokens
     answer_tokens = 0 if max_tokens == 0 else 1  # an answer has at least one token
     if len(prompt) + answer_tokens > longest:
-        raise ContextTooLong(
-            f"the prompt is {len(prompt):,} tokens; {whose} takes {longest:,} tokens of "
-            "prompt and answer together",
-            param="prompt",
-        )
-    if max_tokens is not None and max_tokens > longest:
-        raise ContextTooLong(
-            f"max_tokens is {max_tokens:,}; {whose} takes {longest:,} tokens of prompt and "
-            "answer together",
-            param="max_tokens",
-        )
+        excess = ContextExcess(num_tokens=len(prompt), max_tokens=longest, is_of_key=is_of_key)
+        raise ContextTooLong.of(excess, "prompt")
     if message.answer is not None:
         _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
 
@@ -56,12 +47,12 @@ def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: 
         )
 
 
-def context_limit(message: Generate, limits: Limits) -> tuple[int, str]:
-    """Return the maximum of prompt and answer tokens together, and whose limit it is, in words for
-    an error: "this key" or "this model"."""
+def context_limit(message: Generate, limits: Limits) -> tuple[int, bool]:
+    """Return the maximum of prompt and answer tokens together, and whether it is the limit of the
+    caller's key."""
     if message.account is not None and 0 < message.account.max_len < limits.max_len:
-        return message.account.max_len, "this key"
-    return limits.max_len, "this model"
+        return message.account.max_len, True
+    return limits.max_len, False
 
 
 def new_request(

@@ -27,7 +27,12 @@ from gevent.event import Event
 
 from gateway.engine.base import Report, RequestSender, RoutedEncodeOptions, RoutedOptions
 from gateway.formats.events import Failed, Finished
-from gateway.generation.request import Choice, MeasuredParser, PromptRequest
+from gateway.generation.request import (
+    Choice,
+    MeasuredParser,
+    PromptRequest,
+    lowered_max_tokens,
+)
 from gateway.generation.sinks import BufferSink, NullSink, PendingOutput, Sink
 from gateway.generation.timeline import Timeline, TimelineMoment
 from protocol.engine.encoding import EncodeInputs
@@ -54,6 +59,8 @@ class ClientGone(Exception):
 class ChoiceGroup:
     """All choices of one HTTP request. The owner must call `close`, however the request ends.
 
+    max_len   most tokens of prompt and answer together, for the warning about `max_tokens`; None:
+              no warning
     timeline  the timeline of the HTTP request
     on_free   called when the engine has released the resources of a choice after a disconnect, with
               the seconds since the disconnect
@@ -65,6 +72,7 @@ class ChoiceGroup:
         engine: RequestSender,
         prompt_requests: Sequence[PromptRequest],
         *,
+        max_len: int | None = None,
         timeline: Timeline | None = None,
         on_free: Callable[[float], None] = lambda seconds: None,
         **options: Unpack[RoutedOptions],
@@ -83,6 +91,8 @@ class ChoiceGroup:
                     parser=prompt_request.parser_factory.new(),
                     reasoning_counter=new_counter() if new_counter else None,
                 )
+                if max_len is not None:
+                    choice.warning = lowered_max_tokens(prompt_request, params, max_len)
                 self.choices.append(choice)
         #: The answer's finish reason: that of the choice that ended last, "error", "cancelled" or
         #: "disconnected"; None before the first choice has ended.
@@ -318,6 +328,8 @@ class ChoiceGroup:
         last = events[-1] if events else None
         if choice.prompt_request.tool_choice_check is not None:
             choice.warn_if_unmet(choice.prompt_request.tool_choice_check, delta)
+        if choice.warning is not None and type(last) is Finished:
+            events.insert(-1, choice.warning)
         self._sink.delta(choice, delta)
         if type(last) is Finished:
             if not self._ended.is_set():  # the sink may have disconnected the client

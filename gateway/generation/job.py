@@ -11,10 +11,11 @@ from typing import Protocol
 
 from gateway.context import RequestContext
 from gateway.engine.base import RoutedOptions
-from gateway.generation.request import PromptRequest
+from gateway.generation.request import PromptRequest, lowered_max_tokens
 from gateway.generation.time_limits import TimeLimits
 from gateway.model_use import ModelUse
 from protocol.engine.grammar import check_grammar
+from protocol.wire.errors import InvalidRequest
 
 SESSION_HEADER = "X-Session-ID"
 """Requests with the same value are sent to the same replica. Routers use this name, too."""
@@ -36,6 +37,8 @@ class OptionFields(Protocol):
     def queue_timeout_s(self) -> float | None: ...
     @property
     def timings(self) -> bool | None: ...
+    @property
+    def strict_params(self) -> bool | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class RequestOptions:
     timeout_s: float | None = None
     #: Seconds until the answer must have started; None if the request does not set it.
     queue_timeout_s: float | None = None
+    #: Whether `max_tokens` is an error if the context has no room for it.
+    is_strict: bool = False
 
     @classmethod
     def from_body(cls, body: OptionFields, label: str, salt: str | None = None) -> RequestOptions:
@@ -65,6 +70,7 @@ class RequestOptions:
             timeout_s=body.timeout_s,
             queue_timeout_s=body.queue_timeout_s,
             timings=bool(body.timings),
+            is_strict=bool(body.strict_params),
         )
 
 
@@ -82,19 +88,32 @@ class Job:
         return sum(len(prompt.choices) for prompt in self.prompts)
 
     @property
+    def max_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.context.caller.context_limit(self.use.model.limits.max_len)
+
+    @property
     def labels(self) -> list[str]:
         """The names by which the request can be aborted, and by which its timeline is found."""
         names = [name for name in (self.options.label, self.context.request_id) if name]
         return [label for name in names for label in self.context.caller.labels(name)]
 
     def check(self) -> None:
-        """Raise InvalidRequest if the caller's key does not allow the options, or if a grammar is
-        too large."""
+        """Raise InvalidRequest if the caller's key does not allow the options, if a grammar is too
+        large, or if `max_tokens` is too large and the request is strict."""
         num_choices = max(len(prompt.choices) for prompt in self.prompts)
         self.context.caller.check_limits(num_choices, self.options.priority)
         for prompt in self.prompts:
             if prompt.grammar is not None:  # the engine checks it, too, but after a copy
                 check_grammar(prompt.grammar)
+            if self.options.is_strict:
+                self._check_room(prompt)
+
+    def _check_room(self, prompt: PromptRequest) -> None:
+        for params in prompt.choices:
+            lowered = lowered_max_tokens(prompt, params, self.max_len)
+            if lowered is not None:
+                raise InvalidRequest.at("max_tokens", f"{lowered.message}; strict_params is true")
 
     def with_current_adapter(self) -> Job:
         """Return this job with the adapter that has the same name now. Raises UnknownModel if no

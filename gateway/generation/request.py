@@ -21,6 +21,8 @@ from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Output, Usage
 from protocol.engine.sampling import SamplingParams
 
+LOWERED = "max_tokens_lowered"
+"""Code of the warning that the context has no room for `max_tokens` tokens of answer."""
 NOT_CALLED = "tool_choice_not_followed"
 """Code of the warning that an answer does not follow the request's `tool_choice`."""
 
@@ -106,6 +108,28 @@ class PromptRequest:
     encode: EncodeInputs | None = None
 
 
+def lowered_max_tokens(
+    prompt_request: PromptRequest, params: SamplingParams, max_len: int
+) -> OutputWarning | None:
+    """Return a warning if the context has no room for `max_tokens` tokens of answer. Return None
+    otherwise, and for a prompt that leaves no room for any answer, which the engine refuses.
+
+    Many clients send the same `max_tokens` to every model, so a large number is no error.
+
+    max_len  most tokens of prompt and answer together
+    """
+    room = max_len - len(prompt_request.prompt_ids)
+    has_answer = prompt_request.encode is None and not prompt_request.kv_readers
+    if params.max_tokens is None or not has_answer or not 0 < room < params.max_tokens:
+        return None
+    return OutputWarning(
+        LOWERED,
+        f"the answer can have at most {room:,} tokens, not the {params.max_tokens:,} of the "
+        f"request: the prompt has {len(prompt_request.prompt_ids):,} tokens, and the context "
+        f"{max_len:,}",
+    )
+
+
 @dataclass(slots=True)
 class Choice:
     """The state and the counters of one choice."""
@@ -118,6 +142,8 @@ class Choice:
     params: SamplingParams
     parser: OutputParser
     reasoning_counter: ReasoningCounter | None = None
+    #: Sent with the end of the answer; None: there is nothing to warn of.
+    warning: OutputWarning | None = None
     #: Name of the tool call that started last. Only set if there is a ToolChoiceCheck.
     last_call: str = ""
     #: Names of the tools in complete calls. Only filled if there is a ToolChoiceCheck.

@@ -134,6 +134,7 @@ class JobRunner:
         group = ChoiceGroup(
             engine,
             job.prompts,
+            max_len=job.max_len,
             timeline=context.timeline,
             on_free=self._on_free,
             **job.routed_options(limits),

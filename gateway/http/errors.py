@@ -25,6 +25,7 @@ from gateway.auth.gate import (
 )
 from gateway.auth.request_head import MAX_SHOWN_CHARS, printable
 from protocol.wire.errors import (
+    ContextExcess,
     ContextTooLong,
     Draining,
     EngineLost,
@@ -52,12 +53,20 @@ class StoreUnusable(ServingError, sqlite3.OperationalError):
     code = "store_unusable"
 
 
+class ThreadsUnsupported(InvalidRequest):
+    """Raised if a request of the Messages API continues or creates a conversation that the server
+    would have to store. Anthropic's SDKs then send the whole conversation."""
+
+    code = "thread_unsupported_request"
+
+
 _STATUS: dict[type[ServingError], int] = {
     MalformedTarget: 400,
     NoSuchRoute: 404,
     Unauthenticated: 401,
     Forbidden: 403,
     InvalidRequest: 400,
+    ThreadsUnsupported: 400,
     ContextTooLong: 400,
     UnknownModel: 404,
     UnknownRequest: 404,
@@ -107,6 +116,8 @@ class HTTPFault:
     code: str | None = None
     #: Set for the statuses 429 and 503.
     retry_after_s: int | None = None
+    #: The numbers of a text that is longer than the context, for APIs with words of their own.
+    excess: ContextExcess | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -129,7 +140,7 @@ def fault_of(error: ServingError) -> HTTPFault:
     if status in (429, 503):
         retry_s = max(DEFAULT_RETRY_S, math.ceil(error.retry_after_s or 0))
     code = None if type(error) is InvalidRequest else error.code
-    return HTTPFault(status, error.message, error.param, code, retry_s)
+    return HTTPFault(status, error.message, error.param, code, retry_s, error.excess)
 
 
 def internal_fault(error: BaseException) -> HTTPFault:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import tokenizers
 
-from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes
+from gateway.text.tokenizer import INLINE_BYTES, library_failures, text_bytes, text_too_long
 from protocol.engine.encoding import MAX_REQUEST_TOKENS
-from protocol.wire.errors import ContextTooLong, InvalidRequest
+from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest
 
 TRUNCATE_FIELD = "truncate_prompt_tokens"
 
@@ -124,11 +124,7 @@ class InputTokenizer:
         size = sum(text_bytes(part, param) for part in parts_of(text))
         most = max(self.max_text_bytes, MIN_TEXT_BYTES)
         if size > most:
-            raise ContextTooLong(
-                f"{param} is {size:,} bytes long; this model takes {self.max_tokens:,} tokens "
-                f"per input, and texts of more than {most:,} bytes are rejected",
-                param=param,
-            )
+            raise text_too_long(param, size, self.max_tokens, most, what=param)
         return size
 
     def _encode(
@@ -269,8 +265,5 @@ def too_many_tokens(param: str) -> ContextTooLong:
 
 def too_long(param: str, count: int, limit: int) -> ContextTooLong:
     """Return the error of an input of `count` tokens."""
-    return ContextTooLong(
-        f"{param} is {count:,} tokens; this model takes {limit:,} tokens per input "
-        f"({TRUNCATES} shortens longer ones)",
-        param=param,
-    )
+    excess = ContextExcess(num_tokens=count, max_tokens=limit)
+    return ContextTooLong.of(excess, param, what=param, note=f"{TRUNCATES} shortens longer ones")

@@ -28,17 +28,20 @@ from gateway.text.detokenizer import (
     WindowState,
 )
 from protocol.engine.model_card import ModelCard
-from protocol.wire.errors import ContextTooLong, InvalidRequest, ServingError
+from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest, ServingError
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
 """Runs a function elsewhere, such as in a thread pool, and returns its result."""
 
 INLINE_BYTES = 8_000
 """Texts with fewer bytes are not encoded in a thread. Encoding them takes less than 2 ms."""
-BYTES_PER_TOKEN = 32
-"""Maximum length of a text in bytes, for each token of the model's context. Ordinary text has about
-four bytes per token. Longer texts are refused before they are encoded, because encoding a megabyte
-of the worst input takes more than half a second."""
+USUAL_BYTES_PER_TOKEN = 4
+"""Bytes per token of ordinary text, by which the tokens of a text that is not encoded are
+estimated."""
+BYTES_PER_TOKEN = 8 * USUAL_BYTES_PER_TOKEN
+"""Maximum length of a text in bytes, for each token of the model's context. Longer texts are
+refused before they are encoded, because encoding a megabyte of the worst input takes more than half
+a second."""
 MAX_SPELLINGS = 1 << 14
 """Maximum number of tokens whose `spelling` is cached: about 6 MB."""
 
@@ -138,11 +141,8 @@ class Tokenizer:
         """Return the length of a text in bytes. Raises ContextTooLong if it is too long."""
         num_bytes = text_bytes(text, param)
         if num_bytes > self.max_text_bytes:
-            raise ContextTooLong(
-                f"{param} is {num_bytes:,} bytes long; this model takes "
-                f"{self.context_tokens:,} tokens, and texts of more than "
-                f"{self.max_text_bytes:,} bytes are rejected",
-                param=param,
+            raise text_too_long(
+                param, num_bytes, self.context_tokens, self.max_text_bytes, what="your prompt"
             )
         return num_bytes
 
@@ -270,6 +270,21 @@ def _codec_of(inner: tokenizers.Tokenizer) -> ByteCodec | None:
         return None
     state = cast(Any, inner.decoder).__getstate__()
     return codec_of(json.loads(state))
+
+
+def text_too_long(
+    param: str, num_bytes: int, max_tokens: int, max_bytes: int, *, what: str
+) -> ContextTooLong:
+    """Return the error of a text that is too long to be tokenized. Its tokens are estimated.
+
+    max_tokens  most tokens of a text
+    max_bytes   most bytes of a text that is tokenized
+    what        the text, in words
+    """
+    tokens = max(num_bytes // USUAL_BYTES_PER_TOKEN, max_tokens + 1)
+    excess = ContextExcess(num_tokens=tokens, max_tokens=max_tokens, is_estimate=True)
+    note = f"{param} is {num_bytes:,} bytes long; more than {max_bytes:,} bytes are not tokenized"
+    return ContextTooLong.of(excess, param, what=what, note=note)
 
 
 def text_bytes(text: str, param: str) -> int:

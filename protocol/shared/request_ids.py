@@ -16,6 +16,7 @@ PREFIXES = (
     "infill-",
     "msg_",
     "ollama-",
+    "pool-",
     "rerank-",
     "resp_",
     "score-",

@@ -29,11 +29,37 @@ from typing import ClassVar
 import msgspec
 
 
+class ContextExcess(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The numbers of a prompt or an input that is too long. Each API puts them into the words that
+    its clients search for.
+
+    num_tokens   length of the text
+    max_tokens   most tokens of prompt and answer together, or of one input
+    is_estimate  `num_tokens` was estimated, because a text of this size is not tokenized
+    is_of_key    `max_tokens` is the limit of the caller's key, not of the model
+    """
+
+    num_tokens: int
+    max_tokens: int
+    is_estimate: bool = False
+    is_of_key: bool = False
+
+    @property
+    def words(self) -> str:
+        """The words that follow the name of the text. Clients read both numbers, so they have no
+        commas, and the first one is larger. If only the answer does not fit, the second one is the
+        most tokens of a prompt."""
+        most = min(self.max_tokens, self.num_tokens - 1)
+        about = "about " if self.is_estimate else ""
+        return f"is too long: {about}{self.num_tokens} tokens > {most} maximum"
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """An error as it is sent between processes. `code` is one of the codes in the tree above.
 
     stands_s   for a refusal: seconds for which the engine refuses every request of the account,
                so clients need not send any. 0: another request might be accepted
+    excess     the numbers of a text that is longer than the context; None: the error is another
     """
 
     code: str
@@ -41,6 +67,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     param: str | None = None
     retry_after_s: float | None = None
     stands_s: float = 0.0
+    excess: ContextExcess | None = None
 
 
 class ServingError(Exception):
@@ -49,6 +76,7 @@ class ServingError(Exception):
     param           path of the field at fault, such as "logit_bias.12" or "messages[2].content"
     retry_after_s   seconds after which the caller should try again
     stands_s        see ErrorInfo
+    excess          see ErrorInfo
     """
 
     code: ClassVar[str] = "internal"
@@ -60,12 +88,14 @@ class ServingError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         stands_s: float = 0.0,
+        excess: ContextExcess | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
         self.stands_s = stands_s
+        self.excess = excess
 
     def info(self) -> ErrorInfo:
         return ErrorInfo(
@@ -74,6 +104,7 @@ class ServingError(Exception):
             param=self.param,
             retry_after_s=self.retry_after_s,
             stands_s=self.stands_s,
+            excess=self.excess,
         )
 
 
@@ -92,6 +123,25 @@ class InvalidRequest(RequestError):
 
 class ContextTooLong(RequestError):
     code = "context_length_exceeded"
+
+    @classmethod
+    def of(
+        cls, excess: ContextExcess, param: str, *, what: str = "your prompt", note: str = ""
+    ) -> ContextTooLong:
+        """Return the error of a text that is too long, in the words that clients search for:
+        those of OpenAI, and after "However" those of Anthropic.
+
+        param  path of the field with the text
+        what   the text, in words
+        note   a reason or a remedy, which follows in brackets
+        """
+        whose = " with this key" if excess.is_of_key else ""
+        return cls(
+            f"This model's maximum context length is {excess.max_tokens} tokens{whose}. However, "
+            f"{what} {excess.words}{f' ({note})' if note else ''}",
+            param=param,
+            excess=excess,
+        )
 
 
 class UnknownModel(RequestError):
@@ -163,5 +213,9 @@ def error_from(info: ErrorInfo) -> ServingError:
     """Return the exception that `info` describes; an EngineError if its code is unknown."""
     kind = _BY_CODE.get(info.code, EngineError)
     return kind(
-        info.message, param=info.param, retry_after_s=info.retry_after_s, stands_s=info.stands_s
+        info.message,
+        param=info.param,
+        retry_after_s=info.retry_after_s,
+        stands_s=info.stands_s,
+        excess=info.excess,
     )

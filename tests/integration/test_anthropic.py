@@ -129,7 +129,7 @@ def test_a_budget_and_parameters_reach_the_engine(
     params = generate.params
     assert (params.temperature, params.top_k, params.seed) == (0.25, 7, 11)
     assert (generate.namespace, generate.priority) == ("pepper", -4)
-    assert params.max_tokens == 1 << 16  # the whole context is as much as there is
+    assert params.max_tokens == 1 << 20  # the engine ends the answer when the context is full
 
 
 def test_a_silent_stream_is_kept_alive_with_comments_and_then_pings(

@@ -98,6 +98,30 @@ def test_vectors_are_in_the_order_of_the_inputs_and_tokens_are_counted(
     assert "ignored_params" not in found
 
 
+@pytest.mark.parametrize("fields", [{}, {"task": "embed"}, {"encoding_format": "base64"}])
+def test_pooling_has_the_vectors_of_embeddings_in_vllms_form(
+    gateway: GatewayProcess, fields: dict[str, Any]
+) -> None:
+    given = {name: value for name, value in fields.items() if name != "task"}
+    embedded = embed(gateway, ["sea", "a"], **given)
+    pooled = json_of(gateway.post("/pooling", {"input": ["sea", "a"], **fields}))
+    assert pooled["object"] == "list"
+    assert pooled["id"].startswith("pool-")
+    assert pooled["usage"] == embedded["usage"]
+    assert pooled["data"] == [
+        {"object": "pooling", "index": item["index"], "data": item["embedding"]}
+        for item in embedded["data"]
+    ]
+
+
+def test_other_tasks_of_pooling_are_refused(
+    gateway: GatewayProcess, scorer: tuple[ScriptedEngine, GatewayProcess]
+) -> None:
+    error = error_of(gateway.post("/pooling", {"input": "sea", "task": "token_embed"}))
+    assert error["param"] == "task"
+    assert error_of(scorer[1].post("/pooling", {"input": "sea"}))["param"] == "model"
+
+
 def test_base64_has_the_bytes_of_the_numbers(gateway: GatewayProcess) -> None:
     (found,) = embed(gateway, "sea", encoding_format="base64")["data"]
     numbers = struct.unpack(f"<{SIZE}f", base64.b64decode(found["embedding"]))
@@ -127,10 +151,11 @@ def test_too_long_inputs_are_named_with_their_tokens_and_the_limit(gateway: Gate
     assert error["param"] == "input[1]"
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith(
-        "input[1] is 65 tokens; this model takes 64 tokens per input"
+        "This model's maximum context length is 64 tokens. However, input[1] is too long: "
+        "65 tokens > 64 maximum"
     )
     error = error_of(gateway.post(EMBEDDINGS, {"input": [1] * 65}))
-    assert error["message"].startswith("input is 65 tokens")
+    assert "However, input is too long: 65 tokens" in error["message"]
 
 
 def test_too_long_inputs_are_truncated_on_request(

@@ -52,7 +52,6 @@ VALID: dict[str, Any] = {
 FREE: dict[str, Any] = {
     "audio": {"voice": "alloy"},
     "best_of": 7,
-    "container": "x",
     "content_parts": [{}],
     "context_management": [{}],
     "conversation": "x",
@@ -65,7 +64,6 @@ FREE: dict[str, Any] = {
     "grammar_lazy": True,
     "grammar_triggers": [{"value": "x"}],
     "guided_whitespace_pattern": " ",
-    "mcp_servers": [{}],
     "messages": HI,
     "modalities": ["audio"],
     "moderation": {"x": 1},
@@ -85,6 +83,7 @@ FREE: dict[str, Any] = {
 WRONG = 5
 WITHOUT_EFFECT = {
     *("cache_control", "metadata", "service_tier"),  # for a service that bills
+    *("container", "mcp_servers"),  # for services that this server does not have
     *("output_kind", "spaces_between_special_tokens", "token_offsets"),  # of the peer
     *("mm_placeholders", "metrics", "prompt_token_id_logprobs"),  # what a peer's answer may hold
     *("routed_experts", "sampling_mask", "weight_versions"),

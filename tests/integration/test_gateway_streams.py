@@ -10,18 +10,20 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+import requests
 
 from gateway.api.openai.responses import ChatChunk, ChatCompletion
 from gateway.http.sse import KEEP_ALIVE
 from protocol.engine.messages import Generate
 from protocol.wire.errors import Overloaded
 from tests.support.gateway_process import GatewayProcess
-from tests.support.http import events_of, exchange, fold_response, fold_stream
+from tests.support.http import events_of, exchange, fold_response, fold_stream, json_of
 from tests.support.scripted_engine import (
     Reply,
     ScriptedEngine,
     TokenReply,
     ids_of,
+    scripted_card,
     text_of,
     text_reply,
 )
@@ -366,6 +368,25 @@ def test_the_template_options_of_a_request_are_applied(
 def test_fields_without_effect_are_named_in_the_response(gateway: GatewayProcess) -> None:
     response = gateway.post(CHAT, {"messages": HI, "max_completion_token": 5, "metadata": {}})
     assert response.headers["x-ignored-fields"] == "max_completion_token, metadata"
+
+
+def test_the_tokenizer_describes_itself_as_lm_eval_reads_it(gateway: GatewayProcess) -> None:
+    """lm-eval's remote tokenizer takes special tokens and the template from here, and their ids
+    from /tokenize."""
+    info = json_of(requests.get(gateway.url + "/tokenizer_info", timeout=20))
+    card = scripted_card()
+    assert info == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": card.chat_template,
+    }
+    for name, token_id in (("bos_token", card.bos_token_id), ("eos_token", card.eos_token_ids[0])):
+        body = {"prompt": info[name], "add_special_tokens": False}
+        assert json_of(gateway.post("/tokenize", body))["tokens"] == [token_id]
+    unknown = requests.get(gateway.url + "/tokenizer_info?model=x", timeout=20)
+    assert unknown.status_code == 404
 
 
 def test_a_text_is_tokenized_and_back(gateway: GatewayProcess) -> None:

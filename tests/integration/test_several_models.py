@@ -122,6 +122,13 @@ def test_the_text_routes_take_a_model(route: str, pair: Pair) -> None:
     assert gateway.post(path, body | {"model": "b"}).status_code == 200
 
 
+def test_the_tokenizer_of_each_model_is_described(pair: Pair) -> None:
+    gateway, _, _ = pair
+    url = gateway.url + "/tokenizer_info"
+    assert requests.get(url + "?model=b", timeout=5).json()["eos_token"] == "<eos>"
+    assert error_of(requests.get(url, timeout=5), 400)["message"].startswith("model: ")
+
+
 def test_all_models_are_listed_under_all_names(pair: Pair) -> None:
     gateway, _, _ = pair
     listed = requests.get(gateway.url + "/v1/models", timeout=5).json()["data"]

@@ -35,7 +35,7 @@ WITH_TOOLS = [
 ]
 MESSAGES = [
     *("api/anthropic/routes.py", *READ),
-    *("api/anthropic/translate.py", "api/anthropic/conversation.py"),
+    *("api/anthropic/translate.py", "api/anthropic/tools.py", "api/anthropic/conversation.py"),
     *("api/openai/checks.py", PREPARE, *RENDER, ENCODE),
 ]
 COMPLETION = [
@@ -91,11 +91,11 @@ def test_a_completion_visits_each_file_once(client: FlaskClient) -> None:
     assert returns(trip) == []
 
 
-def test_a_message_visits_its_view_and_fifteen_files_once_each(client: FlaskClient) -> None:
+def test_a_message_visits_its_view_and_sixteen_files_once_each(client: FlaskClient) -> None:
     body = {"messages": HI, "max_tokens": 5}
     trip = traced(client, "/v1/messages", body, MESSAGES[0])
     assert files_of(trip) == MESSAGES
-    assert len(MESSAGES) == 1 + 15
+    assert len(MESSAGES) == 1 + 16
     assert returns(trip) == []
 
 

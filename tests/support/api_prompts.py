@@ -169,7 +169,10 @@ def prompt_of(api: str, body: Mapping[str, Any], model: ServedModel) -> str:
         case "messages":
             translation = translate(msgspec.json.decode(data, type=MessagesBody))
             with translation.translate_errors():
-                return Preparation(translation.chat, model).prompt(translation.chat.messages).text
+                preparation = Preparation(
+                    translation.chat, model, shown_tools=translation.shown_tools
+                )
+                return preparation.prompt(translation.chat.messages).text
         case "responses":
             responses = msgspec.json.decode(data, type=ResponsesBody)
             items = input_items(responses.input)

@@ -64,7 +64,7 @@ Json = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Tools:
+class AgentTools:
     """How one agent is run without a terminal, and the tools that it offers to the model.
 
     run       arguments of the agent for one task
@@ -84,19 +84,19 @@ class Tools:
 
 PATCH = f"*** Begin Patch\n*** Add File: {MADE}\n+hello\n*** End Patch\n"
 _FREE = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-_CODEX = Tools(
+_CODEX = AgentTools(
     run=("exec", *_FREE),
     resume=("exec", "resume", "--last", *_FREE),
     shell="exec_command",
     arguments=lambda command: {"cmd": command},
     write=lambda folder: ("exec_command", {"cmd": f"echo hello > {MADE}"}),
 )
-VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
+VARIANTS: Mapping[str, tuple[str, str, AgentTools]] = {
     "codex": ("codex", MODEL, _CODEX),
     "codex, known model": (
         "codex",
         KNOWN_MODEL,
-        Tools(
+        AgentTools(
             run=_CODEX.run,
             resume=_CODEX.resume,
             shell="exec_command",
@@ -107,7 +107,7 @@ VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
     "claude": (
         "claude",
         MODEL,
-        Tools(
+        AgentTools(
             run=("-p", "--dangerously-skip-permissions"),
             resume=("-c", "-p", "--dangerously-skip-permissions"),
             shell="Bash",
@@ -121,7 +121,7 @@ VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
     "opencode": (
         "opencode",
         MODEL,
-        Tools(
+        AgentTools(
             run=("run",),
             resume=("run", "--continue"),
             shell="bash",
@@ -135,7 +135,7 @@ VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
     "qwen": (
         "qwen",
         MODEL,
-        Tools(
+        AgentTools(
             run=("--yolo", "-p"),
             resume=("--continue", "--yolo", "-p"),
             shell="run_shell_command",
@@ -149,7 +149,7 @@ VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
     "cline": (
         "cline",
         MODEL,
-        Tools(
+        AgentTools(
             run=(),
             shell="run_commands",
             arguments=lambda command: {"commands": [command]},
@@ -158,7 +158,7 @@ VARIANTS: Mapping[str, tuple[str, str, Tools]] = {
     "aider": (
         "aider",
         MODEL,
-        Tools(
+        AgentTools(
             run=("--yes-always", "--no-check-update", "--edit-format", "whole", "--message"),
             text=f"{MADE}\n```\nhello\n```\n",
         ),
@@ -178,10 +178,10 @@ INSTALLED_AS = {
 
 
 @dataclass
-class Script:
+class AgentScript:
     """The scripted model of one run. `folder` is the agent's working directory."""
 
-    tools: Tools
+    tools: AgentTools
     folder: Path
     prompts: list[str] = field(default_factory=list)
 
@@ -204,7 +204,7 @@ class Script:
         return True
 
 
-class Tool(Script):
+class OneCall(AgentScript):
     COUNT = 1
 
     def reply(self, prompt: str) -> Reply:
@@ -229,11 +229,11 @@ class Tool(Script):
         return bool(self.tools.shell)
 
 
-class Parallel(Tool):
+class TwoCalls(OneCall):
     COUNT = 2
 
 
-class Edit(Script):
+class FileEdit(AgentScript):
     def reply(self, prompt: str) -> Reply:
         if (self.folder / MADE).exists():
             return said(ANSWER)
@@ -252,7 +252,7 @@ class Edit(Script):
         return self.tools.write is not None or bool(self.tools.text)
 
 
-class Cut(Script):
+class CutAnswer(AgentScript):
     """The first answer ends with an error."""
 
     def reply(self, prompt: str) -> Reply:
@@ -267,14 +267,14 @@ class Cut(Script):
         return "" if code or "engine" in output else "the error was swallowed"
 
 
-class Busy(Script):
+class BusyServer(AgentScript):
     ERROR = ErrorInfo(code="overloaded", message="the queue is full")
 
     def reply(self, prompt: str) -> Reply:
         return self.ERROR if len(self.prompts) == 1 else said(ANSWER)
 
 
-class Failing(Busy):
+class FailingServer(BusyServer):
     ERROR = ErrorInfo(code="engine_error", message="the engine failed")
 
     def fault(self, output: str, code: int) -> str:
@@ -283,7 +283,7 @@ class Failing(Busy):
         return "" if code or "error" in output.lower() else "the error was swallowed"
 
 
-class Resume(Script):
+class ResumedSession(AgentScript):
     def fault(self, output: str, code: int) -> str:
         if not self.prompts or ANSWER not in self.prompts[-1]:
             return "the second prompt lacks the first answer"
@@ -294,15 +294,15 @@ class Resume(Script):
         return bool(self.tools.resume)
 
 
-SCENARIOS: Mapping[str, type[Script]] = {
-    "plain": Script,
-    "tool": Tool,
-    "edit": Edit,
-    "parallel": Parallel,
-    "cut": Cut,
-    "busy": Busy,
-    "failing": Failing,
-    "resume": Resume,
+SCENARIOS: Mapping[str, type[AgentScript]] = {
+    "plain": AgentScript,
+    "tool": OneCall,
+    "edit": FileEdit,
+    "parallel": TwoCalls,
+    "cut": CutAnswer,
+    "busy": BusyServer,
+    "failing": FailingServer,
+    "resume": ResumedSession,
 }
 
 
@@ -314,7 +314,7 @@ def said(text: str) -> Reply:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgentRun:
     """A row of the table."""
 
     variant: str
@@ -371,7 +371,7 @@ def _install_aider(folder: Path, *, newest: bool) -> str:
     return found[1] if found else ""
 
 
-class Runner:
+class AgentRunner:
     """Runs agents against one scripted engine and gateway."""
 
     def __init__(self, folder: Path, engine: ScriptedEngine, gateway: GatewayProcess) -> None:
@@ -379,7 +379,7 @@ class Runner:
         self._engine = engine
         self._gateway = gateway
 
-    def run(self, variant: str, scenario: str) -> Outcome:
+    def run(self, variant: str, scenario: str) -> AgentRun:
         name, model, tools = VARIANTS[variant]
         with tempfile.TemporaryDirectory(prefix=".agent-", dir=Path.home()) as place:
             work = Path(place, "work")
@@ -388,7 +388,7 @@ class Runner:
             subprocess.run(["git", "init", "-q", str(work)], check=True)
             script = SCENARIOS[scenario](tools, work)
             if not script.is_possible:
-                return Outcome(variant, scenario, 0, None, "not applicable")
+                return AgentRun(variant, scenario, 0, None, "not applicable")
             self._engine.reset()
             self._engine.script = script
             output, code = self._launch(name, model, Path(place), tools.run)
@@ -397,7 +397,7 @@ class Runner:
             self._engine.script = lambda generate: said(ANSWER)
             self._engine.await_idle()
             fault = script.fault(output, code)
-            return Outcome(variant, scenario, len(script.prompts), code, fault, output)
+            return AgentRun(variant, scenario, len(script.prompts), code, fault, output)
 
     def _launch(
         self, name: str, model: str, place: Path, arguments: Sequence[str]
@@ -432,7 +432,7 @@ class Runner:
         return done.stdout + done.stderr, done.returncode
 
 
-def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
+def outcomes(options: argparse.Namespace) -> Iterator[AgentRun]:
     folder = Path(options.folder)
     versions = {
         name: install(folder, name, newest=options.newest)
@@ -450,13 +450,13 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
         GatewayProcess(engine=engine.address, served_name=[MODEL, KNOWN_MODEL]) as gateway,
     ):
         gateway.await_ready()
-        runner = Runner(folder, engine, gateway)
+        runner = AgentRunner(folder, engine, gateway)
         for variant in options.agent:
             if versions[VARIANTS[variant][0]]:
                 for scenario in options.scenario:
                     yield runner.run(variant, scenario)
         if "Traceback" in gateway.log:
-            yield Outcome("the gateway", "", 0, 1, "a traceback is in its log", gateway.log)
+            yield AgentRun("the gateway", "", 0, 1, "a traceback is in its log", gateway.log)
 
 
 def main() -> int:

@@ -163,7 +163,10 @@ def test_a_keys_max_len_bounds_its_requests():
     short = Account(name="alice", max_len=8)
     too_long = bench.refusal(list(range(1, 10)), account=short)
     assert (too_long.error.code, too_long.error.param) == ("context_length_exceeded", "prompt")
-    assert "this key takes 8 tokens" in too_long.error.message
+    assert (
+        "length is 8 tokens with this key. However, your prompt is too long: 9"
+        in too_long.error.message
+    )
     number = bench.add([1, 2, 3], account=short)
     bench.run()
     assert len(bench.tokens(number)) == 5

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.api.anthropic.blocks import NOT_KEPT
 from gateway.api.anthropic.responses import (
     AnsweredMessage,
     AnthropicEnvelope,
     MessagesErrorAnswer,
     error_body,
 )
+from gateway.api.anthropic.signature import MAX_SEALED_BYTES, sealed_text
 from gateway.api.anthropic.stream import EventWriter, whole_message
 from gateway.auth.caller import api_key_in
 from gateway.formats.event_builder import INVALID_ARGUMENTS
@@ -171,14 +173,30 @@ def test_arguments_with_a_lone_surrogate_have_one_warning() -> None:
     assert [warning["code"] for warning in message["warnings"]] == [INVALID_ARGUMENTS]
 
 
-def test_hidden_thinking_is_a_block_without_text() -> None:
+def test_hidden_thinking_is_a_block_whose_signature_holds_its_text() -> None:
     hidden = AnthropicEnvelope("1", "m", shows_thinking=False)
-    events: list[Event] = [Reasoning("secret"), Content("said"), Finished("stop")]
+    events: list[Event] = [Reasoning("sec"), Reasoning("ret"), Content("said"), Finished("stop")]
     message = whole(events, envelope=hidden)
-    assert message["content"][0] == {**whole(events)["content"][0], "thinking": ""}
+    thinking = message["content"][0]
+    assert thinking["thinking"] == ""
+    assert sealed_text(thinking["signature"], "signature") == "secret"
+    assert sealed_text(whole(events)["content"][0]["signature"], "signature") == ""
     data = streamed(events, envelope=hidden)
     assert b"secret" not in data
     assert message_of(anthropic_events(data)) == message
+
+
+def test_thinking_that_is_too_long_for_a_signature_is_not_kept_and_the_answer_says_so() -> None:
+    hidden = AnthropicEnvelope("1", "m", shows_thinking=False)
+    fits = "x" * MAX_SEALED_BYTES
+    for text, codes in ((fits, []), (fits + "x", [NOT_KEPT])):
+        events: list[Event] = [Reasoning(text), Content("said"), Finished("stop")]
+        message = whole(events, envelope=hidden)
+        assert [warning["code"] for warning in message.get("warnings", ())] == codes
+        kept = sealed_text(message["content"][0]["signature"], "signature")
+        assert kept == ("" if codes else text)
+        assert len(message["content"][0]["signature"]) < 1.4 * MAX_SEALED_BYTES
+        assert message_of(anthropic_events(streamed(events, envelope=hidden))) == message
 
 
 def test_warnings_about_the_request_precede_those_about_the_answer() -> None:

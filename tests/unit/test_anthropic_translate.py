@@ -12,8 +12,8 @@ from gateway.api.anthropic.requests import CountBody, MessagesBody
 from gateway.api.anthropic.translate import (
     NO_BUDGET,
     MessagesTranslation,
-    clamp_to_model,
     translate,
+    without_unkept_budget,
 )
 from gateway.api.openai.requests import ChatBody
 from gateway.formats.events import OutputWarning
@@ -168,7 +168,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 
 
-@pytest.mark.parametrize("block", [IMAGE, PDF, {"type": "tool_reference", "tool_name": "x"}])
+@pytest.mark.parametrize("block", [IMAGE, PDF])
 def test_an_unreadable_block_of_a_tool_result_is_replaced_by_a_line(block: Any) -> None:
     messages = [*HI, assistant(use("a")), user(result("a", [text("seen:"), block]))]
     translated = translate(body(messages=messages))
@@ -311,7 +311,7 @@ def test_a_tool_choice_becomes_that_of_a_chat(
     ("fields", "param"),
     [
         ({"tools": ["x"]}, "tools[0]"),
-        ({"tools": [TOOL, {"type": "web_search_20250305", "name": "w"}]}, "tools[1].type"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
@@ -407,14 +407,14 @@ def test_max_tokens_is_required_for_messages_but_not_for_counting() -> None:
     assert raised.value.param == "max_tokens"
 
 
-def test_a_request_is_clamped_to_the_limits_of_the_model() -> None:
+def test_a_thinking_budget_that_nothing_would_keep_is_dropped_with_a_warning() -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048}
-    chat_request = chat(max_tokens=32_000, thinking=thinking)
+    chat_request = chat(thinking=thinking)
     plain, thinker = (
         ModelOutputFormat(card, Tokenizer(card)) for card in (scripted_card(), thinking_card())
     )
-    translated, warnings = clamp_to_model(chat_request, 512, plain)
-    assert (translated.max_tokens, translated.thinking) == (512, {"type": "enabled"})
+    translated, warnings = without_unkept_budget(chat_request, plain)
+    assert translated.thinking == {"type": "enabled"}
     assert warnings == [
         OutputWarning(
             NO_BUDGET,
@@ -422,5 +422,5 @@ def test_a_request_is_clamped_to_the_limits_of_the_model() -> None:
             "leave the field out, or restart the server with --reasoning-format",
         )
     ]
-    translated, warnings = clamp_to_model(chat_request, 1 << 20, thinker)
-    assert (translated.max_tokens, translated.thinking, warnings) == (32_000, thinking, [])
+    translated, warnings = without_unkept_budget(chat_request, thinker)
+    assert (translated.thinking, warnings) == (thinking, [])

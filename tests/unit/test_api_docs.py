@@ -11,7 +11,13 @@ import pytest
 from gateway.api.anthropic.conversation import LEFT_OUT
 from gateway.api.anthropic.requests import CountBody
 from gateway.api.anthropic.responses import ERROR_TYPES, StopReason
-from gateway.api.encode.requests import SIDES, EmbeddingsBody, EncodeFields, RerankBody
+from gateway.api.encode.requests import (
+    SIDES,
+    EmbeddingsBody,
+    EncodeFields,
+    PoolingBody,
+    RerankBody,
+)
 from gateway.api.infill.requests import InfillBody
 from gateway.api.infill.responses import InfillAnswer, StopType
 from gateway.api.ollama.requests import (
@@ -91,6 +97,7 @@ def test_what_messages_may_say_is_named() -> None:
     ("title", "fields"),
     [
         ("Embeddings", fields_of(EmbeddingsBody)),
+        ("Pooling", fields_of(PoolingBody) - fields_of(EmbeddingsBody)),
         *(
             (title, fields_of(body) - fields_of(EncodeFields))
             for title, body in (("Rerank", RerankBody), *(("Score", side) for side in SIDES))

@@ -205,12 +205,17 @@ def test_an_input_that_is_too_long_is_refused_by_its_number() -> None:
     error = refused(Bench(), [1], [1] * (MAX_INPUT + 1)).error
     assert error.code == "context_length_exceeded"
     assert error.param == "input[1]"
-    assert error.message == "input[1] is 41 tokens; this model takes 40 tokens per input"
+    assert error.message == (
+        "This model's maximum context length is 40 tokens. However, input[1] is too long: "
+        "41 tokens > 40 maximum"
+    )
 
 
 def test_a_key_can_lower_the_limit_of_an_input() -> None:
     error = refused(Bench(), [1] * 9, account=Account(name="a", max_len=8)).error
-    assert error.message == "input[0] is 9 tokens; this key takes 8 tokens per input"
+    assert (
+        "length is 8 tokens with this key. However, input[0] is too long: 9 tokens" in error.message
+    )
 
 
 def test_too_many_inputs_are_refused() -> None:

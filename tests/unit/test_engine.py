@@ -253,13 +253,21 @@ def test_an_answer_ends_at_the_context_length() -> None:
     assert (len(bench.tokens(number)), bench.last_output(number).finish) == (2, "length")
 
 
+def test_a_max_tokens_above_the_context_means_the_rest_of_the_context() -> None:
+    bench = Bench(max_len=12)
+    number = bench.add([1] * 10, ignore_eos=True, max_tokens=1 << 20)
+    bench.run()
+    assert (len(bench.tokens(number)), bench.last_output(number).finish) == (2, "length")
+    error = bench.refusal([1] * 12, max_tokens=1 << 20).error
+    assert (error.code, error.param) == ("context_length_exceeded", "prompt")
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "code", "param"),
     [
         ([1] * 200, {}, "context_length_exceeded", "prompt"),
         ([97], {}, "invalid_request", "prompt[0]"),
         ([3, -1], {}, "invalid_request", "prompt[1]"),
-        ([1], {"max_tokens": 201}, "context_length_exceeded", "max_tokens"),
         ([1], {"stop_token_ids": [97]}, "invalid_request", "stop_token_ids[0]"),
         ([1], {"logit_bias": {500: 1.0}}, "invalid_request", "logit_bias.500"),
     ],

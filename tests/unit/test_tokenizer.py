@@ -49,7 +49,8 @@ def test_only_long_texts_are_encoded_by_offload() -> None:
 def test_a_text_that_is_too_long_is_refused_unread_with_the_numbers() -> None:
     tok = Tokenizer(card_of(smollm2_tokenizer_json(), context_tokens=8), max_text_bytes=9)
     assert tok.encode("é" * 4, False)
-    with pytest.raises(ContextTooLong, match=r"messages is 10 bytes .* takes 8 tokens") as caught:
+    words = r"length is 8 tokens\. However, .*: about 9 tokens > 8 maximum \(messages is 10 bytes"
+    with pytest.raises(ContextTooLong, match=words) as caught:
         tok.encode("é" * 5, False, param="messages")
     assert caught.value.param == "messages"
 

@@ -11,13 +11,12 @@ A block ends when an event of another kind arrives.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+from gateway.api.anthropic.signature import MAX_SEALED_BYTES, BlockSignature
 from gateway.formats.event_builder import INVALID_ARGUMENTS
 from gateway.formats.events import (
     INVALID_JSON,
@@ -34,7 +33,8 @@ from gateway.formats.events import (
 from gateway.formats.readable_json import MAX_NUMBER_CHARS, is_too_large
 
 BlockKind = Literal["text", "thinking", "tool_use"]
-SIGNATURE_BYTES = 32
+NOT_KEPT = "thinking_not_kept"
+"""Code of the warning that a signature does not hold the text of its block."""
 
 
 class BlockSink(Protocol):
@@ -48,7 +48,7 @@ class BlockSink(Protocol):
 
 class ContentBlocks:
     """Turns the events of one answer into calls of a `BlockSink`. If `shows_thinking` is false,
-    thinking blocks have a signature but no text."""
+    thinking blocks have no text, and a signature that holds it."""
 
     def __init__(self, sink: BlockSink, *, shows_thinking: bool = True) -> None:
         #: The warnings of the parser and of this class, so far.
@@ -60,7 +60,7 @@ class ContentBlocks:
         self._index = -1
         self._open: BlockKind | None = None
         self._input = ToolInput()
-        self._digest = new_digest()
+        self._signature = self._new_signature()
 
     def push(self, event: Event) -> None:
         match event:
@@ -88,10 +88,13 @@ class ContentBlocks:
     def _push_reasoning(self, text: str) -> None:
         if self._open != "thinking":
             self._start("thinking")
-            self._digest = new_digest()
-        self._digest.update(text.encode("utf-8", "surrogatepass"))
+            self._signature = self._new_signature()
+        self._signature.push(text)
         if self._shows_thinking:
             self._sink.block_delta(text)
+
+    def _new_signature(self) -> BlockSignature:
+        return BlockSignature(seals=not self._shows_thinking)
 
     def _start(self, kind: BlockKind, call: ToolCall | None = None) -> None:
         self._stop()
@@ -107,9 +110,16 @@ class ContentBlocks:
         if self._open == "tool_use":
             self._stop_call(complete=False)
         elif self._open is not None:
-            signature = signature_of(self._digest) if self._open == "thinking" else None
+            signature = self._finish_signature() if self._open == "thinking" else None
             self._open = None
             self._sink.stop(signature)
+
+    def _finish_signature(self) -> str:
+        if self._signature.is_too_long:
+            problem = f"its text has more than {MAX_SEALED_BYTES:,} bytes"
+            message = f"content[{self._index}].signature: does not hold the thinking, as {problem}"
+            self.warnings.append(OutputWarning(NOT_KEPT, message))
+        return self._signature.finish()
 
     def _stop_call(self, *, complete: bool) -> None:
         self._push_arguments(self._input.finish(complete=complete))
@@ -124,16 +134,6 @@ class ContentBlocks:
             problem = f"the model did not write a JSON object; its text is in `{INVALID_JSON}`"
             at = f"content[{self._index}].input"
             self.warnings.append(OutputWarning(INVALID_ARGUMENTS, f"{at}: {problem}"))
-
-
-def new_digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=SIGNATURE_BYTES, person=b"tidegate")
-
-
-def signature_of(digest: hashlib.blake2b) -> str:
-    """Return the signature of a thinking block: a digest of the block's text, in base64. The server
-    never checks a signature. It sends one because clients drop thinking blocks that have none."""
-    return base64.b64encode(digest.digest()).decode()
 
 
 # ---- the input of a tool_use block

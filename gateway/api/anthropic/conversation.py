@@ -4,6 +4,8 @@
   message. Each tool result becomes a message of its own. The order of the blocks is kept.
 - Consecutive turns of one role are joined, as in Anthropic's API.
 - Each tool call must have exactly one result, in the next turn.
+- A `tool_reference` in a tool result, and the blocks `tool_addition` and `tool_removal` of a
+  system message, become words about the tool (tools.py).
 - In a user's turn, a block that is not text is refused. In a tool result, which the user cannot
   change, such a block is replaced by a line that names its type, and the response has a warning.
 
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.api.anthropic.signature import sealed_text
+from gateway.api.anthropic.tools import ConversationTools
 from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
 from protocol.wire.errors import InvalidRequest
@@ -43,10 +47,15 @@ class ChatConversation(msgspec.Struct):
     continues: bool = False
 
 
-def translate_conversation(system: Any, messages: Sequence[Any]) -> ChatConversation:
+def translate_conversation(
+    system: Any, messages: Sequence[Any], tools: ConversationTools
+) -> ChatConversation:
     """Return the chat messages for the values of a request's `system` and `messages`. Raise
-    InvalidRequest, naming the path, if a value is invalid."""
-    writer = _ConversationWriter()
+    InvalidRequest, naming the path, if a value is invalid.
+
+    tools  changed as the messages say
+    """
+    writer = _ConversationWriter(tools)
     if system is not None:
         writer.system(system)
     for place, message in enumerate(messages):
@@ -65,8 +74,9 @@ class _OpenToolUse(NamedTuple):
 class _ConversationWriter:
     """Builds the chat messages, turn by turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ConversationTools) -> None:
         self.chat = ChatConversation()
+        self._tools = tools
         #: The ids of all calls so far.
         self.call_ids: set[str] = set()
         #: The calls of the last turn that have no result yet. Some models repeat ids, so a result
@@ -88,7 +98,11 @@ class _ConversationWriter:
                 "redacted_thinking": lambda block, at: None,  # encrypted by another server
                 "tool_use": self._tool_use,
             },
-            "system": {"text": partial(self._text, "system")},
+            "system": {
+                "text": partial(self._text, "system"),
+                "tool_addition": partial(self._tool_change, self._tools.on_addition),
+                "tool_removal": partial(self._tool_change, self._tools.on_removal),
+            },
         }
 
     def system(self, system: Any) -> None:
@@ -166,14 +180,18 @@ class _ConversationWriter:
         self._add_text(role, block_text(block, at), at)
 
     def _thinking(self, block: Block, at: str) -> None:
-        """Add a thinking block. Its signature is not checked."""
+        """Add a thinking block. Its signature is not checked, but may hold its text."""
         text = string_member(block, "thinking", at)
+        signature = block.get("signature")
+        if not text and isinstance(signature, str):
+            text = sealed_text(signature, f"{at}.signature")
         if text:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
     def _tool_use(self, block: Block, at: str) -> None:
         call_id, name = string_member(block, "id", at), string_member(block, "name", at)
         self.call_ids.add(call_id)
+        self._tools.on_call(name)
         self.unanswered.append(_OpenToolUse(call_id, name, at))
         function = {"name": name, "arguments": as_object(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
@@ -196,10 +214,19 @@ class _ConversationWriter:
         }
         self._append(message, at)
 
+    def _tool_change(self, on_change: Callable[[Any, str], str], block: Block, at: str) -> None:
+        """Add the words about a tool that is added or removed."""
+        words = on_change(block.get("tool"), f"{at}.tool")
+        if words:
+            self._add_text("system", words, at)
+
     def _result_parts(self, block: Block, at: str) -> list[dict[str, str]]:
         content = block.get("content")
         texts = []
         for place, inner in [] if content is None else blocks_of(content, f"{at}.content"):
+            if inner.get("type") == "tool_reference":
+                texts.append(self._tools.on_reference(string_member(inner, "tool_name", place)))
+                continue
             text, left_out = result_text(inner, place)
             if left_out is not None:
                 problem = f"its type is {left_out!r} and this model reads text only"

@@ -67,8 +67,9 @@ _READABLE = (
         content={"type": "array", "items": _TEXT_BLOCK},
     ),
 )
+_IN_RESULT = (*_READABLE, _block("tool_reference", tool_name=TEXT_SCHEMA))
 _TOOL_RESULT = _block(
-    "tool_result", {"content": _content(*_READABLE), "is_error": _FLAG}, tool_use_id=TEXT_SCHEMA
+    "tool_result", {"content": _content(*_IN_RESULT), "is_error": _FLAG}, tool_use_id=TEXT_SCHEMA
 )
 _FROM_ASSISTANT = (
     _TEXT_BLOCK,
@@ -81,7 +82,12 @@ _MESSAGE = {
     "anyOf": [
         _turn("user", *_READABLE, _TOOL_RESULT),
         _turn("assistant", *_FROM_ASSISTANT),
-        _turn("system", _TEXT_BLOCK),
+        _turn(
+            "system",
+            _TEXT_BLOCK,
+            _block("tool_addition", tool=_block("tool_reference", name=TEXT_SCHEMA)),
+            _block("tool_removal", tool=_block("tool_reference", name=TEXT_SCHEMA)),
+        ),
     ],
 }
 _TOOL = {"title": "AnthropicTool"} | object_schema(
@@ -91,6 +97,7 @@ _TOOL = {"title": "AnthropicTool"} | object_schema(
     description=TEXT_SCHEMA,
     input_schema=PARAMETERS_SCHEMA,
     strict={"type": ["boolean", "null"]},
+    defer_loading={"type": ["boolean", "null"]},
 )
 _TOOL_CHOICE = object_schema(
     ["type"],
@@ -102,7 +109,7 @@ _THINKING = object_schema(
     ["type"],
     type={"enum": ["enabled", "disabled", "adaptive"]},
     budget_tokens={"type": "integer", "minimum": 0},
-    display={"enum": ["summarized", "omitted"]},
+    display={"enum": ["summarized", "omitted", "updates"]},
 )
 
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
@@ -119,7 +126,8 @@ class CountBody(FormFields, frozen=True, kw_only=True):
     """The body of POST /v1/messages/count_tokens. Fields about the answer have no effect.
 
     cache_control, metadata, service_tier   accepted without effect
-    container, mcp_servers                  not supported; refused if set
+    container, mcp_servers                  without effect; listed in `ignored_params`
+    thread                                  not supported; refused if set
     output_config                           {"effort": ..., "format": {"type": "json_schema", ...}}
     output_format                           older spelling of `output_config.format`
     return_effective_kwargs                 include the arguments that the chat template received
@@ -143,6 +151,7 @@ class CountBody(FormFields, frozen=True, kw_only=True):
     cache_control: Any = None
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     timeout_s: Timeout | None = None

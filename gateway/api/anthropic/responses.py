@@ -87,11 +87,19 @@ class MessagesErrorAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="error"
     request_id: str
 
 
+def _message_of(fault: HTTPFault) -> str:
+    """Return an error's message. That of a prompt that is too long has Anthropic's words, which
+    clients search for."""
+    if (excess := fault.excess) is None:
+        return fault.message
+    return f"prompt {excess.words}{' with this key' if excess.is_of_key else ''}"
+
+
 def error_answer(fault: HTTPFault, request_id: str) -> MessagesErrorAnswer:
     default: ErrorType = "invalid_request_error" if fault.status < 500 else "api_error"
     error = MessagesError(
         type=ERROR_TYPES.get(fault.status, default),
-        message=fault.message,
+        message=_message_of(fault),
         param=UNSET if fault.param is None else fault.param,
         details=UNSET if fault.code is None else ErrorCode(fault.code),
     )

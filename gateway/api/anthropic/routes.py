@@ -11,7 +11,7 @@ from flask import Response, request
 from gateway.api.anthropic import requests, responses
 from gateway.api.anthropic.responses import AnthropicEnvelope
 from gateway.api.anthropic.stream import PING, EventWriter, whole_message
-from gateway.api.anthropic.translate import MessagesTranslation, clamp_to_model, translate
+from gateway.api.anthropic.translate import MessagesTranslation, translate, without_unkept_budget
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.prepare import Preparation, Prompt
 from gateway.context import RequestContext
@@ -72,7 +72,7 @@ def _translated(
 ) -> tuple[Body, MessagesTranslation]:
     body, unknown = service.bodies.parse_known(request, kind)
     translation = translate(body)
-    context.ignored = ignored_fields(unknown, body.strict_params)
+    context.ignored = ignored_fields([*unknown, *translation.ignored], body.strict_params)
     return body, translation
 
 
@@ -82,11 +82,11 @@ def _prepare(
     translation: MessagesTranslation,
     model: ServedModel,
 ) -> tuple[Preparation, Prompt, list[OutputWarning]]:
-    chat, warnings = clamp_to_model(
-        translation.chat, context.caller.context_limit(model.limits.max_len), model.output_format
-    )
+    chat, warnings = without_unkept_budget(translation.chat, model.output_format)
     trusts = service.config.trust_request_chat_template
-    preparation = Preparation(chat, model, trusts_template=trusts)
+    preparation = Preparation(
+        chat, model, trusts_template=trusts, shown_tools=translation.shown_tools
+    )
     context.ignored = ignored_fields(
         [*context.ignored, *map(translation.request_path, preparation.ignored)], chat.strict_params
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -20,29 +20,39 @@ from gateway.api.anthropic.conversation import (
     unexpected,
 )
 from gateway.api.anthropic.requests import CountBody
+from gateway.api.anthropic.tools import TOOL_LEFT_OUT, ConversationTools
 from gateway.api.openai.checks import check_chat
 from gateway.api.openai.field_paths import NO_FIELDS, translate_errors
 from gateway.api.openai.requests import ChatBody, unsupported
 from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import ModelOutputFormat
+from gateway.http.errors import ThreadsUnsupported
 from gateway.http.json_values import as_object, check_depth
 from gateway.prompt.kwargs import ThinkingFields, thinking_budget
 from protocol.wire.errors import InvalidRequest
 
 NO_BUDGET = "thinking_budget_not_kept"
 """Code of the warning about a thinking budget that has no effect."""
-Display = Literal["summarized", "omitted"]
+DISPLAYS = ("summarized", "omitted", "updates")
+"""Ways to display thinking. There are no summaries, so all but "omitted" mean its text."""
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "container": "this server runs no code",
+    "mcp_servers": "this server connects to no MCP servers",
+}
+"""Fields for services that this server does not have, and why. They are left out with a warning,
+because agents send them to every server."""
 _TRANSLATED = frozenset({"messages", "tools", "tool_choice", "thinking"})
 _SHARED = frozenset(CountBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 COPIED_FIELDS = _SHARED - _TRANSLATED
 """Fields that both requests have with the same meaning. They are copied."""
 _TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
-_TOOL_PATHS = {  # pattern of a path in the chat -> path in the client's request
-    r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
-    r"^(tools\[\d+\])\.function\b": r"\1",
-    r"^tool_choice\.function\.name$": "tool_choice.name",
+_TOOL_MEMBERS = {  # pattern of a path within a chat's tool -> path within the client's tool
+    r"^\.function\.parameters": ".input_schema",
+    r"^\.function\b": "",
 }
+_CHOICE_PATHS = {r"^tool_choice\.function\.name$": "tool_choice.name"}
 _PLACE = re.compile(r"^messages\[(\d+)\]")
+_TOOL = re.compile(r"^tools\[(\d+)\]")
 
 
 class MessagesTranslation(msgspec.Struct, frozen=True):
@@ -51,12 +61,18 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
     chat: ChatBody
     #: The path in the client's request of each chat message.
     paths: list[str]
+    #: The path in the client's request of each tool of the chat.
+    tool_paths: list[str]
+    #: The tools that the start of the prompt defines.
+    shown_tools: list[dict[str, Any]]
     #: The path of the field that sets the answer's format.
     format_field: str
     #: Include the text of thinking blocks in the response.
     shows_thinking: bool
     #: Warnings about the request.
     warnings: list[OutputWarning]
+    #: Paths of fields without effect.
+    ignored: list[str]
 
     def translate_errors(
         self, engine_fields: Mapping[str, str] = NO_FIELDS
@@ -70,7 +86,12 @@ class MessagesTranslation(msgspec.Struct, frozen=True):
         """Return the path in the client's request for `name`, a field path of the chat request."""
         if (found := _PLACE.match(name)) and int(found[1]) < len(self.paths):
             return self.paths[int(found[1])]
-        for pattern, own in {**_TOOL_PATHS, **self._format_paths()}.items():
+        if found := _TOOL.match(name):
+            member, place = name[found.end() :], int(found[1])
+            for pattern, own in _TOOL_MEMBERS.items():
+                member = re.sub(pattern, own, member)
+            return (self.tool_paths[place] if place < len(self.tool_paths) else found[0]) + member
+        for pattern, own in {**_CHOICE_PATHS, **self._format_paths()}.items():
             name = re.sub(pattern, own, name)
         return name
 
@@ -89,18 +110,19 @@ def translate(body: CountBody) -> MessagesTranslation:
     of the body, if a value is invalid or not supported."""
     for field in ("messages", "system", "tools", "output_config", "output_format", "thinking"):
         check_depth(getattr(body, field), field)
-    for field in ("container", "mcp_servers"):
-        if getattr(body, field):
-            raise unsupported(field)
-    conversation = translate_conversation(body.system, body.messages)
+    if body.thread is not None:
+        raise ThreadsUnsupported.at(
+            "thread", "this server stores no conversations; send all messages without this field"
+        )
+    tools = ConversationTools(body.tools)
+    conversation = translate_conversation(body.system, body.messages, tools)
     effort, format_field, form = _output(body)
     thinking, display = _thinking(body.thinking)
-    choice, parallel = _chat_tool_choice(body.tool_choice)
+    choice, parallel = _chat_tool_choice(body.tool_choice, tools)
+    offered = tools.offered
     chat = ChatBody(
         messages=conversation.messages,
-        tools=None
-        if body.tools is None
-        else [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)],
+        tools=None if body.tools is None and not offered else [tool.chat for tool in offered],
         tool_choice=choice,
         parallel_tool_calls=parallel,
         stop=body.stop_sequences,
@@ -110,22 +132,34 @@ def translate(body: CountBody) -> MessagesTranslation:
         continue_final_message=conversation.continues or None,
         **{name: getattr(body, name) for name in COPIED_FIELDS},
     )
+    ignored = [field for field in _WITHOUT_EFFECT if getattr(body, field)]
+    left_out = [
+        OutputWarning(TOOL_LEFT_OUT, f"{field}: left out, because {_WITHOUT_EFFECT[field]}")
+        for field in ignored
+    ]
     translation = MessagesTranslation(
-        chat, conversation.paths, format_field, display != "omitted", conversation.warnings
+        chat=chat,
+        paths=conversation.paths,
+        tool_paths=[tool.at for tool in offered],
+        shown_tools=tools.at_start,
+        format_field=format_field,
+        shows_thinking=display != "omitted",
+        warnings=[*left_out, *tools.warnings, *conversation.warnings],
+        ignored=[*ignored, *tools.ignored],
     )
     with translation.translate_errors():
         check_chat(chat)
     return translation
 
 
-def _thinking(thinking: Any) -> tuple[Any, Display]:
+def _thinking(thinking: Any) -> tuple[Any, str]:
     """Return (the value of the chat's field `thinking`, how to display thinking)."""
     if not isinstance(thinking, Mapping):
         return thinking, "summarized"
     display = thinking.get("display")
-    if display not in (None, "summarized", "omitted"):
+    if display is not None and display not in DISPLAYS:
         raise InvalidRequest.at(
-            "thinking.display", f"must be one of summarized, omitted; got {display!r}"
+            "thinking.display", f"must be one of {', '.join(DISPLAYS)}; got {display!r}"
         )
     rest = {name: value for name, value in thinking.items() if name != "display"}
     return rest, display or "summarized"
@@ -159,23 +193,12 @@ def _form(form: Any, at: str) -> dict[str, Any]:
 # ---- tools
 
 
-def _chat_tool(tool: Any, at: str) -> dict[str, Any]:
-    tool = as_object(tool, at)
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        raise InvalidRequest.at(
-            f"{at}.type",
-            "must be 'custom' or absent; this server does not run Anthropic's own tools such as "
-            f"{kind!r}",
-        )
-    schema = as_object(tool.get("input_schema"), f"{at}.input_schema")
-    function = {"name": tool.get("name"), "parameters": schema}
-    given = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": function | given}
-
-
-def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """Return the values of (tool_choice, parallel_tool_calls) in the chat."""
+def _chat_tool_choice(
+    choice: Any, tools: ConversationTools
+) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """Return the values of (tool_choice, parallel_tool_calls) in the chat. A deferred tool that
+    must be called is offered. Raise InvalidRequest if only a tool that is left out could be
+    called."""
     if choice is None:
         return None, None
     choice = as_object(choice, "tool_choice")
@@ -186,40 +209,39 @@ def _chat_tool_choice(choice: Any) -> tuple[str | dict[str, Any] | None, bool | 
     parallel = None if alone is None else not alone
     if kind == "tool":
         name = string_member(choice, "name", "tool_choice")
+        tools.check_not_left_out(name)
+        tools.on_call(name)
         return {"type": "function", "function": {"name": name}}, parallel
     if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
         raise unexpected(kind, "tool_choice", (*_TOOL_CHOICES, "tool"))
+    if kind == "any":
+        tools.check_not_left_out()
     return _TOOL_CHOICES[kind], parallel
 
 
 # ---- limits of the model
 
 
-def clamp_to_model(
-    chat: ChatBody, max_len: int, output_format: ModelOutputFormat
+def without_unkept_budget(
+    chat: ChatBody, output_format: ModelOutputFormat
 ) -> tuple[ChatBody, list[OutputWarning]]:
-    """Return (the request changed to fit the model's limits, warnings about the changes).
+    """Return (the request without a thinking budget that nothing would keep, warnings about that).
 
-    Clients of this API send the same `max_tokens` to every model, so a value above `max_len` is
-    lowered to it. An answer that fills the context then has the stop reason
-    `model_context_window_exceeded`. Clients also send a thinking budget to models without a
-    reasoning format. The budget is then dropped, with a warning.
+    Clients of this API also send a thinking budget to models without a reasoning format.
     """
-    warnings = []
-    changes: dict[str, Any] = {}
-    if chat.max_tokens is not None and chat.max_tokens > max_len:
-        changes["max_tokens"] = max_len
     fields = chat.thinking_fields
     may_drop = output_format.reasoning is None and fields != ThinkingFields()
     budget = thinking_budget(fields) if may_drop else None
-    if budget:
-        changes |= {"thinking": _without_budget(chat.thinking), "thinking_token_budget": None}
-        message = (
-            f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
-            "field out, or restart the server with --reasoning-format"
-        )
-        warnings.append(OutputWarning(NO_BUDGET, message))
-    return msgspec.structs.replace(chat, **changes), warnings
+    if not budget:
+        return chat, []
+    message = (
+        f"{budget[0]}: ignored, because this model's reasoning format is unknown; leave the "
+        "field out, or restart the server with --reasoning-format"
+    )
+    chat = msgspec.structs.replace(
+        chat, thinking=_without_budget(chat.thinking), thinking_token_budget=None
+    )
+    return chat, [OutputWarning(NO_BUDGET, message)]
 
 
 def _without_budget(thinking: object) -> object:

@@ -1,5 +1,5 @@
 """Request bodies of the routes that encode: OpenAI's embeddings, Jina's and Cohere's rerank, and
-vLLM's score.
+vLLM's score and pooling.
 
 - A null field equals an absent field.
 - Unknown fields have no effect. The response lists them, or the request is refused if it sets
@@ -89,6 +89,16 @@ class EmbeddingsBody(EncodeFields, frozen=True, kw_only=True):
     dimensions: Count | None = None
     prompt_name: Name | None = None
     add_special_tokens: bool | None = None
+
+
+class PoolingBody(EmbeddingsBody, frozen=True, kw_only=True):
+    """The body of POST /pooling: that of embeddings, in vLLM's form.
+
+    task   embed: one vector for each input. vLLM's other tasks, which give a vector for each token
+           or the probabilities of labels, are not supported
+    """
+
+    task: Literal["embed"] | None = None
 
 
 class PairFields(EncodeFields, frozen=True, kw_only=True):

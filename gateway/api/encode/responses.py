@@ -31,6 +31,26 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     ignored_params: list[str] | UnsetType = UNSET
 
 
+class PooledItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector: numbers, or the base64 text of little-endian float32 numbers."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str
+
+
+class PooledList(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledItem]
+    usage: EncodeUsage
+    ignored_params: list[str] | UnsetType = UNSET
+
+
 class RerankedDocument(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 

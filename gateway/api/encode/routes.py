@@ -1,4 +1,4 @@
-"""The routes that encode: embeddings, rerank, score."""
+"""The routes that encode: embeddings, pooling, rerank, score."""
 
 from __future__ import annotations
 
@@ -58,6 +58,34 @@ def embeddings(service: Service, context: RequestContext) -> Response:
         responses.EmbeddingList(
             data=prepare.written_in_turns(items, done.vectors.shape[1]),
             model=_model_name(body, done.use.model),
+            usage=_usage(done.prompt_request),
+            ignored_params=context.ignored or UNSET,
+        )
+    )
+
+
+@routes.post(
+    "/pooling",
+    about="Create the vectors of texts, in vLLM's form.",
+    takes=(requests.PoolingBody,),
+    gives=responses.PooledList,
+)
+def pooling(service: Service, context: RequestContext) -> Response:
+    body = _read(service, context, requests.PoolingBody)
+    done = compute.embed(service, context, body, body.model, "pool")
+    items = (
+        responses.PooledItem(
+            index=index,
+            data=prepare.encoded_vector(row, body.encoding_format, body.dimensions),
+        )
+        for index, row in enumerate(prepare.rows_of(done.vectors))
+    )
+    return json_response(
+        responses.PooledList(
+            id=f"pool-{context.request_id}",
+            created=int(time.time()),
+            model=_model_name(body, done.use.model),
+            data=prepare.written_in_turns(items, done.vectors.shape[1]),
             usage=_usage(done.prompt_request),
             ignored_params=context.ignored or UNSET,
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.openai.responses import error_body
+from gateway.api.openai.responses import AnswerWarning, error_body
 from gateway.formats.events import Content, Finished, OutputDelta
 from gateway.generation.frame_sink import FrameDestination, FrameSink
 from gateway.generation.group import ChoiceGroup
@@ -68,6 +68,7 @@ class InfillAnswer(msgspec.Struct, frozen=True, kw_only=True):
     stopping_word: str
     timings: Timings | UnsetType
     ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class InfillEnvelope:
         has_new_line: bool,
     ) -> bytes:
         """Return the complete answer as JSON."""
+        warning = group.choices[0].warning
         word = finished.stop_reason if isinstance(finished.stop_reason, str) else ""
         answer = InfillAnswer(
             index=0,
@@ -106,6 +108,7 @@ class InfillEnvelope:
             stop_type=_stop_type(finished.reason, word),
             stopping_word=word,
             timings=timings_of_group(group),
+            warnings=UNSET if warning is None else [AnswerWarning.from_event(warning, 0)],
             **self.extensions,
         )
         if not self.response_fields:

@@ -28,8 +28,9 @@ _DONE_REASONS: Mapping[str, DoneReason] = {
     "abort": "abort",
 }
 """Finish reason -> done reason."""
-API_VERSION = "0.12.0"
-"""The version of Ollama whose API this is. Clients compare it with the versions they need."""
+API_VERSION = "0.33.0"
+"""The version of Ollama whose API this is. Clients compare it with the versions they need: Codex
+requires 0.13.4, since which Ollama serves the Responses API."""
 
 
 class OllamaError(msgspec.Struct, frozen=True):

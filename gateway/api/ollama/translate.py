@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.api.ollama.requests import (
     OllamaBody,
@@ -152,9 +152,10 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Each has the same index as in the client's request.
 
     Ollama's tool calls often have no id, and a result then names only its tool. So calls get ids,
-    and a result answers the first call of its tool that has no result yet.
+    and a result answers the first call of its tool that has no result yet. Some clients send the id
+    with a result and not with its call. Such a result answers the first call that has none.
     """
-    unanswered: list[tuple[str, str]] = []  # (name, id) of each call without a result
+    calls = _CallsWithoutResult()
     chat = []
     for place, message in enumerate(messages):
         at = f"messages[{place}]"
@@ -169,47 +170,75 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
         if message.get("thinking"):
             result["thinking"] = message["thinking"]
         if message.get("tool_calls"):
-            result["tool_calls"] = calls = _calls(message["tool_calls"], place)
-            unanswered = [(call["function"]["name"], call["id"]) for call in calls]
+            result["tool_calls"] = calls.open(message["tool_calls"], place)
         if message["role"] == "tool":
-            result |= _answered_call(message, unanswered, at)
+            result |= calls.answer(message)
         chat.append(result)
     return chat
 
 
-def _calls(calls: Any, place: int) -> list[dict[str, Any]]:
-    at = f"messages[{place}].tool_calls"
-    if not isinstance(calls, list):
-        raise InvalidRequest.at(at, "must be a list")
-    made = []
-    for index, call in enumerate(calls):
-        function = as_object(as_object(call, f"{at}[{index}]").get("function"), f"{at}[{index}]")
-        arguments = function.get("arguments")
-        if arguments is not None and not isinstance(arguments, Mapping):
-            raise InvalidRequest.at(f"{at}[{index}].function.arguments", "must be an object")
-        made.append(
-            {
-                "id": call.get("id") or f"call_{place}_{index}",
-                "type": "function",
-                "function": {"name": function.get("name"), "arguments": arguments or {}},
-            }
-        )
-    return made
+class _CallWithoutResult(NamedTuple):
+    """A call without a result. `is_named` is whether the client sent its id."""
+
+    name: Any  # checked with the chat
+    id: Any
+    is_named: bool
 
 
-def _answered_call(
-    message: Mapping[str, Any], unanswered: list[tuple[str, str]], at: str
-) -> dict[str, Any]:
-    """Return the members of a tool message that say which call it answers. Remove that call from
-    `unanswered`."""
-    own_id = message.get("tool_call_id")
-    name = message.get("tool_name") or message.get("name")
-    for index, (called, call_id) in enumerate(unanswered):
-        if call_id == own_id if own_id else name in (None, called):
-            del unanswered[index]
-            return {"tool_call_id": call_id, "name": called}
-    members = {"tool_call_id": own_id, "name": name}
-    return {key: value for key, value in members.items() if value is not None}
+class _CallsWithoutResult:
+    """The calls of a conversation that have no result yet: those of the last turn with calls."""
+
+    def __init__(self) -> None:
+        self._open: list[_CallWithoutResult] = []
+        #: Whether the client has sent an id with any call.
+        self._has_ids = False
+
+    def open(self, calls: Any, place: int) -> list[dict[str, Any]]:
+        """Return the calls of the message at index `place` as a chat has them."""
+        at = f"messages[{place}].tool_calls"
+        if not isinstance(calls, list):
+            raise InvalidRequest.at(at, "must be a list")
+        made = []
+        self._open = []
+        for index, call in enumerate(calls):
+            call = as_object(call, f"{at}[{index}]")
+            function = as_object(call.get("function"), f"{at}[{index}]")
+            arguments = function.get("arguments")
+            if arguments is not None and not isinstance(arguments, Mapping):
+                raise InvalidRequest.at(f"{at}[{index}].function.arguments", "must be an object")
+            own_id, name = call.get("id"), function.get("name")
+            call_id = own_id or f"call_{place}_{index}"
+            self._open.append(_CallWithoutResult(name, call_id, bool(own_id)))
+            self._has_ids = self._has_ids or bool(own_id)
+            called = {"name": name, "arguments": arguments or {}}
+            made.append({"id": call_id, "type": "function", "function": called})
+        return made
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the members of a tool message that say which call it answers. That call is then
+        closed."""
+        own_id = message.get("tool_call_id")
+        name = message.get("tool_name") or message.get("name")
+        found = self._answered(own_id, name)
+        if found is not None:
+            self._open.remove(found)
+            return {"tool_call_id": found.id, "name": found.name}
+        is_checked = self._has_ids or not isinstance(own_id, str)
+        members = {"tool_call_id": own_id if is_checked else None, "name": name}
+        return {key: value for key, value in members.items() if value is not None}
+
+    def _answered(self, own_id: Any, name: Any) -> _CallWithoutResult | None:
+        """Return the call with the id `own_id`. If a client sends ids with results only, return the
+        first call of the tool `name`, or else the first one."""
+        if own_id:
+            for call in self._open:
+                if call.id == own_id:
+                    return call
+        unnamed = [call for call in self._open if not (own_id and call.is_named)]
+        by_name = [call for call in unnamed if name in (None, call.name)]
+        if by_name:
+            return by_name[0]
+        return unnamed[0] if own_id and unnamed else None
 
 
 # ---- texts

@@ -7,7 +7,7 @@ example inside a reasoning block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,8 +46,8 @@ from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import InvalidRequest
 
 ANSWER_SHARE = 4
-"""If an answer is not limited, one in this many tokens of the context is kept free of the files
-that a prompt for filling in the middle contains."""
+"""If an answer is limited by the context only, one in this many tokens of the context is kept free
+of the files that a prompt for filling in the middle contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
 
     trusts_template  whether the server accepts `chat_template` from requests
-    loaded_tools     tools of the chat that the body does not list, because a message describes them
+    shown_tools      those of the body's tools that the template receives; None: all of them. The
+                     messages may define the others
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Preparation:
         model: ServedModel,
         *,
         trusts_template: bool = False,
-        loaded_tools: Sequence[Any] = (),
+        shown_tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self.body = body
         self.model = model
         # Most requests have neither tools nor a form.
-        has_tools = bool(body.tools or loaded_tools) or body.tool_choice is not None
+        has_tools = bool(body.tools) or body.tool_choice is not None
         has_form = any(getattr(body, field) is not None for field in FORM_FIELDS)
-        self.plan = tool_plan(body, loaded_tools) if has_tools else ToolPlan()
+        self.plan: ToolPlan = tool_plan(body, shown_tools) if has_tools else ToolPlan()
         form = answer_form(body) if has_form else None
         #: Paths of structured output members and of tools that have no effect.
         self.ignored: list[str] = [*(form.ignored if form else ()), *self.plan.ignored]
@@ -280,7 +281,7 @@ class Completion:
             check_token_ids(prompt, self._model.card.vocab_size, param)
         max_len = self._model.limits.max_len
         answer_tokens = self.body.max_tokens
-        if answer_tokens is None:
+        if answer_tokens is None or answer_tokens >= max_len:
             answer_tokens = max_len // ANSWER_SHARE
         ids, num_left_out = self._infill.prompt(
             prompt,

@@ -92,24 +92,25 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.demands_call or self.is_narrowed or bool(self.strict)
 
 
-def tool_plan(body: ChatBody | BatchBody, loaded: Sequence[Any] = ()) -> ToolPlan:
+def tool_plan(
+    body: ChatBody | BatchBody, shown_tools: Sequence[Mapping[str, Any]] | None = None
+) -> ToolPlan:
     """Return the plan for a request's tools and `tool_choice`. Raise InvalidRequest naming the
     field if one of them is invalid.
 
-    loaded  tools that may be called, too, but that a message describes; in errors they follow those
-            of the request
+    shown_tools  those of the body's tools that the template receives; None: all of them
     """
-    listed = body.tools or []
-    given = {f"tools[{place}]": tool for place, tool in enumerate([*listed, *loaded])}
+    given = {f"tools[{place}]": tool for place, tool in enumerate(body.tools or [])}
     ignored = tuple(at for at, tool in given.items() if is_hosted(tool))
     tools = [_tool(tool, at) for at, tool in given.items() if at not in ignored]
     names = [tool.declared.name for tool in tools]
     _check_unique(tools)
     mode, chosen = _choice(body.tool_choice, names)
+    shown = None if shown_tools is None else set(map(_name_of, shown_tools))
     if mode == "none":
         return ToolPlan(ignored=ignored)
     return ToolPlan(
-        shown=[tool.shown for tool in tools[: len(tools) - len(loaded)]],
+        shown=[tool.shown for tool in tools if shown is None or tool.declared.name in shown],
         declared=[tool.declared for tool in tools],
         mode=mode,
         name=chosen[0] if mode == "named" else None,
@@ -119,6 +120,10 @@ def tool_plan(body: ChatBody | BatchBody, loaded: Sequence[Any] = ()) -> ToolPla
         paths=[tool.at for tool in tools],
         ignored=ignored,
     )
+
+
+def _name_of(tool: Mapping[str, Any]) -> Any:
+    return tool[tool.get("type", "function")].get("name")
 
 
 def is_hosted(tool: Any) -> bool:

@@ -19,7 +19,7 @@ from gateway.api.tokens.requests import ReasoningParserKwargs
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.engine.sampling import SamplingParams, check_vocabulary
-from protocol.wire.errors import ContextTooLong
+from protocol.wire.errors import ContextExcess, ContextTooLong
 
 _NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
 """Fields of SamplingParams that are not copied. `seed` and `bad_words` have another form in
@@ -86,12 +86,8 @@ def _check_fits(prompt_request: PromptRequest, model: ServedModel) -> None:
     """Raise the error with which the engine would refuse the request."""
     params, max_len = prompt_request.choices[0], model.limits.max_len
     check_vocabulary(params, model.card.vocab_size)
-    if len(prompt_request.prompt_ids) + (params.max_tokens != 0) > max_len:
-        raise ContextTooLong(
-            f"the prompt is {len(prompt_request.prompt_ids):,} tokens; this model takes "
-            f"{max_len:,} tokens of prompt and answer together",
-            param="prompt",
-        )
+    if (size := len(prompt_request.prompt_ids)) + (params.max_tokens != 0) > max_len:
+        raise ContextTooLong.of(ContextExcess(num_tokens=size, max_tokens=max_len), "prompt")
 
 
 def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:

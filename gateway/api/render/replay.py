@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import GenerationBody
 from gateway.api.openai.response_builder import (
@@ -24,13 +24,13 @@ from gateway.api.openai.response_builder import (
     ResponseBuilder,
     prompt_logprobs_builder,
 )
-from gateway.api.openai.responses import Effective
+from gateway.api.openai.responses import AnswerWarning, Effective
 from gateway.api.openai.stream import AnswerChunks, ChunkStreamState, chunk_options, whole_response
 from gateway.api.render.recorded import RecordedGroup, RecordedOutputs, prompt_entries
 from gateway.api.render.stream_state import StreamState, restore, state_of, wrong_state
 from gateway.api.tokens.responses import GenerateChunk, GeneratedChoice, GenerateResponse
 from gateway.formats.choice_parser import ChoiceParser
-from gateway.formats.events import OutputDelta
+from gateway.formats.events import OutputDelta, OutputWarning
 from gateway.generation.request import Choice, PromptRequest
 from gateway.generation.sinks import CollectSink
 from gateway.served_model import ServedModel
@@ -113,6 +113,7 @@ def derendered(
     group.attach(collected)
     for place, (response, where) in enumerate(zip(responses, at, strict=True)):
         choices = [choice for choice in group.choices if choice.prompt_index == place]
+        _restore_warnings(choices, response.warnings)
         _replay_whole(case, choices, response, where, group)
     group.wait()
     first = responses[0]
@@ -133,6 +134,16 @@ def derendered(
         prompt_logprobs=prompt_logprobs_builder(request, model)
         or _recorded_prompt_logprobs(responses),
     )
+
+
+def _restore_warnings(
+    choices: Sequence[Choice], warnings: Sequence[AnswerWarning] | UnsetType
+) -> None:
+    """Let choices end with the warnings of their recorded answers. `choices` are those of one
+    response of the token endpoint, which numbers them from 0."""
+    for warning in warnings or ():
+        if warning.choice is not None and 0 <= warning.choice < len(choices):
+            choices[warning.choice].warning = OutputWarning(warning.code, warning.message)
 
 
 def _recorded_prompt_logprobs(
@@ -228,6 +239,7 @@ class _ChunkDerenderer:
         if chunk.choices:
             self._sent += self._chunks.start()
         outputs = self._case.outputs("generate_chunk", chunk.usage)
+        _restore_warnings(self._group.choices, chunk.warnings)
         for place, part in enumerate(chunk.choices):
             choice = self._choice(part, place)
             self._group.replay(choice, outputs.output(part, choice.params, place))

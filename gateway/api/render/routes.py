@@ -5,6 +5,7 @@ These routes do not use the engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from flask import Response, request
 
 from gateway.api.anthropic.requests import MessagesBody
 from gateway.api.anthropic.responses import MessagesErrorAnswer
-from gateway.api.anthropic.translate import clamp_to_model, translate
+from gateway.api.anthropic.translate import translate, without_unkept_budget
 from gateway.api.openai import checks, prepare, requests
 from gateway.api.openai.field_paths import ignored_fields, translate_errors, unchanged
 from gateway.api.openai.parameters import check_counts
@@ -111,21 +112,27 @@ def render_messages(service: Service, context: RequestContext) -> Response:
     translation = translate(body)
     with translation.translate_errors():
         model = service.use(context, translation.chat.model).model
-        chat, _ = clamp_to_model(translation.chat, model.limits.max_len, model.output_format)
-        preparation = _preparation(service, context, chat)
-        _note_ignored(
-            context, [*unknown, *map(translation.request_path, preparation.ignored)], chat
-        )
+        chat, _ = without_unkept_budget(translation.chat, model.output_format)
+        preparation = _preparation(service, context, chat, translation.shown_tools)
+        ignored = map(translation.request_path, preparation.ignored)
+        _note_ignored(context, [*unknown, *translation.ignored, *ignored], chat)
         prompt = preparation.prompt(chat.messages)
     with translation.translate_errors(preparation.engine_fields):
         return _chat(service, context, carried, preparation, prompt, "msg")
 
 
 def _preparation(
-    service: Service, context: RequestContext, body: requests.ChatBody
+    service: Service,
+    context: RequestContext,
+    body: requests.ChatBody,
+    shown_tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> prepare.Preparation:
-    trusts = service.config.trust_request_chat_template
-    return prepare.Preparation(body, service.use(context, body.model).model, trusts_template=trusts)
+    return prepare.Preparation(
+        body,
+        service.use(context, body.model).model,
+        trusts_template=service.config.trust_request_chat_template,
+        shown_tools=shown_tools,
+    )
 
 
 def _chat(

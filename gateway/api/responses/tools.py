@@ -56,15 +56,15 @@ class ToolShape(msgspec.Struct, frozen=True):
 class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a request, translated.
 
-    chat      the tools of the chat; None if the request has no list of tools
-    loaded    further tools of the chat, which the prompt describes elsewhere
+    chat      the tools of the chat; None if there are none
+    shown     those of them that the start of the prompt describes
     shapes    name of a tool in the chat -> how its calls are written
     paths     path prefix in the chat -> path prefix in the client's request
     ignored   paths of tools and of their members that have no effect
     """
 
     chat: list[dict[str, Any]] | None
-    loaded: list[dict[str, Any]]
+    shown: list[dict[str, Any]]
     shapes: Mapping[str, ToolShape]
     paths: Mapping[str, str]
     ignored: list[str]
@@ -74,7 +74,7 @@ class ResponseTools(msgspec.Struct, frozen=True, kw_only=True):
         return self.shapes.get(name) or ToolShape("function_call", name)
 
 
-NO_TOOLS = ResponseTools(chat=None, loaded=[], shapes={}, paths={}, ignored=[])
+NO_TOOLS = ResponseTools(chat=None, shown=[], shapes={}, paths={}, ignored=[])
 
 
 def qualified(namespace: Any, name: str) -> str:
@@ -99,8 +99,8 @@ def response_tools(
     latest = {each.name: each for each in later.tools if each.name not in named}
     places = [*own.tools, *latest.values()]
     return ResponseTools(
-        chat=None if tools is None else [each.chat for each in own.tools],
-        loaded=[each.chat for each in latest.values()],
+        chat=[each.chat for each in places] if places or tools is not None else None,
+        shown=[each.chat for each in own.tools],
         shapes={each.name: each.shape for each in (*own.deferred, *places)},
         paths=_paths(places),
         ignored=own.ignored,

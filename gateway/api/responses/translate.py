@@ -381,7 +381,7 @@ def rendered(
                 translation.chat,
                 model,
                 trusts_template=trusts_template,
-                loaded_tools=translation.tools.loaded,
+                shown_tools=translation.tools.shown,
             )
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)

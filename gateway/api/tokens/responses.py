@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.responses import (
+    AnswerWarning,
     ChatLogprobs,
     CompletionTokensDetails,
     Effective,
@@ -109,6 +110,7 @@ class GenerateResponse(
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
@@ -126,6 +128,7 @@ class GenerateChunk(
 
     prompt_token_ids    in the first chunk, if requested
     weights_digest, kv_transfer_params   in a choice's last chunk, and with the total usage
+    warnings            in a choice's last chunk
     """
 
     request_id: str
@@ -135,6 +138,7 @@ class GenerateChunk(
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     ignored_params: list[str] | UnsetType = UNSET
+    warnings: list[AnswerWarning] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     choices: list[GeneratedChoice]
 
@@ -167,6 +171,26 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     token_strs: list[str] | None
     effective: Effective | UnsetType = UNSET
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's tokenizer, with the names of tokenizer_config.json.
+
+    tokenizer_class   the class of transformers that reads the model's tokenizer.json
+    model_max_length  most tokens of prompt and answer together
+    chat_template     Jinja source of the chat template
+    """
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"]
+    model_max_length: int
+    bos_token: str | UnsetType = UNSET
+    eos_token: str | UnsetType = UNSET
+    unk_token: str | UnsetType = UNSET
+    sep_token: str | UnsetType = UNSET
+    pad_token: str | UnsetType = UNSET
+    cls_token: str | UnsetType = UNSET
+    mask_token: str | UnsetType = UNSET
+    chat_template: str | UnsetType = UNSET
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):

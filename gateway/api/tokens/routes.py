@@ -1,4 +1,4 @@
-"""Token-level routes: generate, abort_requests, tokenize, detokenize, input_tokens.
+"""Token-level routes: generate, abort_requests, tokenize and others about the tokenizer.
 
 Only generate and abort_requests use the engine: the tokenizer is in the gateway.
 """
@@ -175,6 +175,36 @@ def _tokenized(
         tokens=ids,
         token_strs=list(map(model.tokenizer.token_piece, ids)) if includes_strings else None,
         effective=effective,
+    )
+
+
+@routes.get(
+    "/tokenizer_info",
+    about="Describe the tokenizer: its special tokens and the chat template.",
+    gives=responses.TokenizerInfo,
+    parameters=(Parameter("model", "One of several models; by default the only one."),),
+)
+def tokenizer_info(service: Service, context: RequestContext) -> Response:
+    model = service.use(context, request.args.get("model")).model
+    return json_response(_tokenizer_info(model))
+
+
+def _tokenizer_info(model: ServedModel) -> responses.TokenizerInfo:
+    card, names = model.card, responses.TokenizerInfo.__struct_fields__
+    tokens: dict[str, str] = {
+        name: text for name, text in card.special_tokens.items() if name in names
+    }
+    ids = {"bos_token": card.bos_token_id, "pad_token": card.pad_token_id}
+    ids["eos_token"] = next(iter(card.eos_token_ids), None)
+    for name, token_id in ids.items():
+        text = None if token_id is None else model.tokenizer.inner.id_to_token(token_id)
+        if text is not None:
+            tokens.setdefault(name, text)
+    return responses.TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=model.limits.max_len,
+        chat_template=UNSET if card.chat_template is None else card.chat_template,
+        **tokens,
     )
 
 

@@ -18,7 +18,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import includes_usage, repeats_usage
-from gateway.api.openai.responses import ChatLogprobs, PromptTokensDetails, error_body
+from gateway.api.openai.responses import (
+    AnswerWarning,
+    ChatLogprobs,
+    PromptTokensDetails,
+    error_body,
+)
 from gateway.api.tokens.requests import GenerateBody
 from gateway.api.tokens.responses import (
     ChosenToken,
@@ -120,6 +125,16 @@ class GenerateEnvelope:
         return ChatLogprobs(content, None)
 
 
+def warnings_of(choices: Sequence[Choice]) -> list[AnswerWarning] | UnsetType:
+    """Return the warnings about choices that have ended; UNSET if there are none. Those about tool
+    calls are left out, because this API has none."""
+    return [
+        AnswerWarning.from_event(choice.warning, choice.index)
+        for choice in choices
+        if choice.warning is not None
+    ] or UNSET
+
+
 def text_of(events: Sequence[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
@@ -174,6 +189,7 @@ def whole_response(group: ChoiceGroup, collected: CollectSink, envelope: Generat
         "prompt_token_ids": prompt_request.prompt_ids if envelope.body.return_token_ids else None,
         "kv_transfer_params": kv_params.response_kv_params(group),
         "ignored_params": envelope.ignored_params,
+        "warnings": warnings_of(group.choices),
         "choices": parts,
         "timings": timings_of_group(group),
     }
@@ -243,6 +259,7 @@ class GenerateStream(FrameSink):
                 more["prompt_token_ids"] = choice.prompt_request.prompt_ids
         if is_last:
             more |= {"kv_transfer_params": None, "weights_digest": envelope.digest}
+            more["warnings"] = warnings_of([choice])
         if repeats_usage(envelope.body.stream_options):
             self._num_sent[choice.index] += len(delta.token_ids)
             num_sent = self._num_sent[choice.index]

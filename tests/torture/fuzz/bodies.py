@@ -193,6 +193,7 @@ RECORDED: dict[str, list[Any]] = {
         {"input": [[104, 105], [106]], "encoding_format": "base64"},
         {"input": "hi", "add_special_tokens": False},
     ],
+    "/pooling": [{**EMBEDDINGS, "task": "embed"}, {"input": [104, 105]}],
     **{path: [RERANK] for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/score": [SCORE, {"queries": ["a", "b"], "documents": ["c", "d"]}],
     "/score": [{"data_1": "a", "data_2": "b"}],
