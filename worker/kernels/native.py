@@ -20,6 +20,8 @@ from worker.kernels.addresses import address, cache_address
 from worker.kernels.recurrent_structs import (
     delta_sizes_struct,
     delta_weights_struct,
+    lru_inputs_struct,
+    lru_weights_struct,
     mamba2_sizes_struct,
     mamba2_weights_struct,
     scan_inputs_struct,
@@ -33,11 +35,19 @@ from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
+from worker.layers.rg_lru_rule import LruInputs, LruWeights
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.kernel_sizes import SIZE_MULTIPLE
 from worker.spec.model_spec import Activation, MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import (
+    ConvolvedSpec,
+    GatedDeltaSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    RgLruSpec,
+    ShortConvSpec,
+)
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -53,6 +63,8 @@ SIGNATURES = {
     "mamba1_conv": "iiipipppip",
     "mamba1_scan": "iiipippp",
     "mamba2": "ipppipip",
+    "rg_lru_conv": "iiipipppip",
+    "rg_lru_scan": "iiiipippp",
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
     "paged_attention": "iiipppippipp",
@@ -70,7 +82,8 @@ SIGNATURES = {
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
 RETURNS_INT = {
     *("packed_bytes", "decode"),
-    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2", "short_conv"),
+    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2"),
+    *("rg_lru_conv", "rg_lru_scan", "short_conv"),
 }
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
@@ -300,26 +313,8 @@ class NativeKernels:
         states: StepStates,
         offset: int,
     ) -> Tensor:
-        tokens, width, bias = len(inputs), spec.channels, weights.conv_bias
-        assert weights.conv.shape == (spec.kernel, width)
-        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
-        assert inputs.shape == (tokens, width)
-        assert inputs.stride(1) == 1
-        assert weights.conv.dtype == inputs.dtype == torch.float32
-        out = inputs.new_empty(tokens, width)
-        bad_row = self.library.mamba1_conv(
-            torch.get_num_threads(),
-            spec.kernel,
-            width,
-            byref(states_struct(states, offset, spec.tail_items)),
-            tokens,
-            *map(address, (weights.conv, bias)),
-            inputs.data_ptr(),
-            inputs.stride(0),
-            address(out),
-        )
-        check_rows(bad_row)
-        return out
+        taps = weights.conv, weights.conv_bias
+        return _convolved(self.library.mamba1_conv, spec, taps, inputs, states, offset)
 
     def mamba1_scan(
         self,
@@ -364,6 +359,40 @@ class NativeKernels:
             tokens,
             inputs.data_ptr(),
             inputs.stride(0),
+            address(out),
+        )
+        check_rows(bad_row)
+        return out
+
+    def rg_lru_conv(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        taps = weights.conv, weights.conv_bias
+        return _convolved(self.library.rg_lru_conv, spec, taps, inputs, states, offset)
+
+    def rg_lru_scan(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: LruInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        out = torch.empty_like(inputs.x)
+        bad_row = self.library.rg_lru_scan(
+            torch.get_num_threads(),
+            spec.num_heads,
+            spec.head_dim,
+            ACTIVATIONS.index(spec.activation),
+            byref(states_struct(states, offset + spec.tail_items, spec.width)),
+            len(out),
+            byref(lru_weights_struct(spec, weights)),
+            byref(lru_inputs_struct(spec, inputs)),
             address(out),
         )
         check_rows(bad_row)
@@ -425,6 +454,41 @@ class NativeKernels:
             byref(scoring),
         )
         return out
+
+
+def _convolved(
+    function: Any,
+    spec: ConvolvedSpec,
+    taps: tuple[Tensor, Tensor | None],
+    inputs: Tensor,
+    states: StepStates,
+    offset: int,
+) -> Tensor:
+    """Return what a function of the library computes that is a convolution of inputs [T, C], and
+    perhaps its activation.
+
+    taps   [kernel, C] the weights, and [C] the bias
+    """
+    (conv, bias), (tokens, width) = taps, (len(inputs), spec.conv_width)
+    assert conv.shape == (spec.kernel, width)
+    assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
+    assert inputs.shape == (tokens, width)
+    assert inputs.stride(1) == 1
+    assert conv.dtype == inputs.dtype == torch.float32
+    out = inputs.new_empty(tokens, width)
+    bad_row = function(
+        torch.get_num_threads(),
+        spec.kernel,
+        width,
+        byref(states_struct(states, offset, spec.tail_items)),
+        tokens,
+        *map(address, taps),
+        inputs.data_ptr(),
+        inputs.stride(0),
+        address(out),
+    )
+    check_rows(bad_row)
+    return out
 
 
 def check_rows(bad_row: int) -> None:

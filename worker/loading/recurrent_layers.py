@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from worker.layers.delta_rule import DeltaWeights
 from worker.layers.gated_delta import GatedDelta
@@ -12,20 +13,26 @@ from worker.layers.mamba1_rule import Mamba1Weights
 from worker.layers.mamba2 import Mamba2, input_scales
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
+from worker.layers.rg_lru import RgLru
+from worker.layers.rg_lru_rule import LruWeights
 from worker.layers.short_conv import ShortConv
 from worker.loading.tensor_reader import TensorReader
 from worker.models.decoder import Recurrence
 from worker.spec.layer_tensors import MixerTensors
-from worker.spec.matrices import NormTensor, VectorTensor
+from worker.spec.matrices import NormTensor, Shape, VectorTensor
 from worker.spec.model_spec import LayerSpec, NormSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 from worker.spec.recurrent_tensors import (
     ConvTensors,
     GatedDeltaTensors,
     Mamba1Tensors,
     Mamba2Tensors,
+    RgLruTensors,
     ShortConvTensors,
 )
+
+LRU_DECAY = -8.0
+"""The logarithm of the strongest decay of an RG-LRU, if the softplus of its number is 1."""
 
 
 class RecurrentReader(TensorReader):
@@ -39,6 +46,8 @@ class RecurrentReader(TensorReader):
                 return self._mamba1(mamba, tensors)
             case Mamba2Spec() as mamba, Mamba2Tensors():
                 return self._mamba2(mamba, tensors)
+            case RgLruSpec() as lru, RgLruTensors():
+                return self._rg_lru(lru, tensors)
             case ShortConvSpec() as conv, ShortConvTensors():
                 return self._short_conv(conv, tensors)
         raise AssertionError("the layer has no recurrence")
@@ -60,8 +69,7 @@ class RecurrentReader(TensorReader):
         )
 
     def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:
-        decay = torch.empty(tensors.decay_shape, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensors.decay, decay)
+        decay = self._floats(tensors.decay, tensors.decay_shape)
         weights = [self._norm_weight(each) for each in tensors.norms]
         weights += [
             torch.ones(size, dtype=torch.float32, device=self._device)
@@ -99,6 +107,24 @@ class RecurrentReader(TensorReader):
             scales=input_scales(spec, self._device),
         )
 
+    def _rg_lru(self, spec: RgLruSpec, tensors: RgLruTensors) -> RgLru:
+        input_bias, decay_bias = (
+            self._floats(name, tensors.bias_shape).flatten() for name in tensors.gate_biases
+        )
+        return RgLru(
+            spec=spec,
+            inputs=self._fused(tensors.inputs),
+            gates=self._layout.heads([self._matrix(each) for each in tensors.gates]),
+            weights=LruWeights(
+                conv=self._taps(tensors.conv),
+                conv_bias=self._vector(tensors.conv_bias),
+                decay=softplus(self._vector(tensors.decay)).mul_(LRU_DECAY),
+                input_bias=input_bias,
+                decay_bias=decay_bias,
+            ),
+            output=self._fused(tensors.output),
+        )
+
     def _short_conv(self, spec: ShortConvSpec, tensors: ShortConvTensors) -> ShortConv:
         return ShortConv(
             spec=spec,
@@ -110,12 +136,14 @@ class RecurrentReader(TensorReader):
 
     def _taps(self, tensors: ConvTensors) -> Tensor:
         """Read the weights of a convolution, [kernel, width] float32."""
-        parts = []
-        for name, shape in tensors.tensors():
-            part = torch.empty(shape, dtype=torch.float32, device=self._device)
-            self._source.read_into(name, part)
-            parts.append(part[:, 0])
+        parts = [self._floats(name, shape)[:, 0] for name, shape in tensors.tensors()]
         return torch.cat(parts).T.contiguous()
+
+    def _floats(self, name: str, shape: Shape) -> Tensor:
+        """Read a tensor of numbers, float32."""
+        numbers = torch.empty(shape, dtype=torch.float32, device=self._device)
+        self._source.read_into(name, numbers)
+        return numbers
 
     def _decay(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
         """Read the factors of the decay, [heads] float32."""

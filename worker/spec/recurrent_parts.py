@@ -8,7 +8,7 @@ from worker.spec import recurrent_tensors
 from worker.spec.layer_tensors import MixerTensors
 from worker.spec.matrices import FusedMatrix, NormTensor, VectorTensor
 from worker.spec.model_spec import LayerSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 from worker.spec.recurrent_tensors import ConvTensors
 from worker.spec.tensor_names import ENDINGS
 from worker.spec.tensor_parts import TensorParts
@@ -25,6 +25,8 @@ class RecurrentParts(TensorParts):
                 return self._mamba1(mamba, index)
             case Mamba2Spec() as mamba:
                 return self._mamba2(mamba, index)
+            case RgLruSpec() as lru:
+                return self._rg_lru(lru, index)
             case ShortConvSpec() as conv:
                 return self._short_conv(conv, index)
         raise AssertionError("the layer has no recurrence")
@@ -140,6 +142,26 @@ class RecurrentParts(TensorParts):
             ),
             is_factor=self.names.stores_decay_factors,
             num_scales=0 if mamba.input_scales is None else mamba.input_width,
+        )
+
+    def _rg_lru(self, lru: RgLruSpec, index: int) -> MixerTensors:
+        hidden, width, dim, heads = self.spec.hidden, lru.width, lru.head_dim, lru.num_heads
+        of_gates = ("lru_input_gate", "lru_decay_gate")
+
+        def gates(head: int) -> FusedMatrix:
+            parts = (self._part(role, dim, index, head, heads) for role in of_gates)
+            return FusedMatrix(tuple(parts), dim)
+
+        inputs = self._parts(index, {"lru_x": (width,), "lru_gate": (width,)}, hidden)
+        input_bias, decay_bias = (self._name(role, index, is_bias=True) for role in of_gates)
+        return recurrent_tensors.RgLruTensors(
+            inputs=FusedMatrix(inputs, hidden, True),
+            conv=self._conv("lru_conv", index, lru.kernel, {"": width}),
+            conv_bias=VectorTensor(self._name("lru_conv", index, is_bias=True), width),
+            gates=tuple(map(gates, range(heads))),
+            gate_biases=(input_bias, decay_bias),
+            decay=VectorTensor(self._name("lru_decay", index), width),
+            output=FusedMatrix((self._part("lru_output", hidden, index),), width, True),
         )
 
     def _short_conv(self, conv: ShortConvSpec, index: int) -> MixerTensors:
