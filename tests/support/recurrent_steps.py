@@ -243,6 +243,7 @@ def lru_layer(
         named = LruWeights(**weights)
         before, gate = inputs[0].chunk(2, dim=1)
         x = kernels.rg_lru_conv(spec, named, before, states, offset)
+        assert inputs[1].shape[1] == 2 * width
         by_head = inputs[1].unflatten(1, (num_heads, -1)).transpose(0, 1).contiguous()
         return kernels.rg_lru_scan(spec, named, LruInputs(x, by_head, gate), states, offset)
 

@@ -132,6 +132,7 @@ FAMILIES = (
         },
         read=read_recurrent_gemma,
         names=recurrent_gemma_names,
+        typical={"num_key_value_heads": 1},
         # Published configs have this key, which no version of the class reads.
         only={"embeddings_scale_by_sqrt_dim": (None, True)},
     ),
