@@ -289,8 +289,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         "intermediate_size": 320,
         "lru_width": 144,
-        "attention_window_size": 24,
+        "attention_window_size": 50,
         "w_init_variance_scale": 0.25,
+        "final_w_init_variance_scale": 12.0,
         "tie_word_embeddings": False,
     },
     "mamba": MAMBA_SIZES | {"initializer_range": 0.12},
@@ -641,6 +642,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "gelu": {"hidden_activation": "gelu"},
         "squared relu": {"hidden_activation": "relu2"},
         "small cap": {"logits_soft_cap": 2.0},
+        "window": {"attention_window_size": 24},
         "long window": {"attention_window_size": 2048},
         "window of one": {"attention_window_size": 1},
         "attention first": {"block_types": ["attention", "recurrent"]},
