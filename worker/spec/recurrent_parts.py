@@ -10,7 +10,7 @@ from worker.spec.matrices import FusedMatrix, NormTensor, VectorTensor
 from worker.spec.model_spec import LayerSpec
 from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 from worker.spec.recurrent_tensors import ConvTensors
-from worker.spec.tensor_names import ENDINGS
+from worker.spec.tensor_names import ENDINGS, LRU_GATES
 from worker.spec.tensor_parts import TensorParts
 
 
@@ -146,14 +146,13 @@ class RecurrentParts(TensorParts):
 
     def _rg_lru(self, lru: RgLruSpec, index: int) -> MixerTensors:
         hidden, width, dim, heads = self.spec.hidden, lru.width, lru.head_dim, lru.num_heads
-        of_gates = ("lru_input_gate", "lru_decay_gate")
 
         def gates(head: int) -> FusedMatrix:
-            parts = (self._part(role, dim, index, head, heads) for role in of_gates)
+            parts = (self._part(role, dim, index, head, heads) for role in LRU_GATES)
             return FusedMatrix(tuple(parts), dim)
 
         inputs = self._parts(index, {"lru_x": (width,), "lru_gate": (width,)}, hidden)
-        input_bias, decay_bias = (self._name(role, index, is_bias=True) for role in of_gates)
+        input_bias, decay_bias = (self._name(role, index, is_bias=True) for role in LRU_GATES)
         return recurrent_tensors.RgLruTensors(
             inputs=FusedMatrix(inputs, hidden, True),
             conv=self._conv("lru_conv", index, lru.kernel, {"": width}),

@@ -10,7 +10,7 @@ from worker.spec.families.family import DEFAULTS, UNLIMITED_CONTEXT, ConfigField
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.recurrent import RgLruSpec
 from worker.spec.rope_config import NoScaling
-from worker.spec.tensor_names import TensorNames, names_of
+from worker.spec.tensor_names import LRU_GATES, TensorNames, names_of
 
 RECURRENT, ATTENTION = "recurrent", "attention"
 
@@ -98,12 +98,11 @@ NAMES = {
     "up": MLP + "up_proj",
     "down": MLP + "down_proj",
 }
-OF_GATES = ("lru_input_gate", "lru_decay_gate")
 
 
 def recurrent_gemma_names(spec: ModelSpec) -> TensorNames:
-    endings = dict.fromkeys(OF_GATES, ("_weight", "_bias")) | {"lru_decay": ("", "")}
-    return names_of(NAMES, endings=endings, transposed=frozenset(OF_GATES))
+    endings = dict.fromkeys(LRU_GATES, ("_weight", "_bias")) | {"lru_decay": ("", "")}
+    return names_of(NAMES, endings=endings, transposed=frozenset(LRU_GATES))
 
 
 FAMILIES = (
