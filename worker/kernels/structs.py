@@ -9,6 +9,12 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_int64, c_void_p
 
 from worker.spec.kernel_sizes import MAX_PARTS
+from worker.spec.model_spec import Activation
+
+ACTIVATION_KINDS: tuple[Activation, ...] = (
+    *("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"),
+)
+"""In the order of ActivationKind in activation.h."""
 
 
 class CHeads(Structure):

@@ -53,7 +53,8 @@ class StepStates:
     @property
     def first_tokens(self) -> Ints:
         """Return the indexes, among the tokens of the step, of those at position 0."""
-        return self.firsts[(self.starts == 0) & (self.counts > 0)]
+        found: Ints = self.firsts[(self.starts == 0) & (self.counts > 0)]
+        return found
 
     @property
     def has_drafts(self) -> bool:

@@ -1,4 +1,4 @@
-// The functions that Python calls (native.py, packed.py, models/whole_step.py), with C names and
+// The functions that Python calls (native.py, native_recurrence.py, packed.py, models/whole_step.py), with C names and
 // plain structs. Numbers are bfloat16 or float.
 //
 // This file is compiled once for each instruction set, each time into another library. So code for a
