@@ -340,7 +340,7 @@ class RgLruSpec(ConvolvedSpec):
 
     @property
     def work_width(self) -> int:
-        return 16 * self.width
+        return 20 * self.width
 
     @property
     def state_items(self) -> int:
