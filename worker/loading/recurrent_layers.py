@@ -32,7 +32,8 @@ from worker.spec.recurrent_tensors import (
 )
 
 LRU_DECAY = -8.0
-"""The logarithm of the strongest decay of an RG-LRU, if the softplus of its number is 1."""
+"""Factor of the softplus of a channel's learned number. Their product is the logarithm of the
+channel's strongest decay."""
 
 
 class RecurrentReader(TensorReader):
