@@ -6,6 +6,7 @@ Some families have names of their own for the same sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle, islice
 from typing import Annotated, Any
 
 import msgspec
@@ -156,6 +157,19 @@ def _bamba(fields: Fields) -> Fields:
     return {"num_recurrent": recurrent}
 
 
+def _recurrent_gemma(fields: Fields) -> Fields:
+    usual = ["recurrent", "recurrent", "attention"]
+    kinds = msgspec.convert(fields.get("block_types") or usual, list[str])
+    layers = islice(cycle(kinds), _count(fields, "num_hidden_layers", 26))
+    return {
+        "tie_word_embeddings": fields.get("tie_word_embeddings", True),
+        # Both halves of the first matrix of an MLP together.
+        "intermediate_size": _count(fields, "intermediate_size", 7680) // 2,
+        "lru_width": fields.get("lru_width") or _count(fields, "hidden_size", 2560),
+        "num_recurrent": [*layers].count("recurrent"),
+    }
+
+
 def _without_gates(fields: Fields) -> Fields:
     return {"mlp_matrices": 2}
 
@@ -181,6 +195,7 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "hunyuan_v1_moe": _hunyuan_moe,
     "llama4_text": _llama4,
     "bamba": _bamba,
+    "recurrent_gemma": _recurrent_gemma,
     "nemotron": _without_gates,
     "arcee": _without_gates,
     "apertus": _without_gates,

@@ -113,6 +113,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_ssm: int | None = None
     #: Short convolutions, as in LFM2.
     conv_L_cache: int = 0
+    #: RG-LRU, as in RecurrentGemma.
+    lru_width: int = 0
+    conv1d_width: int = 4
     #: Matrices of an MLP: two without a gate.
     mlp_matrices: int = 3
     #: Latent attention, as in DeepSeek V2 and V3; 0: layers store keys and values. Without a rank
@@ -185,6 +188,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             # The matrix A is as large as that of a state, and float32.
             parameters += width * state * STATE_DTYPE_BYTES // DTYPE_BYTES
             return width * state + (self.mamba_d_conv - 1) * width, parameters
+        if width := self.lru_width:
+            gates = 2 * width * width // self.num_attention_heads
+            return self.conv1d_width * width, 3 * hidden * width + gates
         return (self.conv_L_cache - 1) * hidden, 4 * hidden * hidden
 
     @property

@@ -37,13 +37,19 @@ from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
 from worker.slots.states import StepStates
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from worker.spec.recurrent import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    RgLruSpec,
+    ShortConvSpec,
+)
 from worker.spec.rope_config import RopeConfig
 
 STEPS = ((1, 1), (8, 1), (32, 1), (1, 512))
 """Rows of a step, and tokens of each."""
 CONTEXT, BLOCK_TOKENS = 128, 16
-RECURRENCES = ("gated_delta", "mamba2", "short_conv")
+RECURRENCES = ("gated_delta", "mamba2", "rg_lru_conv", "rg_lru_scan", "short_conv")
 PARTS = ("recurrence", "matrices", "attention", "kernels", "rest")
 
 
@@ -127,11 +133,20 @@ MODELS: dict[str, Callable[[], ModelSpec]] = {
         num_recurrent=2,
         qk_norm="head",
     ),
+    "recurrentgemma-2b": lambda: hybrid(
+        RgLruSpec(num_heads=10, head_dim=256, kernel=4, activation="gelu_tanh"),
+        MlpSpec(intermediate=7680, activation="gelu_tanh", bias=True),
+        hidden=2560,
+        heads=(10, 1, 256),
+        num_recurrent=2,
+        window=2048,
+        output_bias=True,
+    ),
     "qwen3.5": lambda: qwen(2048, (8, 2, 256), value_heads=32, intermediate=6144),
     "qwen3.6-27b": lambda: qwen(5120, (24, 4, 256), value_heads=48, intermediate=17408),
 }
-"""Shapes of Granite 4 H Tiny and Micro, LFM2 1.2B, a Qwen3.5 of two billion weights, and Qwen3.6
-27B."""
+"""Shapes of Granite 4 H Tiny and Micro, LFM2 1.2B, RecurrentGemma 2B, a Qwen3.5 of two billion
+weights, and Qwen3.6 27B."""
 
 
 class WatchedKernels:
@@ -171,9 +186,9 @@ class HybridSteps:
         self._ids = torch.arange(rows * tokens) % spec.vocab_size
         counts, none = np.full(rows, tokens), np.empty(0, np.int64)
         memory = torch.full((rows, spec.state_items), 0.01)
-        slots, firsts = np.arange(rows), counts.cumsum() - counts
-        saves = (none, none, none)
-        self._states = StepStates(memory, memory[:1], slots, firsts, counts, counts, *saves)
+        starts, firsts = np.full(rows, CONTEXT), counts.cumsum() - counts
+        of_rows, saves = (np.arange(rows), starts, firsts, counts, counts), (none, none, none)
+        self._states = StepStates(memory, memory[:1], *of_rows, *saves)
 
     def run(self) -> None:
         self._model(self._ids, self._batch, self._cache, self._attention, None, self._states)

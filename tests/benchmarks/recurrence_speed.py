@@ -26,6 +26,7 @@ from tests.support.recurrent_steps import (
     RecurrentLayer,
     conv_layer,
     delta_layer,
+    lru_layer,
     mamba1_layer,
     mamba_layer,
 )
@@ -40,6 +41,7 @@ from worker.spec.recurrent import (
     Mamba1Spec,
     Mamba2Spec,
     RecurrentSpec,
+    RgLruSpec,
     ShortConvSpec,
 )
 
@@ -48,10 +50,11 @@ LAYERS = {
     "granite-tiny": (1536, lambda: mamba_layer(48, 64, 1, 128, 4)),
     "granite-small": (4096, lambda: mamba_layer(128, 64, 1, 128, 4)),
     "jamba-mini": (4096, lambda: mamba1_layer(8192, 16, 4)),
+    "recurrentgemma-2b": (2560, lambda: lru_layer(10, 256, 4)),
     "lfm2": (2048, lambda: conv_layer(2048, 3)),
 }
 """Hidden size and layer: of a hybrid of 27B weights with gated delta nets, of Granite 4 H Tiny and
-Small, of Jamba Mini, and of LFM2 1.2B."""
+Small, of Jamba Mini, of RecurrentGemma 2B, and of LFM2 1.2B."""
 SLOTS = 32
 STEPS = ((1, 1), (8, 1), (32, 1), (1, 64), (1, 512))
 """Rows of a step, and tokens of each."""
@@ -78,7 +81,8 @@ class RecurrentSteps:
         counts, none = np.full(self._rows, self._tokens), np.empty(0, np.int64)
         slots, firsts = self._slots(), counts.cumsum() - counts
         saves = (none, none, none)
-        states = StepStates(self._memory, self._memory[:1], slots, firsts, counts, counts, *saves)
+        rows = (slots, np.ones_like(slots), firsts, counts, counts)
+        states = StepStates(self._memory, self._memory[:1], *rows, *saves)
         return self._layer.compute(kernels, self._inputs, states, 0)
 
     def one_pass(self) -> None:
@@ -106,6 +110,8 @@ class Matrices:
                 made = 2 * spec.channels
             case Mamba2Spec():
                 made = spec.input_width
+            case RgLruSpec():
+                made = 2 * spec.width
             case ShortConvSpec():
                 made = 3 * spec.width
         self._hidden, self._width = hidden, spec.output_width

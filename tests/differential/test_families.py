@@ -39,6 +39,7 @@ from worker.errors import UnusableModel
 from worker.loading.decoder import load_model
 from worker.loading.header import ModelHeader, read_header
 from worker.models.compiled import why_not
+from worker.spec.families.family import UNLIMITED_CONTEXT
 from worker.spec.model_spec import ModelSpec
 from worker.startup.memory_plan import PlannedModel, weights_bytes
 
@@ -241,6 +242,25 @@ def test_the_published_config_of_nemotron_h_is_read(tmp_path: Path) -> None:
     renamed = {name.replace("backbone.", "model."): each for name, each in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors")
     assert_same(EagerStepper(load(tmp_path), [tokens]).run([(61,)])[0], logits)
+
+
+def test_the_published_config_of_recurrent_gemma_is_read(tmp_path: Path) -> None:
+    """It has rotary embeddings at the top level, and no longest context."""
+    theirs, tokens = random_model("recurrent_gemma"), some_tokens(61)
+    file = write_directory(tmp_path, theirs) / "config.json"
+    written = json.loads(file.read_text())
+    del written["rope_parameters"], written["max_position_embeddings"]
+    published = {
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "embeddings_scale_by_sqrt_dim": True,
+    }
+    file.write_text(json.dumps(written | published))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    logits, loaded = expected(again, tokens), load(tmp_path)
+    assert (logits - expected(theirs, tokens)).abs().max() > 0.01  # the base is another one
+    assert_same(EagerStepper(loaded, [tokens]).run([(61,)])[0], logits)
+    assert loaded.spec.context_tokens == UNLIMITED_CONTEXT
 
 
 @pytest.mark.parametrize("convolutions", ["one", "of equal sizes", "of queries, keys and values"])

@@ -81,6 +81,7 @@ RECURRENT: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_5_text": ("fp8 blocks", HYBRID),
     "qwen3_next": ("packed 4 bits", HYBRID | EXPERTS),
     "olmo_hybrid": ("packed 4 bits", HYBRID),
+    "recurrent_gemma": ("fp8 blocks", {"lru_width": 192}),
     "mamba": ("fp8 blocks", {"time_step_rank": 32}),
     "mamba2": ("packed 4 bits", {}),
     "granitemoehybrid": ("gptq 4 bits", {"shared_intermediate_size": 160, "num_local_experts": 0}),

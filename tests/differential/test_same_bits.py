@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from tests.support.adapters import random_adapter
+from tests.support.checkpoints import write_directory
+from tests.support.family_models import random_model
 from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
 from tests.support.replica import load
 from tests.support.same_bits import DENSE, OF_LAYERS, WAYS, Subject, small_model, together, ways_for
+from worker.kernels.packed import PackedLinear
+from worker.layers.linear import Dense, linears_in
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -87,6 +91,20 @@ def test_it_has_the_same_bits_in_models_that_one_call_cannot_compute(
     subject = Subject.of(loaded, NUM_PROMPTS, every=EVERY, adapters=adapters)
     for way in ways_for(loaded, (*SMALL_WAYS, "n-gram drafts")):
         assert_same(subject, way, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("lru", {"lru_width": 192}), ("latent", {"qk_nope_head_dim": 24})]
+)
+def test_bits_are_not_promised_if_torch_multiplies_the_matrices_of_heads(
+    kind: str, changes: dict[str, int], tmp_path: Path
+) -> None:
+    """Matrices of 24 columns cannot be packed."""
+    model_type, sizes = OF_LAYERS[kind]
+    path = write_directory(tmp_path, random_model(model_type, **sizes | changes))
+    loaded = load(path, kernels=native_kernels(), weights="packed")
+    assert {type(each) for each in linears_in(loaded.model.weights)} == {PackedLinear, Dense}
+    assert not loaded.card.numerics
 
 
 @pytest.fixture(scope="module", params=["hybrid", "shared", "streams"])

@@ -94,6 +94,7 @@ class EagerStepper:
             self.states,
             self.checkpoints,
             slots=np.array(order, np.int64),
+            starts=np.array([row.computed for row in rows], np.int64),
             firsts=counts.cumsum() - counts,
             counts=counts,
             kept=counts,

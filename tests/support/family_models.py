@@ -24,6 +24,7 @@ HYBRIDS = [
         "jamba",
         "bamba",
         "kimi_linear",
+        "recurrent_gemma",
     ),
 ]
 """Model types some of whose layers are recurrent."""
@@ -284,6 +285,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 20,
         "mamba_dt_rank": 12,
         "initializer_range": 0.08,
+    },
+    "recurrent_gemma": {
+        "intermediate_size": 320,
+        "lru_width": 144,
+        "attention_window_size": 50,
+        "w_init_variance_scale": 0.25,
+        "final_w_init_variance_scale": 12.0,
+        "tie_word_embeddings": False,
     },
     "mamba": MAMBA_SIZES | {"initializer_range": 0.12},
     "falcon_mamba": MAMBA_SIZES,
@@ -622,6 +631,31 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "no attention": {"attn_layer_period": 8, "attn_layer_offset": 7},
         "as many key/value heads": {"num_key_value_heads": 6},
     },
+    "recurrent_gemma": {
+        "tied": TIED,
+        "biases": BIASED,
+        "as wide as the hidden states": {"lru_width": None},
+        "narrow": {"lru_width": 48},
+        "long convolution": {"conv1d_width": 6},
+        "short convolution": {"conv1d_width": 2},
+        "silu": {"hidden_activation": "silu"},
+        "gelu": {"hidden_activation": "gelu"},
+        "squared relu": {"hidden_activation": "relu2"},
+        "small cap": {"logits_soft_cap": 2.0},
+        "window": {"attention_window_size": 24},
+        "long window": {"attention_window_size": 2048},
+        "window of one": {"attention_window_size": 1},
+        "attention first": {"block_types": ["attention", "recurrent"]},
+        "only attention": {"block_types": ["attention"]},
+        "no attention": {"block_types": ["recurrent"]},
+        "one key/value head": {"num_key_value_heads": 1},
+        "as many key/value heads": {"num_key_value_heads": None},
+        "wide heads": {"head_dim": 32},
+        "usual rope": {"rope_parameters": None},
+        "whole heads": WHOLE_HEADS,
+        "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "large eps": {"rms_norm_eps": 0.1},
+    },
     "mamba": OF_MAMBA | {"one state": {"state_size": 1}},
     "falcon_mamba": OF_MAMBA | {"large eps": {"mixer_rms_eps": 0.1}},
     "mamba2": {
@@ -815,6 +849,8 @@ def random_model(model_type: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("recurrent_param"):  # of decays between about 0.3 and 0.99
+                parameter.uniform_(-6, -1)
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():

@@ -251,7 +251,7 @@ FORMATS: dict[str, QuantFormat] = {
 }
 
 
-NOT_QUANTIZED = ("embed", "lm_head", ".gate.", "correction_bias", "A_log")
+NOT_QUANTIZED = ("embed", "lm_head", ".gate.", "correction_bias", "A_log", "gate_bias")
 """Parts of the names of matrices that are no layers, or stay as they are."""
 
 

@@ -35,7 +35,8 @@ ROLES = {
             *("delta_bias", "delta_norm", "delta_output"),
             *("mamba_inputs", "mamba_conv", "mamba_decay", "mamba_bias", "mamba_skip"),
             *("mamba_norm", "mamba_output"),
-            *("conv_in", "conv", "conv_out"),
+            *("lru_x", "lru_gate", "lru_conv", "lru_input_gate", "lru_decay_gate", "lru_decay"),
+            *("lru_output", "conv_in", "conv", "conv_out"),
             *("shared_gate", "shared_up", "shared_down", "shared_score"),
         )
     },

@@ -18,13 +18,16 @@ from worker.kernels.base import Kernels
 from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
+from worker.layers.rg_lru_rule import LruInputs, LruWeights
 from worker.slots.states import StepStates
+from worker.spec.model_spec import Activation
 from worker.spec.recurrent import (
     GatedDeltaSpec,
     Mamba1Spec,
     Mamba2Spec,
     NormPlace,
     RecurrentSpec,
+    RgLruSpec,
     ShortConvSpec,
 )
 
@@ -214,6 +217,40 @@ def mamba1_layer(
     return RecurrentLayer(name, spec, weights, make_inputs, rule)
 
 
+def lru_layer(
+    num_heads: int, head_dim: int, kernel: int, activation: Activation = "gelu_tanh"
+) -> RecurrentLayer:
+    """Return an RG-LRU layer, whose gates are random and not made of its convolution. The decays of
+    its inputs are between about 0.1 and 1."""
+    spec = RgLruSpec(num_heads=num_heads, head_dim=head_dim, kernel=kernel, activation=activation)
+    spec.check()
+    width = spec.width
+    weights = {
+        "conv": numbers(kernel, width, seed=6),
+        "conv_bias": numbers(width, seed=7),
+        "decay": -numbers(width, seed=8).abs() - 0.01,
+        "input_bias": numbers(width, seed=11),
+        "decay_bias": numbers(width, seed=12),
+    }
+
+    def make_inputs(tokens: int, seed: int) -> Inputs:
+        """Return what is convolved and the gate, and what the other gates are made of."""
+        return tuple(numbers(tokens, 2 * width, seed=seed + i) for i in range(2))
+
+    def rule(
+        kernels: Kernels, weights: Weights, inputs: Inputs, states: StepStates, offset: int
+    ) -> Tensor:
+        named = LruWeights(**weights)
+        before, gate = inputs[0].chunk(2, dim=1)
+        x = kernels.rg_lru_conv(spec, named, before, states, offset)
+        assert inputs[1].shape[1] == 2 * width
+        by_head = inputs[1].unflatten(1, (num_heads, -1)).transpose(0, 1).contiguous()
+        return kernels.rg_lru_scan(spec, named, LruInputs(x, by_head, gate), states, offset)
+
+    name = f"lru-{num_heads}x{head_dim}-{kernel}-{activation}"
+    return RecurrentLayer(name, spec, weights, make_inputs, rule)
+
+
 def conv_layer(width: int, kernel: int, *, bias: bool = False) -> RecurrentLayer:
     """Return a short convolution."""
     spec = ShortConvSpec(width=width, kernel=kernel, bias=bias)
@@ -257,6 +294,7 @@ class RecurrentRequests:
     """Some requests, each with a slot, and a layer that computes them.
 
     states    [requests, items] what the states are before the first token
+    earlier   number of tokens of each request before those
     results   of each request: [N, ...], zeros for tokens that are not computed
     saved     (request, number of its tokens) -> the state that was saved after them
     """
@@ -265,6 +303,7 @@ class RecurrentRequests:
     layer: RecurrentLayer
     inputs: Sequence[Inputs]
     states: Tensor
+    earlier: Sequence[int]
     memory: Tensor = field(init=False)
     results: list[Tensor] = field(init=False)
     saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -290,6 +329,7 @@ class RecurrentRequests:
             memory=self.memory,
             checkpoints=checkpoints,
             slots=np.array([self._slot(row.request) for row in rows]),
+            starts=np.array([self._start(row.request) for row in rows]),
             firsts=counts.cumsum() - counts,
             counts=counts,
             kept=counts - [row.drafts for row in rows],
@@ -324,6 +364,9 @@ class RecurrentRequests:
     def _slot(self, request: int) -> int:
         return len(self.inputs) - request
 
+    def _start(self, request: int) -> int:
+        return self.earlier[request] + self._computed[request]
+
     def _inputs(self, row: StepRow) -> Inputs:
         first, right = self._computed[row.request], row.count - row.drafts + row.accepted
         ours = part(self.inputs[row.request], first, first + right)
@@ -339,7 +382,8 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 def recurrent_requests(kernels: Kernels, layer: RecurrentLayer, *lengths: int) -> RecurrentRequests:
-    """Return a request for each of `lengths`, its number of tokens. Their states are random."""
+    """Return a request for each of `lengths`, its number of tokens. Their states are random. The
+    first one has no earlier tokens."""
     states = numbers(len(lengths), layer.spec.state_items, seed=5, scale=0.3)
     inputs = [layer.make_inputs(n, 10 * (i + 1)) for i, n in enumerate(lengths)]
-    return RecurrentRequests(kernels, layer, inputs, states)
+    return RecurrentRequests(kernels, layer, inputs, states, range(len(lengths)))

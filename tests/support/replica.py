@@ -177,7 +177,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.loaded.spec
-        keeps_all = any(each is not None for each in (self.draft, self.head, self.place))
+        kept_for = (self.draft, self.head, self.place, self.moves)
+        keeps_all = any(each is not None for each in kept_for)
         window = None if keeps_all else config.window
         options = WorkerConfig(model="", max_len=self.max_len or 0)
         groups = None if keeps_all else kv_groups(options, [config])

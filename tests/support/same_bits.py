@@ -88,6 +88,10 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("falcon_h1", WIDE | {"mamba_d_ssm": 256, "mamba_n_heads": 8}),
     "single": ("nemotron_h", WIDE | EXPERTS | NEMOTRON),
     "linears between": ("jamba", WIDE | JAMBA),
+    "lru": (
+        "recurrent_gemma",
+        WIDE | {"intermediate_size": 1024, "lru_width": 512, "attention_window_size": 2048},
+    ),
     "only mamba": ("falcon_mamba", WIDE | {"state_size": 16, "time_step_rank": 32}),
     "only mamba2": ("mamba2", WIDE | {"head_dim": 32}),
     "kimi": (
@@ -101,7 +105,7 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse mixer": ("phimoe", WIDE | {"intermediate_size": 64}),
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
-The layers of the first nine are recurrent, and two of these models have no attention. The attention
+The layers of the first ten are recurrent, and two of these models have no attention. The attention
 of "kimi" and "latent" stores latents. The layers of "shared" and "streams" share keys and values.
 "streams" has no windows, because some ways need all blocks of a text."""
 

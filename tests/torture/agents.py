@@ -55,6 +55,8 @@ GUARD = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
 )
+RESULT = "<tool>"
+"""What the template writes before a result."""
 MODEL, KNOWN_MODEL = "tg-model", "gpt-5.5"
 CONTEXT = 1 << 19
 """Bytes are tokens here, so prompts are long."""
@@ -219,8 +221,8 @@ class OneCall(AgentScript):
     def fault(self, output: str, code: int) -> str:
         if len(self.prompts) < 2:
             return "there was no second request"
-        found = max(prompt.count(SECRET) for prompt in self.prompts[1:])
-        if found < self.COUNT:
+        found = max(prompt.count(RESULT) for prompt in self.prompts[1:])
+        if found < self.COUNT or not any(SECRET in prompt for prompt in self.prompts[1:]):
             return f"the next prompt has {found} of {self.COUNT} outputs"
         return super().fault(output, code)
 

@@ -323,6 +323,30 @@ def test_a_jamba_that_is_not_supported_is_refused(values: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lru_width": 2555}, "lru_width is 2555, which 10 heads cannot share evenly"),
+        ({"num_attention_heads": 0}, "lru_width is 2560, which 0 heads cannot share evenly"),
+        ({"conv1d_width": 1}, "a convolution of 1 tokens is not supported"),
+        ({"block_types": []}, r"block_types is \[\]; it must be a list of kinds of layers"),
+        ({"block_types": ["attention", "conv"]}, "block_types has 'conv', which is not supported"),
+        ({"block_types": None}, "'block_types' is null"),
+        ({"attention_window_size": 0}, "sliding_window is 0; it must be above zero"),
+        ({"logits_soft_cap": 0.0}, "'logits_soft_cap'"),
+        ({"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ({"embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim False is not"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "scaled rotary embeddings"),
+    ],
+    ids=str,
+)
+def test_a_recurrent_gemma_that_is_not_supported_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnusableModel, match=message):
+        find_family({"model_type": "recurrent_gemma"}).spec(values)
+
+
+@pytest.mark.parametrize(
     ("model_type", "values"),
     [
         ("granitemoehybrid", {}),
@@ -330,6 +354,7 @@ def test_a_jamba_that_is_not_supported_is_refused(values: dict[str, Any], messag
         ("jamba", {"num_hidden_layers": 4}),
         ("nemotron_h", {"hybrid_override_pattern": "MM-E"}),
         ("lfm2", {"layer_types": ["conv"] * 32}),
+        ("recurrent_gemma", {"block_types": ["recurrent"]}),
         ("qwen3_next", {"full_attention_interval": 50}),
         ("mamba2", {}),
     ],

@@ -15,9 +15,10 @@ from worker.layers.delta_rule import DeltaWeights, gated_delta
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs, mamba1_conv, mamba1_scan
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.recurrence import advance
+from worker.layers.rg_lru_rule import LruInputs, LruWeights, rg_lru_conv, rg_lru_scan
 from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 NUM_SLOTS, NUM_CHECKPOINTS = 7, 9
 DELTA = GatedDeltaSpec(
@@ -25,6 +26,7 @@ DELTA = GatedDeltaSpec(
 )
 MAMBA_1 = Mamba1Spec(channels=7, state=5, rank=2, kernel=4, eps=1e-5)
 MAMBA = Mamba2Spec(num_heads=4, head_dim=3, num_groups=2, state=5, kernel=3, eps=1e-5)
+LRU = RgLruSpec(num_heads=3, head_dim=5, kernel=4, activation="gelu_tanh")
 CONV = ShortConvSpec(width=11, kernel=4)
 
 
@@ -43,6 +45,7 @@ class Row:
     count: int
     drafts: int = 0
     accepted: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,27 @@ def mamba_1() -> Mixer:
     return Mixer(MAMBA_1.state_items, compute, is_exact=False)
 
 
+def lru() -> Mixer:
+    """The recurrence reads the result of the convolution."""
+    some, width = some_numbers(6), LRU.width
+    weights = LruWeights(
+        conv=some(LRU.kernel, width),
+        conv_bias=some(width),
+        decay=-some(width).abs(),
+        input_bias=some(width),
+        decay_bias=some(width),
+    )
+    inputs, gate = (some(400, width) for _ in range(2))
+    gates = some(LRU.num_heads, 400, 2 * LRU.head_dim)
+
+    def compute(tokens: Tensor, states: StepStates, offset: int) -> Tensor:
+        x = rg_lru_conv(LRU, weights, inputs[tokens], states, offset)
+        scanned = LruInputs(x, gates[:, tokens], gate[tokens])
+        return rg_lru_scan(LRU, weights, scanned, states, offset)
+
+    return Mixer(LRU.state_items, compute, is_exact=False)
+
+
 def conv(bias: bool) -> Mixer:
     random = torch.Generator().manual_seed(3)
     x, taps = (
@@ -156,6 +180,7 @@ MIXERS: dict[str, Callable[[], Mixer]] = {
     "gated delta": delta,
     "mamba 1": mamba_1,
     "mamba": mamba,
+    "rg-lru": lru,
     "short convolution": lambda: conv(bias=False),
     "short convolution with biases": lambda: conv(bias=True),
 }
@@ -170,6 +195,7 @@ def step_of(
         memory,
         checkpoints,
         slots=np.array([row.slot for row in rows], np.int64),
+        starts=np.array([row.start for row in rows], np.int64),
         firsts=counts.cumsum() - counts,
         counts=counts,
         kept=counts - np.array([row.drafts for row in rows], np.int64),
@@ -180,13 +206,15 @@ def step_of(
 
 
 def random_step(seed: int) -> tuple[list[Row], list[SavedState]]:
-    """Return rows of a step in any order, some with drafts, and some of the states to save."""
+    """Return rows of a step in any order, some with drafts, and some of the states to save. The
+    rows of even slots begin a text."""
     random = np.random.default_rng(seed)
     rows = []
     for slot in random.permutation(NUM_SLOTS)[: random.integers(1, NUM_SLOTS)].tolist():
         count = int(random.choice([1, 1, 2, 4, 9]))
         drafts = int(random.integers(count))
-        rows.append(Row(slot, count, drafts, int(random.integers(drafts + 1))))
+        accepted = int(random.integers(drafts + 1))
+        rows.append(Row(slot, count, drafts, accepted, start=slot % 2 * 5))
     places = [(row, count + 1) for row, each in enumerate(rows) for count in range(each.count)]
     chosen = random.permutation(len(places))[: random.integers(NUM_CHECKPOINTS + 1)].tolist()
     ids = (random.permutation(NUM_CHECKPOINTS) + 1).tolist()
@@ -207,9 +235,9 @@ class OneByOne:
         memory, results = memory.clone(), []
         states = [memory[row.slot].clone()]
         none = torch.empty(1, memory.shape[1])
-        for token in range(first, first + row.count):
-            step = step_of([Row(row.slot, 1)], [], memory, none)
-            results.append(mixer.compute(torch.tensor([token]), step, offset))
+        for token in range(row.count):
+            step = step_of([Row(row.slot, 1, start=row.start + token)], [], memory, none)
+            results.append(mixer.compute(torch.tensor([first + token]), step, offset))
             states.append(memory[row.slot].clone())
         return cls(torch.cat(results), states)
 

@@ -23,6 +23,7 @@ from tests.support.recurrent_steps import (
     StepRow,
     conv_layer,
     delta_layer,
+    lru_layer,
     mamba1_layer,
     mamba_layer,
     numbers,
@@ -75,10 +76,17 @@ CONVS = [
     conv_layer(200, 9),
     conv_layer(130, 4, bias=True),
 ]
-LAYERS = [*DELTAS, *MAMBAS, *MAMBAS_1, *CONVS]
+LRUS = [
+    lru_layer(1, 1, 2),
+    lru_layer(3, 20, 4, "silu"),
+    lru_layer(2, 64, 4, "relu2"),
+    lru_layer(2, 130, 3, "gelu"),
+    lru_layer(5, 7, 9),
+]
+LAYERS = [*DELTAS, *MAMBAS, *MAMBAS_1, *CONVS, *LRUS]
 """Heads and channels may be no whole vectors. A matrix may be one tile, several, and a part of
 one."""
-KINDS = [DELTAS[1], MAMBAS[1], MAMBAS_1[1], CONVS[1]]
+KINDS = [DELTAS[1], MAMBAS[1], MAMBAS_1[1], CONVS[1], LRUS[1]]
 """One layer of each kind."""
 
 
@@ -153,6 +161,7 @@ def prefix_alone(
         requests.layer,
         [part(requests.inputs[request], 0, num_tokens)],
         requests.states[request : request + 1],
+        requests.earlier[request : request + 1],
     )
     alone.step(StepRow(0, num_tokens))
     return alone.results[0], alone.state(0)
@@ -203,7 +212,7 @@ def test_many_tokens_equal_torch_and_single_tokens(
     assert torch.equal(single.memory, whole.memory)
 
 
-@pytest.mark.parametrize("layer", [DELTAS[5], MAMBAS[2], MAMBAS_1[3], CONVS[4]], ids=str)
+@pytest.mark.parametrize("layer", [DELTAS[5], MAMBAS[2], MAMBAS_1[3], CONVS[4], LRUS[3]], ids=str)
 def test_numbers_of_other_slots_and_layers_stay(
     native: NativeKernels, layer: RecurrentLayer
 ) -> None:
@@ -305,6 +314,24 @@ def test_extreme_steps_of_mamba_1_equal_torch(
     assert_near(both[0].memory, both[1].memory)
 
 
+@pytest.mark.parametrize("layer", [LRUS[1], LRUS[3]], ids=str)
+@pytest.mark.parametrize("gate", [-1e4, -30.0, -9.0, 0.0, 30.0, 1e4])
+@pytest.mark.parametrize("decay", [-1e-7, -1e-3, -1.0, -200.0])
+def test_extreme_gates_of_an_rg_lru_equal_torch(
+    native: NativeKernels, layer: RecurrentLayer, gate: float, decay: float
+) -> None:
+    """A decay of almost 1 leaves the inputs a share of almost 0, which has all of its digits."""
+    weights = {**layer.weights, "decay": torch.full_like(layer.weights["decay"], decay)}
+    both = []
+    for kernels in (native, TorchKernels()):
+        requests = recurrent_requests(kernels, replace(layer, weights=weights), 1, 6)
+        requests.inputs[1][1].fill_(gate)
+        requests.step(StepRow(1, 6))
+        both.append(requests)
+    assert_near(both[0].results[1], both[1].results[1])
+    assert_near(both[0].memory, both[1].memory)
+
+
 def test_a_step_of_mamba_that_is_no_number_stays_none(native: NativeKernels) -> None:
     layer = MAMBAS[3]
     inputs = layer.make_inputs(5, 1)
@@ -323,6 +350,7 @@ def step_states(layer: RecurrentLayer, counts: list[int] | None = None) -> StepS
         memory=numbers(4, OFFSET + items),
         checkpoints=torch.zeros(4, OFFSET + items),
         slots=np.array([3, 1])[: len(each)],
+        starts=np.array([0, 9])[: len(each)],
         firsts=each.cumsum() - each,
         counts=each,
         kept=each.copy(),

@@ -231,6 +231,7 @@ def step_states(plan: StepPlan, rows: BatchRows, slots: SlotTable) -> StepStates
         memory=slots[STATE],
         checkpoints=slots.checkpoints[STATE],
         slots=rows.slots,
+        starts=rows.starts,
         firsts=rows.ends - rows.counts,
         counts=rows.counts,
         kept=rows.counts - drafts,

@@ -16,7 +16,7 @@ from worker.encoders.pooling import pool
 from worker.encoders.position_bias import alibi_bias, bucketed_bias
 from worker.encoders.ragged import RaggedBatch, attend
 from worker.encoders.spec import EncoderLayerSpec, EncoderSpec, HeadActivation, HeadSpec
-from worker.kernels.reference import ACTIVATIONS
+from worker.layers.activation import ACTIVATIONS
 from worker.layers.linear import Dense
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin, inverse_frequencies, rotate, rotation

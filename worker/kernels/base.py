@@ -18,10 +18,11 @@ from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
+from worker.layers.rg_lru_rule import LruInputs, LruWeights
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 
 class Kernels(Protocol):
@@ -177,6 +178,40 @@ class Kernels(Protocol):
         offset    index of the layer's first number in a state
         returns   [T, heads * head dim]. If a token belongs to no row of `states`, its result has
                   any value
+        """
+        ...
+
+    def rg_lru_conv(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute the convolution of an RG-LRU layer (layers/rg_lru_rule.py): return the results,
+        change the tails in the states, and save those that the step saves. All numbers are float32.
+
+        inputs    [T, C]
+        offset    index of the layer's first number in a state
+        returns   [T, C]. If a token belongs to no row of `states`, its result has any value
+        """
+        ...
+
+    def rg_lru_scan(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: LruInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        """Compute the recurrence of an RG-LRU layer, and multiply its results by the activation of
+        their gate (layers/rg_lru_rule.py). Return them, change the numbers of the recurrence in the
+        states, and save those that the step saves. All numbers are float32.
+
+        offset    index of the layer's first number in a state, which is one of its tail
+        returns   [T, C]. If a token belongs to no row of `states`, its result has any value
         """
         ...
 

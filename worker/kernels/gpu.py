@@ -15,10 +15,11 @@ from worker.layers.delta_rule import DeltaWeights
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
+from worker.layers.rg_lru_rule import LruInputs, LruWeights
 from worker.layers.rope import CosSin
 from worker.slots.states import StepStates
 from worker.spec.model_spec import MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 WIDE = 256
 """Number of items that a warp loads at once: 16 bytes of 2-byte numbers in each of its threads."""
@@ -159,6 +160,26 @@ class TritonKernels:
         offset: int,
     ) -> Tensor:
         return self._torch.mamba2(spec, weights, inputs, states, offset)
+
+    def rg_lru_conv(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.rg_lru_conv(spec, weights, inputs, states, offset)
+
+    def rg_lru_scan(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: LruInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return self._torch.rg_lru_scan(spec, weights, inputs, states, offset)
 
     def short_conv(
         self,

@@ -17,27 +17,14 @@ from torch import Tensor
 from worker.attention.base import AttentionBatch
 from worker.kernels import structs
 from worker.kernels.addresses import address, cache_address
-from worker.kernels.recurrent_structs import (
-    delta_sizes_struct,
-    delta_weights_struct,
-    mamba2_sizes_struct,
-    mamba2_weights_struct,
-    scan_inputs_struct,
-    scan_weights_struct,
-    states_struct,
-)
+from worker.kernels.native_recurrence import NativeRecurrence
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import PagedCache
 from worker.kv.rounding import ROUNDED, stored_width
-from worker.layers.delta_rule import DeltaWeights
-from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
-from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin
-from worker.slots.states import StepStates
 from worker.spec.kernel_sizes import SIZE_MULTIPLE
-from worker.spec.model_spec import Activation, MlpSpec
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
+from worker.spec.model_spec import MlpSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
@@ -53,6 +40,8 @@ SIGNATURES = {
     "mamba1_conv": "iiipipppip",
     "mamba1_scan": "iiipippp",
     "mamba2": "ipppipip",
+    "rg_lru_conv": "iiipipppip",
+    "rg_lru_scan": "iiiipippp",
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
     "paged_attention": "iiipppippipp",
@@ -70,16 +59,11 @@ SIGNATURES = {
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
 RETURNS_INT = {
     *("packed_bytes", "decode"),
-    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2", "short_conv"),
+    *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2"),
+    *("rg_lru_conv", "rg_lru_scan", "short_conv"),
 }
 """Functions that return an int64; the others return nothing."""
 _TYPES: dict[str, Any] = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
-
-
-ACTIVATIONS: tuple[Activation, ...] = (
-    *("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"),
-)
-"""In the order of ActivationKind in activation.h."""
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -124,7 +108,7 @@ def scoring_struct(
 
 
 def activation_struct(mlp: MlpSpec) -> structs.CActivation:
-    kind = ACTIVATIONS.index(mlp.activation)
+    kind = structs.ACTIVATION_KINDS.index(mlp.activation)
     own = mlp.xielu
     assert (mlp.activation == "xielu") == (own is not None)
     assert own is None or not mlp.is_gated
@@ -132,7 +116,7 @@ def activation_struct(mlp: MlpSpec) -> structs.CActivation:
     return structs.CActivation(kind, mlp.is_gated, mlp.alpha, mlp.limit, *xielu)
 
 
-class NativeKernels:
+class NativeKernels(NativeRecurrence):
     """The `Kernels` (base.py) of one compiled library, and its attention. Operations that it does
     not have are torch's."""
 
@@ -263,142 +247,6 @@ class NativeKernels:
         self.library.cap_logits(torch.get_num_threads(), *logits.shape, address(logits), cap)
         return logits
 
-    def gated_delta(
-        self,
-        spec: GatedDeltaSpec,
-        weights: DeltaWeights,
-        inputs: Tensor,
-        gates: Tensor,
-        states: StepStates,
-        offset: int,
-    ) -> Tensor:
-        tokens, heads = len(inputs), spec.num_value_heads
-        assert inputs.shape == (tokens, spec.conv_width + spec.value_width)
-        assert inputs.stride(1) == 1
-        gates = gates.contiguous()
-        assert gates.shape == (tokens, heads + heads * spec.decays)
-        assert inputs.dtype == gates.dtype == torch.float32
-        out = inputs.new_empty(tokens, spec.value_width)
-        bad_row = self.library.gated_delta(
-            torch.get_num_threads(),
-            byref(delta_sizes_struct(spec)),
-            byref(delta_weights_struct(spec, weights)),
-            byref(states_struct(states, offset, spec.state_items)),
-            tokens,
-            inputs.data_ptr(),
-            inputs.stride(0),
-            *map(address, (gates, out)),
-        )
-        check_rows(bad_row)
-        return out
-
-    def mamba1_conv(
-        self,
-        spec: Mamba1Spec,
-        weights: Mamba1Weights,
-        inputs: Tensor,
-        states: StepStates,
-        offset: int,
-    ) -> Tensor:
-        tokens, width, bias = len(inputs), spec.channels, weights.conv_bias
-        assert weights.conv.shape == (spec.kernel, width)
-        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
-        assert inputs.shape == (tokens, width)
-        assert inputs.stride(1) == 1
-        assert weights.conv.dtype == inputs.dtype == torch.float32
-        out = inputs.new_empty(tokens, width)
-        bad_row = self.library.mamba1_conv(
-            torch.get_num_threads(),
-            spec.kernel,
-            width,
-            byref(states_struct(states, offset, spec.tail_items)),
-            tokens,
-            *map(address, (weights.conv, bias)),
-            inputs.data_ptr(),
-            inputs.stride(0),
-            address(out),
-        )
-        check_rows(bad_row)
-        return out
-
-    def mamba1_scan(
-        self,
-        spec: Mamba1Spec,
-        weights: Mamba1Weights,
-        inputs: ScanInputs,
-        states: StepStates,
-        offset: int,
-    ) -> Tensor:
-        out = torch.empty_like(inputs.x)
-        bad_row = self.library.mamba1_scan(
-            torch.get_num_threads(),
-            spec.channels,
-            spec.state,
-            byref(states_struct(states, offset + spec.tail_items, spec.matrix_items)),
-            len(out),
-            byref(scan_weights_struct(spec, weights)),
-            byref(scan_inputs_struct(spec, inputs)),
-            address(out),
-        )
-        check_rows(bad_row)
-        return out
-
-    def mamba2(
-        self,
-        spec: Mamba2Spec,
-        weights: Mamba2Weights,
-        inputs: Tensor,
-        states: StepStates,
-        offset: int,
-    ) -> Tensor:
-        tokens = len(inputs)
-        assert inputs.shape == (tokens, spec.input_width)
-        assert inputs.stride(1) == 1
-        assert inputs.dtype == torch.float32
-        out = inputs.new_empty(tokens, spec.output_width)
-        bad_row = self.library.mamba2(
-            torch.get_num_threads(),
-            byref(mamba2_sizes_struct(spec)),
-            byref(mamba2_weights_struct(spec, weights)),
-            byref(states_struct(states, offset, spec.state_items)),
-            tokens,
-            inputs.data_ptr(),
-            inputs.stride(0),
-            address(out),
-        )
-        check_rows(bad_row)
-        return out
-
-    def short_conv(
-        self,
-        spec: ShortConvSpec,
-        conv: Tensor,
-        bias: Tensor | None,
-        inputs: Tensor,
-        states: StepStates,
-        offset: int,
-    ) -> Tensor:
-        tokens, width = len(inputs), spec.width
-        assert conv.shape == (spec.kernel, width)
-        assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
-        assert inputs.shape == (tokens, 3 * width)
-        assert inputs.stride(1) == 1
-        assert conv.dtype == inputs.dtype == torch.float32
-        out = inputs.new_empty(tokens, width)
-        bad_row = self.library.short_conv(
-            torch.get_num_threads(),
-            spec.kernel,
-            width,
-            byref(states_struct(states, offset, spec.state_items)),
-            tokens,
-            *map(address, (conv, bias)),
-            inputs.data_ptr(),
-            inputs.stride(0),
-            address(out),
-        )
-        check_rows(bad_row)
-        return out
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring
     ) -> Tensor:
@@ -425,13 +273,6 @@ class NativeKernels:
             byref(scoring),
         )
         return out
-
-
-def check_rows(bad_row: int) -> None:
-    """Raise ValueError if a kernel has refused the states of a step because of row `bad_row`; -1
-    means that it has not."""
-    if bad_row >= 0:
-        raise ValueError(f"row {bad_row} has tokens or a state that the step does not have")
 
 
 def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:

@@ -14,8 +14,9 @@ from worker.kernels.addresses import address
 from worker.layers.delta_rule import UNIT_EPS, DeltaWeights
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs
 from worker.layers.mamba2_rule import Mamba2Weights
+from worker.layers.rg_lru_rule import LruInputs, LruWeights
 from worker.slots.states import StepStates
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, NormPlace
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, NormPlace, RgLruSpec
 
 NORM_PLACES: tuple[NormPlace, ...] = (None, "after gate", "before gate")
 """In the order of NormPlace in mamba2.h."""
@@ -67,6 +68,25 @@ def scan_inputs_struct(spec: Mamba1Spec, inputs: ScanInputs) -> structs.CScanInp
     return structs.CScanInputs(*map(address, found), gate.data_ptr(), gate.stride(0))
 
 
+def lru_weights_struct(spec: RgLruSpec, weights: LruWeights) -> structs.CLruWeights:
+    """Return the struct that describes the weights of a recurrence to the kernels."""
+    found = (weights.decay, weights.input_bias, weights.decay_bias)
+    assert {each.shape for each in found} == {(spec.width,)}
+    assert {each.dtype for each in found} == {torch.float32}
+    return structs.CLruWeights(*map(address, found))
+
+
+def lru_inputs_struct(spec: RgLruSpec, inputs: LruInputs) -> structs.CLruInputs:
+    tokens, gate = len(inputs.x), inputs.gate
+    assert inputs.x.shape == gate.shape == (tokens, spec.width)
+    assert inputs.gates.shape == (spec.num_heads, tokens, 2 * spec.head_dim)
+    assert gate.stride(1) == 1
+    assert {each.dtype for each in (inputs.x, inputs.gates, gate)} == {torch.float32}
+    return structs.CLruInputs(
+        *map(address, (inputs.x, inputs.gates)), gate.data_ptr(), gate.stride(0)
+    )
+
+
 def mamba2_sizes_struct(spec: Mamba2Spec) -> structs.CMamba2Sizes:
     return structs.CMamba2Sizes(
         spec.num_heads,
@@ -116,7 +136,7 @@ def states_struct(states: StepStates, offset: int, items: int) -> structs.CState
         assert each.dtype == torch.float32
         assert each.stride(1) == 1
         assert 0 <= offset <= each.shape[1] - items
-    rows = (states.slots, states.firsts, states.counts, states.kept)
+    rows = (states.slots, states.starts, states.firsts, states.counts, states.kept)
     saves = (states.save_rows, states.save_counts, states.save_ids)
     for arrays in (rows, saves):
         for array in arrays:

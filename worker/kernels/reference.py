@@ -5,38 +5,21 @@ Legend in base.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
 
 from worker.kv.cache import PagedCache
+from worker.layers.activation import ACTIVATIONS
 from worker.layers.delta_rule import DeltaWeights, gated_delta
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs, mamba1_conv, mamba1_scan
 from worker.layers.mamba2_rule import Mamba2Weights, mamba2
 from worker.layers.norm import Norm
+from worker.layers.rg_lru_rule import LruInputs, LruWeights, rg_lru_conv, rg_lru_scan
 from worker.layers.rope import CosSin, rotate, rotation
 from worker.layers.short_conv_rule import short_conv
 from worker.slots.states import StepStates
-from worker.spec.model_spec import Activation, MlpSpec, Xielu
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return gelu(x, approximate="tanh")
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return relu(x).square_()
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu2": _relu2,
-}
+from worker.spec.model_spec import MlpSpec, Xielu
+from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, RgLruSpec, ShortConvSpec
 
 
 class TorchKernels:
@@ -139,6 +122,26 @@ class TorchKernels:
         offset: int,
     ) -> Tensor:
         return mamba2(spec, weights, inputs, states, offset)
+
+    def rg_lru_conv(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: Tensor,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return rg_lru_conv(spec, weights, inputs, states, offset)
+
+    def rg_lru_scan(
+        self,
+        spec: RgLruSpec,
+        weights: LruWeights,
+        inputs: LruInputs,
+        states: StepStates,
+        offset: int,
+    ) -> Tensor:
+        return rg_lru_scan(spec, weights, inputs, states, offset)
 
     def short_conv(
         self,

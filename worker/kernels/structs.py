@@ -9,6 +9,12 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_int64, c_void_p
 
 from worker.spec.kernel_sizes import MAX_PARTS
+from worker.spec.model_spec import Activation
+
+ACTIVATION_KINDS: tuple[Activation, ...] = (
+    *("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"),
+)
+"""In the order of ActivationKind in activation.h."""
 
 
 class CHeads(Structure):
@@ -118,6 +124,29 @@ class CScanInputs(Structure):
     ]
 
 
+class CLruWeights(Structure):
+    """The weights of the recurrence of an RG-LRU layer, as in `LruWeights`
+    (layers/rg_lru_rule.py)."""
+
+    _fields_ = [
+        ("decay", c_void_p),
+        ("input_bias", c_void_p),
+        ("decay_bias", c_void_p),
+    ]
+
+
+class CLruInputs(Structure):
+    """What the recurrence of an RG-LRU layer reads, as in `LruInputs` (layers/rg_lru_rule.py).
+    `gate_stride` is the number of numbers from token to token of the gate."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("gates", c_void_p),
+        ("gate", c_void_p),
+        ("gate_stride", c_int64),
+    ]
+
+
 class CMamba2Sizes(Structure):
     """The dimensions of a Mamba-2 layer, where its result is normed, and the smallest and the
     largest dt."""
@@ -161,6 +190,7 @@ class CStates(Structure):
         ("num_slots", c_int64),
         ("num_checkpoints", c_int64),
         ("slots", c_void_p),
+        ("starts", c_void_p),
         ("firsts", c_void_p),
         ("counts", c_void_p),
         ("kept", c_void_p),

@@ -21,8 +21,7 @@ from torch import Tensor
 from worker.kernels.base import Kernels
 from worker.kernels.reference import turn_heads
 from worker.layers.attention_run import AttentionRun
-from worker.layers.head_linears import HeadLinears
-from worker.layers.linear import Linear
+from worker.layers.linear import HeadLinears, Linear
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.norm import Norm
 from worker.layers.rope import CosSin

@@ -1,6 +1,6 @@
-"""The interface of linear layers, and their dense implementation with torch.
+"""The interfaces of linear layers and of linears of heads, and dense linear layers in torch.
 
-kernels/packed.py implements the interface with packed weights. Legend: N rows.
+kernels/packed.py implements the interfaces with packed weights. Legend: N rows, H heads, T tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +35,25 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
+class HeadLinears(Protocol):
+    """A linear of each head: its vectors are multiplied by a matrix of its own.
+
+    heads   the linears, which have equal sizes and no biases
+    """
+
+    @property
+    def heads(self) -> Sequence[Linear]: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the outputs [H, T, out] for x [H, T, in], in the dtype of x."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that hold the weights."""
+        ...
+
+
 @dataclass(slots=True)
 class Dense:
     """A linear layer with dense weights."""
@@ -61,10 +80,12 @@ class Dense:
 
 
 def linears_in(part: object) -> Iterator[Linear]:
-    """Yield every linear of a part of a model: of a dataclass of parts, of a sequence of them, or a
-    linear itself. Other objects, such as tensors, have none."""
+    """Yield every linear of a part of a model: of a dataclass of parts, of a sequence of them, of
+    heads, or a linear itself. Other objects, such as tensors, have none."""
     if isinstance(part, Linear):
         yield part
+    elif isinstance(part, HeadLinears):
+        yield from part.heads
     elif isinstance(part, Sequence) and not isinstance(part, str):
         for each in part:
             yield from linears_in(each)

@@ -69,6 +69,7 @@ from worker.spec.model_spec import ModelSpec
 from worker.spec.quantization import PACKED_AS, Quantization, read_quantization
 from worker.spec.tensor_names import (
     ENDINGS,
+    NEVER_QUANTIZED,
     TensorNames,
     with_found_prefix,
     with_stacked_experts,
@@ -420,7 +421,7 @@ def _draft_head(
 def _quantized(
     quantization: Quantization, tensors: ModelTensors, files: SafetensorsFiles
 ) -> QuantizedFiles:
-    if tensors.names.transposed:
+    if tensors.names.transposed - NEVER_QUANTIZED:
         raise UnusableModel(
             f"quantised safetensors of {tensors.spec.architecture} are not supported"
         )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.embedding import DenseEmbedding, Embedding
-from worker.layers.head_linears import DenseHeads, HeadLinears
-from worker.layers.linear import Dense, Linear
+from worker.layers.head_linears import DenseHeads
+from worker.layers.linear import Dense, HeadLinears, Linear
 from worker.spec.share import Box
 
 

@@ -26,9 +26,8 @@ from worker.kernels.packed import PackedEmbedding, PackedHeads, PackedLinear, Pa
 from worker.kernels.reference import TorchKernels
 from worker.kv.budget import FREE_SHARE
 from worker.layers.embedding import Embedding
-from worker.layers.head_linears import HeadLinears
 from worker.layers.hybrid_linear import NEVER, HybridLinear
-from worker.layers.linear import Dense, Linear
+from worker.layers.linear import Dense, HeadLinears, Linear
 from worker.loading.layouts import DenseLayout, Matrix, WeightLayout
 from worker.models.autotune import dense_from, in_words, step_costs
 from worker.models.autotune_cache import ROWS, row_times

@@ -1,42 +1,27 @@
-"""Loads the tensors of a model's files into the model's fused matrices, one tensor at a time.
-
-A source reads a tensor, by its name in the files, straight into its part of the fused matrix. Only
-a tensor that must be reordered, transposed or packed is held twice, while it is converted. A rank
-of a tensor parallel group reads only its parts of the tensors, if the source can (`PartSource`).
-"""
+"""Loads the weights of a model from its files, one tensor at a time (tensor_reader.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from worker.checkpoint.quant_blocks import QuantBlocks
 from worker.layers.altup import AltUp, StreamEnds
-from worker.layers.delta_rule import DeltaWeights
-from worker.layers.gated_delta import GatedDelta
 from worker.layers.group import Group
 from worker.layers.latent_attention import LatentAttention
 from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
 from worker.layers.linear import Linear
-from worker.layers.mamba1 import Mamba1
-from worker.layers.mamba1_rule import Mamba1Weights
-from worker.layers.mamba2 import Mamba2, input_scales
-from worker.layers.mamba2_rule import Mamba2Weights
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Latent, Mlp, SharedExpert
 from worker.layers.norm import Norm
 from worker.layers.parallel import GatheredHead, JointlyNormed, SharedEmbedding, SummedLinear
-from worker.layers.short_conv import ShortConv
-from worker.loading.layouts import DenseLayout, Matrix, WeightLayout, WeightSource
-from worker.loading.parts import cut_blocks, of_heads, read_box, read_part
+from worker.loading.layouts import DenseLayout, WeightLayout, WeightSource
+from worker.loading.parts import of_heads
+from worker.loading.recurrent_layers import RecurrentReader
 from worker.models.decoder import (
     AttentionBlock,
     DecoderLayer,
     DecoderWeights,
-    Recurrence,
     TokenMixer,
 )
 from worker.models.draft_head import DraftHeadWeights
@@ -52,17 +37,8 @@ from worker.spec.layer_tensors import (
     MixerTensors,
     SharedTensors,
 )
-from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, VectorTensor
+from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, Xielu
-from worker.spec.recurrent import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, ShortConvSpec
-from worker.spec.recurrent_tensors import (
-    ConvTensors,
-    GatedDeltaTensors,
-    Mamba1Tensors,
-    Mamba2Tensors,
-    ShortConvTensors,
-)
-from worker.spec.share import Box, VectorCut
 from worker.spec.tensors import ModelTensors
 
 
@@ -102,23 +78,7 @@ def load_draft_head(
         return loader.load_draft_head(tensors, model)
 
 
-class _Loader:
-    def __init__(
-        self,
-        tensors: ModelTensors,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: WeightLayout,
-        group: Group | None,
-    ) -> None:
-        self._tensors = tensors
-        self._source = source
-        self._dtype = dtype
-        self._device = device
-        self._layout = layout
-        self._group = group
-
+class _Loader(RecurrentReader):
     def load(self) -> DecoderWeights:
         spec, tensors = self._tensors.spec, self._tensors
         head = self._layout.head(self._matrix(tensors.head))
@@ -246,18 +206,6 @@ class _Loader:
         assert isinstance(tensors, AttentionTensors)
         return self._attention(layer.attention, tensors)
 
-    def _recurrence(self, layer: LayerSpec, tensors: MixerTensors) -> Recurrence:
-        match layer.recurrent, tensors:
-            case GatedDeltaSpec() as delta, GatedDeltaTensors():
-                return self._gated_delta(delta, tensors)
-            case Mamba1Spec() as mamba, Mamba1Tensors():
-                return self._mamba1(mamba, tensors)
-            case Mamba2Spec() as mamba, Mamba2Tensors():
-                return self._mamba2(mamba, tensors)
-            case ShortConvSpec() as conv, ShortConvTensors():
-                return self._short_conv(conv, tensors)
-        raise AssertionError("the layer has no recurrence")
-
     def _attention(self, attention: AttentionSpec, tensors: AttentionTensors) -> AttentionBlock:
         norm = self._tensors.spec.norm
         qkv = self._fused(tensors.qkv)
@@ -297,94 +245,6 @@ class _Loader:
             output=self._fused(tensors.output),
         )
 
-    def _plain_norm(self, size: int) -> Norm:
-        """Return a norm without a weight."""
-        ones = torch.ones(size, dtype=torch.float32, device=self._device)
-        return Norm(NormSpec(eps=self._tensors.spec.norm.eps), ones)
-
-    def _gated_delta(self, spec: GatedDeltaSpec, tensors: GatedDeltaTensors) -> GatedDelta:
-        return GatedDelta(
-            spec=spec,
-            inputs=self._fused(tensors.inputs),
-            gates=self._plain(tensors.gates),
-            weights=DeltaWeights(
-                conv=self._taps(tensors.conv),
-                decay=self._decay(tensors),
-                bias=self._vector(tensors.bias),
-                norm=self._norm_weight(tensors.norm),
-            ),
-            output=self._fused(tensors.output),
-            decay_up=None if tensors.decay_up is None else self._fused(tensors.decay_up),
-            gate_up=None if tensors.gate_up is None else self._fused(tensors.gate_up),
-        )
-
-    def _mamba1(self, spec: Mamba1Spec, tensors: Mamba1Tensors) -> Mamba1:
-        decay = torch.empty(tensors.decay_shape, dtype=torch.float32, device=self._device)
-        self._source.read_into(tensors.decay, decay)
-        weights = [self._norm_weight(each) for each in tensors.norms]
-        weights += [
-            torch.ones(size, dtype=torch.float32, device=self._device)
-            for size in tensors.plain_sizes
-        ]
-        return Mamba1(
-            spec=spec,
-            inputs=self._fused(tensors.inputs),
-            made=self._plain(tensors.made),
-            norms=tuple(Norm(NormSpec(eps=spec.eps), weight) for weight in weights),
-            step=self._plain(tensors.step),
-            weights=Mamba1Weights(
-                conv=self._taps(tensors.conv),
-                conv_bias=self._vector_or_none(tensors.conv_bias),
-                decay=decay if tensors.is_factor else decay.exp_().neg_(),
-                bias=self._vector(tensors.bias),
-                skip=self._vector(tensors.skip),
-            ),
-            output=self._fused(tensors.output),
-        )
-
-    def _mamba2(self, spec: Mamba2Spec, tensors: Mamba2Tensors) -> Mamba2:
-        return Mamba2(
-            spec=spec,
-            inputs=self._fused(tensors.inputs),
-            weights=Mamba2Weights(
-                conv=self._taps(tensors.conv),
-                conv_bias=self._vector_or_none(tensors.conv_bias),
-                decay=self._decay(tensors),
-                bias=self._vector(tensors.bias),
-                skip=self._vector(tensors.skip),
-                norm=None if tensors.norm is None else self._norm_weight(tensors.norm),
-            ),
-            output=self._fused(tensors.output),
-            scales=input_scales(spec, self._device),
-        )
-
-    def _short_conv(self, spec: ShortConvSpec, tensors: ShortConvTensors) -> ShortConv:
-        return ShortConv(
-            spec=spec,
-            inputs=self._fused(tensors.inputs),
-            conv=self._taps(tensors.conv),
-            bias=self._vector_or_none(tensors.bias),
-            output=self._fused(tensors.output),
-        )
-
-    def _taps(self, tensors: ConvTensors) -> Tensor:
-        """Read the weights of a convolution, [kernel, width] float32."""
-        parts = []
-        for name, shape in tensors.tensors():
-            part = torch.empty(shape, dtype=torch.float32, device=self._device)
-            self._source.read_into(name, part)
-            parts.append(part[:, 0])
-        return torch.cat(parts).T.contiguous()
-
-    def _decay(self, tensors: GatedDeltaTensors | Mamba2Tensors) -> Tensor:
-        """Read the factors of the decay, [heads] float32."""
-        decay = self._vector(tensors.decay)
-        return decay if tensors.is_factor else decay.exp_().neg_()
-
-    def _norm_weight(self, tensor: NormTensor) -> Tensor:
-        """Read the weight of a norm that a recurrence computes, float32 and without an offset."""
-        return self._vector(VectorTensor(tensor.weight, tensor.size))
-
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:
         if tensors.xielu:
             numbers = [float(self._vector(each)) for each in tensors.xielu]
@@ -422,77 +282,3 @@ class _Loader:
         """Return a linear layer whose results the ranks of a group add."""
         linear = self._fused(matrix)
         return linear if self._group is None else SummedLinear(linear, self._group)
-
-    def _norm_or_none(self, tensor: NormTensor | None, spec: NormSpec) -> Norm | None:
-        return None if tensor is None else self._norm(tensor, spec)
-
-    def _norm(self, tensor: NormTensor, spec: NormSpec) -> Norm:
-        dtype = torch.float32 if spec.offset and spec.kind == "rms" else self._dtype
-        weight = torch.empty(tensor.size, dtype=dtype, device=self._device)
-        self._read_vector(tensor.weight, weight, tensor.cut)
-        bias = None
-        if tensor.has_bias:
-            bias = self._empty(tensor.size)
-            self._source.read_into(f"{tensor.name}.bias", bias)
-        return Norm(spec, weight.add_(spec.offset), bias)
-
-    def _vector_or_none(self, tensor: VectorTensor | None) -> Tensor | None:
-        return None if tensor is None else self._vector(tensor)
-
-    def _vector(self, tensor: VectorTensor) -> Tensor:
-        """Read a vector [size] float32."""
-        vector = torch.empty(tensor.size, dtype=torch.float32, device=self._device)
-        self._read_vector(tensor.name, vector, tensor.cut)
-        return vector
-
-    def _read_vector(self, name: str, target: Tensor, cut: VectorCut | None) -> None:
-        if cut is None:
-            self._source.read_into(name, target)
-        else:
-            read_box(self._source, name, target, Box((cut.items,), (cut.whole,)))
-
-    def _fused(self, matrix: FusedMatrix) -> Linear:
-        return self._layout.linear(self._matrix(matrix))
-
-    def _plain(self, matrix: FusedMatrix) -> Linear:
-        return self._layout.plain(self._matrix(matrix))
-
-    def _matrix(self, matrix: FusedMatrix) -> Matrix:
-        return Matrix(
-            tuple(sum(part.rows for part in run) for run in matrix.runs),
-            lambda: [self._blocks(run) for run in matrix.runs],
-            lambda: self._values(matrix),
-            self._bias(matrix),
-        )
-
-    def _blocks(self, parts: Sequence[MatrixPart]) -> QuantBlocks | None:
-        """Return the blocks of parts of one tensor."""
-        part = parts[0]
-        if part.is_transposed:
-            return None
-        blocks = self._source.blocks(part.weight, part.index)
-        if blocks is not None and part.cut is not None:
-            blocks = cut_blocks(blocks, [each.cut for each in parts if each.cut is not None])
-        if blocks is None or part.order is None:
-            return blocks
-        return QuantBlocks(blocks.kind, blocks.raw[part.order.file_rows_of(len(blocks.raw))])
-
-    def _values(self, matrix: FusedMatrix) -> Tensor:
-        """Read the parts of a fused matrix, and return them stacked by rows."""
-        whole = self._empty(matrix.rows, matrix.columns)
-        targets = torch.split(whole, [part.rows for part in matrix.parts])
-        for part, target in zip(matrix.parts, targets, strict=True):
-            read_part(self._source, part.weight, target, part, matrix.columns)
-        return whole
-
-    def _bias(self, matrix: FusedMatrix) -> Tensor | None:
-        if not matrix.has_bias:
-            return None
-        whole = self._empty(matrix.rows)
-        targets = torch.split(whole, [part.rows for part in matrix.parts])
-        for part, target in zip(matrix.parts, targets, strict=True):
-            read_part(self._source, part.bias, target, part, None)
-        return whole
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -35,6 +35,7 @@ from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
+from worker.layers.rg_lru import RgLru
 from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
 from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
@@ -82,7 +83,7 @@ class AttentionBlock:
 
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
-Recurrence = GatedDelta | Mamba1 | Mamba2 | ShortConv
+Recurrence = GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv
 TokenMixer = AttentionBlock | LatentAttention | Recurrence
 
 

@@ -42,6 +42,7 @@ from worker.layers.mamba1 import Mamba1
 from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, Mlp
 from worker.layers.norm import Norm
+from worker.layers.rg_lru import RgLru
 from worker.layers.rope import attention_factor, inverse_frequencies
 from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
@@ -286,7 +287,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
     block, mlp = layer.mixer, layer.spec.mlp
     assert block is not None
     assert layer.mlp is not None
-    assert not isinstance(block, GatedDelta | LatentAttention | Mamba1 | Mamba2 | ShortConv)
+    assert not isinstance(block, LatentAttention | GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv)
     assert mlp is not None
     qkv, output = _packed(block.qkv), _packed(block.output)
     attention, q_norm, k_norm = block.spec, block.q_norm, block.k_norm

@@ -39,7 +39,7 @@ SAMPLED = ("SlotTable.append_tokens", "sampling.triton.sampling.append_token")
 EXTENDED = ("SlotTable.stage_items",)
 COMPUTED = (
     *("Kernels.gated_delta", "Kernels.mamba1_conv", "Kernels.mamba1_scan"),
-    *("Kernels.mamba2", "Kernels.short_conv"),
+    *("Kernels.mamba2", "Kernels.rg_lru_conv", "Kernels.rg_lru_scan", "Kernels.short_conv"),
 )
 """Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
 STATE = "state"

@@ -28,6 +28,7 @@ class StepStates:
     memory        [slots, items] float32: the states of all slots
     checkpoints   [1 + number of checkpoints, items] float32
     slots         [R] the slot of each row
+    starts        [R] position of the row's first token in its request
     firsts        [R] index of the row's first token among those of the step
     counts        [R] number of the row's tokens
     kept          [R] how many of them change the state in the slot: all but the drafts
@@ -39,6 +40,7 @@ class StepStates:
     memory: Tensor
     checkpoints: Tensor
     slots: Ints
+    starts: Ints
     firsts: Ints
     counts: Ints
     kept: Ints
@@ -47,6 +49,12 @@ class StepStates:
     save_ids: Ints
     #: What the layers do once more with the drafts that were right.
     again: list[Callable[[StepStates], object]] = field(default_factory=list)
+
+    @property
+    def first_tokens(self) -> Ints:
+        """Return the indexes, among the tokens of the step, of those at position 0."""
+        found: Ints = self.firsts[(self.starts == 0) & (self.counts > 0)]
+        return found
 
     @property
     def has_drafts(self) -> bool:
@@ -78,6 +86,7 @@ class StepStates:
             self.memory,
             self.checkpoints,
             self.slots[rows],
+            self.starts[rows] + self.kept[rows],
             self.firsts[rows] + self.kept[rows],
             accepted[rows],
             accepted[rows],

@@ -105,7 +105,7 @@ _OWN_CACHE: dict[str, str] = {
         Inkling2ForCausalLM Inkling2LoopForCausalLM InklingForCausalLM
         LaraMiniForCausalLM
         Lfm3ForCausalLM
-        MiniMaxForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM
+        MiniMaxForCausalLM Qwen4ExpForCausalLM RwkvForCausalLM
         Zamba2ForCausalLM ZambaForCausalLM
         ZayaForCausalLM xLSTMForCausalLM
     """,

@@ -11,6 +11,7 @@ from worker.spec.recurrent_tensors import (
     GatedDeltaTensors,
     Mamba1Tensors,
     Mamba2Tensors,
+    RgLruTensors,
     ShortConvTensors,
 )
 
@@ -80,7 +81,9 @@ class AttentionTensors:
 
 WithNorms = AttentionTensors | LatentAttentionTensors
 """The mixers whose norms have the model's offset."""
-MixerTensors = WithNorms | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | ShortConvTensors
+MixerTensors = (
+    WithNorms | GatedDeltaTensors | Mamba1Tensors | Mamba2Tensors | RgLruTensors | ShortConvTensors
+)
 """The tensors of a token mixer.
 
 matrices      those that can be packed: the input's and the output's

@@ -10,9 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from worker.errors import UnusableModel
+
+if TYPE_CHECKING:
+    from worker.spec.model_spec import Activation
 
 NormPlace = Literal["after gate", "before gate"] | None
 MadeNorms = Literal["with weights", "without weights"] | None
@@ -306,4 +309,48 @@ class Mamba1Spec(ConvolvedSpec):
         return self.channels, self.state, self.rank, self.kernel
 
 
-RecurrentSpec = GatedDeltaSpec | Mamba1Spec | Mamba2Spec | ShortConvSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RgLruSpec(ConvolvedSpec):
+    """A real-gated linear recurrent unit: a short convolution makes x, and a recurrence follows,
+    whose state s [width] is decayed and extended by each token:
+
+        a = exp(decay * sigmoid(r));  s = a * s + sqrt(1 - a^2) * sigmoid(i) * x
+
+    A linear of each head makes i and r of the head's part of x. The first token of a text has
+    a = 0. The result is multiplied by the activation of a gate. Source: arXiv 2402.19427.
+    """
+
+    num_heads: int
+    head_dim: int
+    #: That of the gate.
+    activation: Activation
+
+    @property
+    def width(self) -> int:
+        """Return the number of channels."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        return self.width
+
+    @property
+    def output_width(self) -> int:
+        return self.width
+
+    @property
+    def work_width(self) -> int:
+        return 20 * self.width
+
+    @property
+    def state_items(self) -> int:
+        """Return how many numbers the layer keeps of earlier tokens: the tail, and then the numbers
+        of the recurrence."""
+        return self.tail_items + self.width
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.num_heads, self.head_dim, self.kernel
+
+
+RecurrentSpec = GatedDeltaSpec | Mamba1Spec | Mamba2Spec | RgLruSpec | ShortConvSpec

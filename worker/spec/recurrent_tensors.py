@@ -185,6 +185,52 @@ class Mamba2Tensors:
 
 
 @dataclass(frozen=True, slots=True)
+class RgLruTensors:
+    """The tensors of an RG-LRU layer (spec/recurrent.py).
+
+    inputs       rows of x before the convolution, and of the gate of the results
+    conv         of x; `conv_bias` [channels]
+    gates        [2 * head_dim, head_dim] of each head: rows of the gates of the inputs and of the
+                 decays
+    gate_biases  names of the biases [heads, head_dim] of both kinds of gates
+    decay        [channels], what the factors of the decays are made of
+    """
+
+    inputs: FusedMatrix
+    conv: ConvTensors
+    conv_bias: VectorTensor
+    gates: tuple[FusedMatrix, ...]
+    gate_biases: tuple[str, str]
+    decay: VectorTensor
+    output: FusedMatrix
+
+    @property
+    def matrices(self) -> tuple[FusedMatrix, ...]:
+        return self.inputs, *self.gates, self.output
+
+    @property
+    def bias_shape(self) -> Shape:
+        """Return the shape of the biases of one kind of gates."""
+        return len(self.gates), self.gates[0].columns
+
+    @property
+    def float_items(self) -> int:
+        biases = len(self.gate_biases) * math.prod(self.bias_shape)
+        return self.conv.items + self.conv_bias.size + self.decay.size + biases
+
+    @property
+    def dense(self) -> tuple[FusedMatrix, ...]:
+        return ()
+
+    def others(self) -> Iterator[tuple[str, Shape]]:
+        yield from self.conv.tensors()
+        for vector in (self.conv_bias, self.decay):
+            yield vector.name, (vector.size,)
+        for name in self.gate_biases:
+            yield name, self.bias_shape
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvTensors:
     """The tensors of a short convolution (spec/recurrent.py).
 

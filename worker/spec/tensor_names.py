@@ -154,6 +154,11 @@ def names_of(*changes: Mapping[str, str], **options: object) -> TensorNames:
     return TensorNames(roles, **options)  # type: ignore[arg-type]
 
 
+LRU_GATES = ("lru_input_gate", "lru_decay_gate")
+"""Roles of the matrices that make the gates of an RG-LRU, in the order of their rows."""
+NEVER_QUANTIZED = frozenset(LRU_GATES)
+"""Roles of matrices that belong to no linear layer of transformers, so that no method quantises
+them."""
 XIELU_ROLES = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 """Roles of the numbers of an xIELU, in the order of `Xielu.of`."""
 USUAL = {

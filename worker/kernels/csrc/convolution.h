@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "states.h"
+#include "team.h"
 
 namespace {
 
@@ -99,6 +100,40 @@ template <bool IS_PRODUCT> struct RowChannels {
             });
     }
 };
+
+// The activation of a convolution that has none.
+struct Identity {
+    static INLINE Floats of(Floats x) { return x; }
+};
+
+// The tensors of a call that computes only a convolution. The states are those of the tail.
+struct ConvolutionStep {
+    States states;
+    Convolution conv;
+    const float *inputs; // [T, C]
+    int64_t stride;      // numbers from token to token of inputs
+    float *out;          // [T, C]
+};
+
+// Computes some channels of all tokens of a row, and their new tails.
+template <class Act> void convolve(const ConvolutionStep &s, const StateRow &row, int64_t start, int64_t size) {
+    RowChannels<false> channels{s.conv, row, start, size, s.inputs, nullptr, s.stride};
+    for (int64_t n = 0; n < row.count; n++) {
+        float *out = s.out + (row.first + n) * s.conv.width + start;
+        for (int64_t i = 0; i < size; i += LANES) store_first(out + i, Act::of(channels.at(n, i)), size - i);
+    }
+    channels.keep_tails();
+}
+
+// Computes the activation of the convolution of a step. Calls `share` once.
+template <class Act> void compute_convolution(Team &team, const ConvolutionStep &s) {
+    const Vectors vectors = channel_vectors(s.conv.width);
+    const int64_t count = vectors.count();
+    team.share(OTHER_LAYERS, s.states.num_rows * count, [&](int64_t item) {
+        const int64_t vector = item % count;
+        convolve<Act>(s, StateRow(s.states, item / count), vectors.start(vector), vectors.size(vector));
+    }, true);
+}
 
 // What a convolution makes of all tokens of a step, vector by vector: token after token, padded with zeros.
 struct Mixed {

@@ -1,4 +1,4 @@
-// The functions that Python calls (native.py, packed.py, models/whole_step.py), with C names and
+// The functions that Python calls (native.py, native_recurrence.py, packed.py, models/whole_step.py), with C names and
 // plain structs. Numbers are bfloat16 or float.
 //
 // This file is compiled once for each instruction set, each time into another library. So code for a
@@ -9,6 +9,7 @@
 #include "mamba1.h"
 #include "mamba2.h"
 #include "pack.h"
+#include "rg_lru.h"
 #include "short_conv.h"
 
 namespace {
@@ -37,7 +38,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 23; }
+EXPORT int64_t kernels_version() { return 24; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -142,8 +143,8 @@ EXPORT int64_t mamba1_conv(int64_t threads, int64_t kernel, int64_t width, const
                            const float *taps, const float *bias, const float *inputs, int64_t stride, float *out) {
     const int64_t bad_row = states->bad_row(tokens);
     if (bad_row >= 0) return bad_row;
-    const Mamba1Conv conv{*states, Convolution{kernel, width, taps, bias}, inputs, stride, out};
-    together(threads, 1, [&](Team &team) { compute_mamba1_conv(team, conv); });
+    const ConvolutionStep step{*states, Convolution{kernel, width, taps, bias}, inputs, stride, out};
+    together(threads, 1, [&](Team &team) { compute_convolution<Silu>(team, step); });
     return -1;
 }
 
@@ -173,6 +174,27 @@ EXPORT int64_t mamba2(int64_t threads, const Mamba2Sizes *sizes, const Mamba2Wei
     const Mamba2 mamba{*sizes, *states,      *weights,       convolution, mixed.mixed, inputs,
                        stride, steps.data(), factors.data(), out};
     together(threads, 3, [&](Team &team) { compute_mamba2(team, mamba); });
+    return -1;
+}
+
+// Computes the convolution of an RG-LRU layer. Arguments and result are those of `mamba1_conv`.
+EXPORT int64_t rg_lru_conv(int64_t threads, int64_t kernel, int64_t width, const States *states, int64_t tokens,
+                           const float *taps, const float *bias, const float *inputs, int64_t stride, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const ConvolutionStep step{*states, Convolution{kernel, width, taps, bias}, inputs, stride, out};
+    together(threads, 1, [&](Team &team) { compute_convolution<Identity>(team, step); });
+    return -1;
+}
+
+// Computes the recurrence of an RG-LRU layer and its gate, changes the states and saves them, and returns as
+// `gated_delta` does. `states` begin with the numbers of the recurrence [heads * dim]. out: [T, heads * dim].
+EXPORT int64_t rg_lru_scan(int64_t threads, int64_t heads, int64_t dim, int64_t activation, const States *states,
+                           int64_t tokens, const LruWeights *weights, const LruInputs *inputs, float *out) {
+    const int64_t bad_row = states->bad_row(tokens);
+    if (bad_row >= 0) return bad_row;
+    const RgLru lru{heads, dim, tokens, activation, *states, *weights, *inputs, out};
+    together(threads, 1, [&](Team &team) { compute_rg_lru(team, lru); });
     return -1;
 }
 

@@ -1,5 +1,5 @@
-// The two parts of a Mamba-1 layer that change its states: the convolution, and the recurrence with the gate after it.
-// worker/layers/mamba1_rule.py defines them.
+// The recurrence of a Mamba-1 layer, and the gate after it. The layer's convolution is that of convolution.h.
+// worker/layers/mamba1_rule.py defines both.
 //
 // Each channel has a row of a state's matrix, which changes independently of the others and lies in memory as one
 // piece. So a matrix is computed in tiles of rows, which stay in the first cache while all tokens change them.
@@ -12,35 +12,6 @@
 #include "team.h"
 
 namespace {
-
-// The tensors of a call of the convolution. The states are those of the tail.
-struct Mamba1Conv {
-    States states;
-    Convolution conv;
-    const float *inputs; // [T, C]
-    int64_t stride;      // numbers from token to token of inputs
-    float *out;          // [T, C]
-};
-
-// Computes some channels of all tokens of a row, and their new tails.
-inline void convolve(const Mamba1Conv &m, const StateRow &row, int64_t start, int64_t size) {
-    RowChannels<false> channels{m.conv, row, start, size, m.inputs, nullptr, m.stride};
-    for (int64_t n = 0; n < row.count; n++) {
-        float *out = m.out + (row.first + n) * m.conv.width + start;
-        for (int64_t i = 0; i < size; i += LANES) store_first(out + i, Silu::of(channels.at(n, i)), size - i);
-    }
-    channels.keep_tails();
-}
-
-// Computes the convolution of a step. Calls `share` once.
-inline void compute_mamba1_conv(Team &team, const Mamba1Conv &m) {
-    const Vectors vectors = channel_vectors(m.conv.width);
-    const int64_t count = vectors.count();
-    team.share(OTHER_LAYERS, m.states.num_rows * count, [&](int64_t item) {
-        const int64_t vector = item % count;
-        convolve(m, StateRow(m.states, item / count), vectors.start(vector), vectors.size(vector));
-    }, true);
-}
 
 // The weights of the recurrence.
 struct ScanWeights {

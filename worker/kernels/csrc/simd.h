@@ -237,6 +237,11 @@ INLINE Floats exponential(Floats x) {
     return p * (Floats)power;
 }
 
+INLINE Floats square_root(Floats x) {
+    for (int i = 0; i < LANES; i++) x[i] = std::sqrt(x[i]);
+    return x;
+}
+
 // Returns table[b] in place of each byte b, of 0 to 15.
 INLINE Words looked_up(const int8_t (&table)[16], Words bytes) {
 #if defined(__AVX512BW__)

@@ -18,7 +18,8 @@ struct States {
     float *memory, *checkpoints;                       // the layer's first number in the first state
     int64_t memory_stride, checkpoints_stride;         // numbers from state to state
     int64_t num_slots, num_checkpoints;                // numbers of states
-    const int64_t *slots, *firsts, *counts, *kept;     // [R]
+    const int64_t *slots, *starts, *firsts;            // [R]
+    const int64_t *counts, *kept;                      // [R]
     const int64_t *save_rows, *save_counts, *save_ids; // [num_saves]
     int64_t num_rows, num_saves;
 
@@ -48,14 +49,14 @@ struct States {
     }
 };
 
-// One row: the index of its first token, and its state in the slot.
+// One row: the position and the index of its first token, and its state in the slot.
 struct StateRow {
     const States &states;
-    int64_t first, count, kept, next_save, saves_end;
+    int64_t start, first, count, kept, next_save, saves_end;
     float *held;
 
     StateRow(const States &s, int64_t r)
-        : states(s), first(s.firsts[r]), count(s.counts[r]), kept(s.kept[r]),
+        : states(s), start(s.starts[r]), first(s.firsts[r]), count(s.counts[r]), kept(s.kept[r]),
           held(s.memory + s.slots[r] * s.memory_stride) {
         next_save = std::lower_bound(s.save_rows, s.save_rows + s.num_saves, r) - s.save_rows;
         saves_end = std::upper_bound(s.save_rows, s.save_rows + s.num_saves, r) - s.save_rows;

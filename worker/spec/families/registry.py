@@ -31,13 +31,14 @@ from worker.spec.families import (
     olmo,
     phi,
     qwen,
+    recurrent_gemma,
 )
 from worker.spec.families.family import ModelFamily
 
 MODULES = (
     *(llama, mistral, qwen, gemma, gemma3n, gemma4, phi, olmo, gpt, gpt_oss, lfm),
     *(nemotron, falcon, jamba, mamba, glm, ernie, minimax, hunyuan, bamba),
-    *(deepseek, kimi, apertus, llama4),
+    *(deepseek, kimi, apertus, llama4, recurrent_gemma),
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(
     family for module in MODULES for family in module.FAMILIES
